@@ -1,0 +1,84 @@
+"""What can go wrong, as exceptions that carry what was known when it did."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from bendtrace.flow import FlowStep
+
+__all__ = [
+    "BendtraceError",
+    "ConversionError",
+    "DivergenceError",
+    "InputError",
+    "NondeterminismError",
+    "NotReplayableError",
+    "UnknownNodeError",
+]
+
+
+class BendtraceError(Exception):
+    """Base of every error that bendtrace raises on purpose."""
+
+
+class InputError(BendtraceError, ValueError):
+    """Something handed to bendtrace is not what it can work with."""
+
+
+class ConversionError(BendtraceError, ValueError):
+    """A graph holds something that the other form of graph cannot express."""
+
+
+class DivergenceError(BendtraceError, RuntimeError):
+    """Inputs do not satisfy a guard of the one trace that was asked to serve them.
+
+    Attributes:
+        reason: what failed, in one line, with the recorded and the new value.
+        step: the flow step whose guard failed, or None for guards on inputs and state.
+    """
+
+    def __init__(self, reason: str, step: FlowStep | None = None) -> None:
+        super().__init__(reason)
+        self.reason = reason
+        self.step = step
+
+
+class NotReplayableError(BendtraceError, RuntimeError):
+    """A trace depends on something that no guard can watch, so only the real Python is right.
+
+    Attributes:
+        reasons: one line for each such thing, naming where it is in the source.
+    """
+
+    def __init__(self, reasons: Iterable[str]) -> None:
+        self.reasons = tuple(reasons)
+        super().__init__("this trace cannot be replayed: " + "; ".join(self.reasons))
+
+
+class NondeterminismError(BendtraceError, RuntimeError):
+    """Resuming a run, the model did other things than it did before with all guards equal.
+
+    It depends on something bendtrace could not see (a clock, a file, a global that changes).
+    Operations of the run may already have been carried out, so it cannot simply start anew.
+    """
+
+
+class UnknownNodeError(BendtraceError, KeyError):
+    """No node, module or step has the name that was asked for.
+
+    Attributes:
+        name: what was asked for.
+        near: existing names that look like it.
+    """
+
+    def __init__(self, name: str, known: Iterable[Any]) -> None:
+        self.name = name
+        self.near = tuple(get_close_matches(name, [str(k) for k in known], n=5, cutoff=0.4))
+        hint = f"; did you mean {', '.join(self.near)}?" if self.near else ""
+        super().__init__(f"no node is called {name!r}{hint}")
+
+    def __str__(self) -> str:
+        return str(self.args[0])

@@ -1,0 +1,308 @@
+"""Conversion between the mirror of a trace and `torch.fx`.
+
+The fx graph is one path: it does what the model did for the traced inputs. So that it is never
+silently wrong for others, it tests the guards where they were put, and raises
+`DivergenceError` where one does not hold.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from bendtrace.errors import ConversionError, DivergenceError
+from bendtrace.graph.fold import Folding, folding, results
+from bendtrace.graph.mirror import Graph, NodeRef
+from bendtrace.recording.contexts import Context
+from bendtrace.recording.iterations import user_code
+from bendtrace.recording.recorder import Recording
+from bendtrace.recording.structure import Existing, Instance, Opaque, build
+from bendtrace.recording.surroundings import identical
+from bendtrace.recording.tape import ModuleCall, Op, OpKind, Test, map_refs
+from bendtrace.replay.analysis import Analysis, GuardKind
+
+__all__ = ["from_fx", "to_fx"]
+
+
+def is_leaf_module(module: nn.Module) -> bool:
+    """Whether torch.fx would leave a module whole: one of torch.nn's own, not a container."""
+    return type(module).__module__.startswith("torch.nn") and not isinstance(module, nn.Sequential)
+
+
+def to_fx(
+    graph: Graph,
+    *,
+    fold: bool | Callable[[nn.Module], bool] = False,
+    guards: bool = True,
+) -> fx.GraphModule:
+    """Convert the mirror of a trace to a runnable `torch.fx.GraphModule`.
+
+    Args:
+        graph: the mirror, as `Trace.graph` gives it.
+        fold: whether calls of leaf modules become one `call_module` node each, as torch.fx
+            has them; or a function that says which modules to fold.
+        guards: whether the graph tests the guards of the trace and raises `DivergenceError`
+            where one does not hold. Without them it is right for the traced path only.
+
+    Returns:
+        A module that takes the arguments of the traced call. Parameters, buffers and folded
+        submodules are the model's own.
+
+    Raises:
+        ConversionError: the trace does something that an fx graph cannot express, such as
+            setting an attribute of the model.
+
+    Example:
+        >>> import torch, bendtrace as bt
+        >>> trace = bt.trace(torch.nn.Linear(2, 3), torch.ones(1, 2))
+        >>> [node.op for node in bt.to_fx(trace.graph).graph.nodes]
+        ['placeholder', 'get_attr', 'get_attr', 'call_function', 'output']
+    """
+    recording: Recording | None = graph.graph.get("recording")
+    if recording is None:
+        raise ConversionError("the graph is not the mirror of a trace")
+    if recording.changes:
+        raise ConversionError(
+            f"the run sets {recording.changes[0].label}, which an fx graph cannot express"
+        )
+    if recording.tape.blockers:
+        raise ConversionError(f"the run cannot be repeated: {recording.tape.blockers[0]}")
+    leaf = fold if callable(fold) else is_leaf_module
+    folded = folding(recording, leaf) if fold else Folding()
+    return _Writer(graph, recording, folded, guards).write()
+
+
+class _Writer:
+    def __init__(self, graph: Graph, recording: Recording, folded: Folding, guards: bool) -> None:
+        self.mirror = graph
+        self.tape = recording.tape
+        self.folded = folded
+        self.fx = fx.Graph()
+        self.nodes: dict[str, fx.Node] = {}
+        indices = {data.get("index"): name for name, data in graph.nodes(data=True)}
+        self.names = [indices.get(op.index, "") for op in self.tape.ops]
+        self.waiting = self._guards() if guards else []
+        self.context = self.entry = self._entry()
+        root = graph.graph["root"]
+        self.root: Any = root if isinstance(root, nn.Module) else nn.Module()
+        self.holder = nn.Module()
+
+    def write(self) -> fx.GraphModule:
+        for name, data in list(self.mirror.nodes(data=True)):
+            index = data.get("index")
+            if data["op"] == "output":
+                self._check(len(self.tape.ops))
+                self._switch(self.entry)
+                self.fx.output(self._value(data["args"][0]))
+            elif data["op"] == "placeholder":
+                label = str(data["target"]).replace("[", "_").replace("]", "")
+                # In code that fx generates, these mean something else.
+                label += "_" * (label in ("device", "torch", "inf", "nan"))
+                self._keep(name, data, self.fx.placeholder(label))
+            elif index is None:
+                self._call(name, data)
+            else:
+                self._op(self.tape.ops[index], name, data)
+        self.fx.lint()
+        module = fx.GraphModule(self.holder, self.fx, class_name="BendedGraph")
+        module.training = getattr(self.root, "training", True)
+        return module
+
+    def _entry(self) -> Context:
+        inputs = [op.context for op in self.tape.ops if op.kind is OpKind.INPUT]
+        return inputs[0] if inputs else Context(torch.is_grad_enabled(), False)
+
+    def _op(self, op: Op, name: str, data: dict[str, Any]) -> None:
+        self._check(op.index)
+        call = self.folded.call_of.get(op.index)
+        if call is not None:
+            if self.folded.first[id(call)] == op.index:
+                self._switch(op.context)
+                self._fold(call)
+            return
+        if op.raised is not None:
+            raise ConversionError(
+                f"the run catches {op.raised.__name__} at {data['site']}, which an fx graph "
+                "cannot express"
+            )
+        if op.kind is OpKind.STATE:
+            target = str(data["target"])
+            tensor = op.target.read(())
+            if not _is_at(self.root, target, tensor):
+                target = f"_{name}"  # from a closure, a global or a container
+            _put(self.holder, target, tensor)
+            self._keep(name, data, self.fx.create_node("get_attr", target, (), {}, name))
+            return
+        if op.kind is OpKind.CALL:
+            self._switch(op.context)
+        self._call(name, data)
+
+    def _call(self, name: str, data: dict[str, Any]) -> None:
+        args, kwargs = self._value(data["args"]), self._value(data["kwargs"])
+        node = self.fx.create_node(data["op"], data["target"], args, kwargs, name)
+        self._keep(name, data, node)
+
+    def _keep(self, name: str, data: dict[str, Any], node: fx.Node) -> None:
+        node.meta.update({key: data[key] for key in ("shape", "dtype", "site") if key in data})
+        self.nodes[name] = node
+
+    def _fold(self, call: ModuleCall) -> None:
+        assert call.module is not None
+        _put(self.holder, call.path, call.module)
+        args, kwargs = map_refs((call.args, call.kwargs), lambda r: NodeRef(self.names[r.index]))
+        node = self.fx.call_module(call.path, self._value(args), self._value(kwargs))
+        for index, path in results(call):
+            taken = node
+            for key in path:
+                taken = self.fx.call_function(operator.getitem, (taken, key))
+            self.nodes[self.names[index]] = taken
+
+    def _value(self, value: Any) -> Any:
+        if isinstance(value, NodeRef):
+            return self.nodes[value.name]
+        if isinstance(value, (tuple, list)):
+            return type(value)(self._value(item) for item in value)
+        if isinstance(value, dict):
+            return {key: self._value(item) for key, item in value.items()}
+        if isinstance(value, slice):
+            return slice(self._value(value.start), self._value(value.stop), self._value(value.step))
+        if isinstance(value, Instance):
+            return self._built(value)
+        if isinstance(value, (Existing, Opaque)):
+            raise ConversionError(f"{value} is an object of the model, not a value of the graph")
+        return value
+
+    def _built(self, instance: Instance) -> fx.Node:
+        cls, names = instance.cls, tuple(instance.attributes)
+
+        def make(items: Any, *values: Any) -> Any:
+            return build(cls, items, dict(zip(names, values, strict=True)))
+
+        make.__name__ = f"make_{cls.__name__}"
+        make.__module__ = __name__
+        values = tuple(self._value(value) for value in instance.attributes.values())
+        return self.fx.call_function(make, (self._value(instance.items), *values))
+
+    # Contexts and guards
+
+    def _switch(self, wanted: Context) -> None:
+        if wanted._replace(grad=self.context.grad) != self.context:
+            raise ConversionError("the run enters or leaves autocast or inference mode on its way")
+        if wanted != self.context:
+            self.fx.call_function(torch._C._set_grad_enabled, (wanted.grad,))
+            self.context = wanted
+
+    def _guards(self) -> list[tuple[int, int]]:
+        """Return (position, number) of the guards to test, the last first."""
+        kinds = Analysis(self.tape).kinds
+        listed = [
+            (guard.position, number)
+            for number, guard in enumerate(self.tape.guards)
+            if kinds[number] is not GuardKind.IMPLIED and guard.index not in self.folded.call_of
+        ]
+        return sorted(listed, reverse=True)
+
+    def _check(self, position: int) -> None:
+        while self.waiting and self.waiting[-1][0] <= position:
+            guard = self.tape.guards[self.waiting.pop()[1]]
+            place = "an unknown place"
+            if guard.site is not None:
+                place = str(user_code(guard.scope, guard.site)[0])
+            expected = guard.expected
+            if guard.test is Test.SAME:
+                expected = self.nodes[self.names[guard.expected]]
+            node = self.nodes[self.names[guard.index]]
+            self.fx.call_function(check_guard, (node, guard.test.value, expected, place))
+
+
+def _is_at(root: nn.Module, target: str, tensor: Any) -> bool:
+    try:
+        return operator.attrgetter(target)(root) is tensor
+    except AttributeError:
+        return False
+
+
+def _put(holder: nn.Module, target: str, value: Any) -> None:
+    """Give a module something of the model's, by the name it has there."""
+    *path, last = target.split(".")
+    for step in path:
+        if not hasattr(holder, step):
+            holder.add_module(step, nn.Module())
+        holder = getattr(holder, step)
+    if isinstance(value, nn.Module):
+        holder.add_module(last, value)
+    elif isinstance(value, nn.Parameter):
+        holder.register_parameter(last, value)
+    elif last not in holder._buffers:
+        holder.register_buffer(last, value)
+
+
+def check_guard(value: Any, test: str, expected: Any, place: str) -> None:
+    """Raise `DivergenceError` if a value of a converted graph is not as recorded.
+
+    Args:
+        value: the value.
+        test: name of the `Test`.
+        expected: the recorded outcome.
+        place: where the model consumed the value.
+    """
+    if test == Test.TRUTH.value:
+        now: Any = bool(value)
+    elif test == Test.LENGTH.value:
+        now = len(value)
+    elif test == Test.SAME.value:
+        if value is not expected:
+            raise DivergenceError(f"a tensor at {place} is a copy now and was none when traced")
+        return
+    else:
+        now = value
+    if not identical(now, expected):
+        raise DivergenceError(
+            f"the value at {place} was {expected!r} when traced and is {now!r} now"
+        )
+
+
+def from_fx(module: fx.GraphModule) -> Graph:
+    """Convert a `torch.fx.GraphModule` to a networkx graph of the same form as a mirror.
+
+    Args:
+        module: the graph module.
+
+    Returns:
+        A graph with the nodes, targets and arguments of the fx graph. It has no flow steps:
+        fx does not record any.
+
+    Example:
+        >>> import torch, bendtrace as bt
+        >>> traced = torch.fx.symbolic_trace(torch.nn.Sequential(torch.nn.ReLU()))
+        >>> list(bt.from_fx(traced))
+        ['input_1', '_0', 'output']
+    """
+    graph = Graph()
+    graph.graph["root"] = module
+    for index, node in enumerate(module.graph.nodes):
+        args, kwargs = _named((node.args, node.kwargs))
+        graph.add_op(
+            node.name, op=node.op, target=node.target, args=args, kwargs=kwargs,
+            module_path="", pass_=1, index=index, site=node.meta.get("site"), text="",
+        )  # fmt: skip
+    return graph
+
+
+def _named(value: Any) -> Any:
+    """Turn fx's arguments into those of a mirror: names for nodes, ordinary containers."""
+    if isinstance(value, fx.Node):
+        return NodeRef(value.name)
+    if isinstance(value, dict):
+        return {key: _named(item) for key, item in value.items()}
+    if isinstance(value, tuple):
+        return tuple(_named(item) for item in value)
+    if isinstance(value, list):
+        return [_named(item) for item in value]
+    if isinstance(value, slice):
+        return slice(_named(value.start), _named(value.stop), _named(value.step))
+    return value

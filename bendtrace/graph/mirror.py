@@ -1,0 +1,331 @@
+"""The networkx mirror of a trace: a multigraph of ops, with flow as control edges."""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import networkx as nx
+from torch import Tensor
+
+from bendtrace.flow import FlowSteps
+from bendtrace.graph.control import controlling
+from bendtrace.recording.functions import name_of
+from bendtrace.recording.iterations import user_code
+from bendtrace.recording.recorder import Recording
+from bendtrace.recording.structure import Existing
+from bendtrace.recording.surroundings import Access, Part
+from bendtrace.recording.tape import Op, OpKind, TensorMeta, map_refs
+
+__all__ = ["Graph", "NodeRef", "mirror"]
+
+
+class NodeRef:
+    """Stands in a node's arguments for the value of another node."""
+
+    __slots__ = ("name",)
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, NodeRef) and other.name == self.name
+
+    def __hash__(self) -> int:
+        return hash(self.name)
+
+    def __repr__(self) -> str:
+        return f"%{self.name}"
+
+
+class Graph(nx.MultiDiGraph):  # type: ignore[type-arg]  # not generic when running
+    """A trace as a networkx multigraph: every networkx algorithm works on it.
+
+    Nodes are named as in torch.fx (`conv1d`, `gt`, `gt_1`) and carry
+
+    - `op`: "placeholder", "get_attr", "call_function", "call_method", "call_module" or
+      "output"; `target`, `args` and `kwargs` as in torch.fx, with `NodeRef` for nodes;
+    - `shape`, `dtype` and `device` for tensors, `value` for traced scalars;
+    - `module_path` of the module call it happened in and the call's number, `pass_`;
+    - `site` ("file:line"), `text` (source of the expression), `index` (position on the tape).
+
+    Edges carry `kind`: "data" with `argument`, the place in the arguments that the value goes
+    to (`args[0]`, `kwargs['dim']`, `args[0][1]`), or "control" with `step`, the number of the
+    flow step under whose condition the target ran.
+    """
+
+    @property
+    def flow_steps(self) -> FlowSteps:
+        """The flow steps of the trace that the graph mirrors."""
+        steps: FlowSteps = self.graph.get("flow_steps", FlowSteps([]))
+        return steps
+
+    def add_op(self, name: str, **data: Any) -> None:
+        """Add a node and the data edges that its arguments imply."""
+        self.add_node(name, **data)
+        for argument, source in _positions(data.get("args", ()), data.get("kwargs", {})):
+            self.add_edge(source, name, kind="data", argument=argument)
+
+    def data_edges(self) -> Iterator[tuple[str, str, str]]:
+        """Yield (source, target, argument) of each data edge."""
+        for source, target, data in self.edges(data=True):
+            if data["kind"] == "data":
+                yield source, target, data["argument"]
+
+    def control_edges(self) -> Iterator[tuple[str, str, int]]:
+        """Yield (condition, target, number of the flow step) of each control edge."""
+        for source, target, data in self.edges(data=True):
+            if data["kind"] == "control":
+                yield source, target, data["step"]
+
+    def to_list(self) -> list[dict[str, Any]]:
+        """Return the nodes as plain values, ready for JSON."""
+        rows = []
+        for name, data in self.nodes(data=True):
+            row: dict[str, Any] = {"name": name}
+            for key, value in data.items():
+                row[key] = value if isinstance(value, (int, float, str, type(None))) else str(value)
+            row["target"] = target_name(data.get("target"))
+            row["users"] = self.out_degree(name)
+            rows.append(row)
+        return rows
+
+    def __str__(self) -> str:
+        lines = ["graph():"]
+        used_by: dict[str, set[str]] = {}
+        for source, user, _ in self.data_edges():
+            used_by.setdefault(source, set()).add(user)
+        for name, data in self.nodes(data=True):
+            users = len(used_by.get(name, ()))
+            kind = _type_name(data)
+            head = f"    %{name}{kind} [num_users={users}] = {data['op']}"
+            target = target_name(data["target"])
+            if data["op"] in ("placeholder", "get_attr"):
+                lines.append(f"{head}[target={target}]")
+            elif data["op"] == "output":
+                lines.append(f"    return {_show(data['args'][0])}")
+            else:
+                args = f"(args = {_show(data['args'])}, kwargs = {_show(data['kwargs'])})"
+                lines.append(f"{head}[target={target}]{args}")
+        return "\n".join(lines)
+
+
+def target_name(target: Any) -> str:
+    """Return what a node calls, as text."""
+    if target is None or isinstance(target, str):
+        return str(target)
+    module = getattr(target, "__module__", None) or ""
+    name = name_of(target)
+    module = {"_operator": "operator", "torch._tensor": "torch.Tensor"}.get(module, module)
+    return f"{module}.{name}" if module else name
+
+
+def _type_name(data: dict[str, Any]) -> str:
+    if data.get("shape") is not None:
+        return f" : Tensor{tuple(data['shape'])}"
+    if "value" in data:
+        return f" : {type(data['value']).__name__}"
+    return ""
+
+
+def _show(value: Any) -> str:
+    if isinstance(value, tuple):
+        inner = ", ".join(map(_show, value))
+        return f"({inner},)" if len(value) == 1 else f"({inner})"
+    if isinstance(value, list):
+        return f"[{', '.join(map(_show, value))}]"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key}: {_show(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, slice):
+        return f"slice({_show(value.start)}, {_show(value.stop)}, {_show(value.step)})"
+    return repr(value)
+
+
+def mirror(
+    recording: Recording, names: list[str], steps: FlowSteps, function: Callable[..., Any]
+) -> Graph:
+    """Build the mirror of a recorded run.
+
+    Args:
+        recording: the run.
+        names: name of each op's node.
+        steps: its flow steps.
+        function: what was run.
+    """
+    graph = Graph()
+    graph.graph.update(recording=recording, flow_steps=steps, root=function)
+    taken = set(names)
+    nodes: dict[int, str] = {}
+    for part in recording.surroundings.parts:
+        if part.is_argument:
+            _add_argument(graph, part, recording, names, nodes, taken)
+    for op in recording.tape.ops:
+        if op.kind is not OpKind.INPUT:
+            graph.add_op(names[op.index], **_node(op, names, nodes, function))
+    output = _named(recording.root.output, names, nodes)
+    graph.add_op("output" if "output" not in taken else "output_", op="output", target="output",
+                 args=(output,), kwargs={}, module_path="", index=len(names))  # fmt: skip
+    for name, condition, number in controlling(recording.tape, names, steps):
+        graph.add_edge(condition, name, kind="control", step=number)
+    return graph
+
+
+def _add_argument(
+    graph: Graph, part: Part, recording: Recording, names: list[str], nodes: dict[int, str],
+    taken: set[str],
+) -> None:  # fmt: skip
+    """Add a placeholder, or the node that takes an item out of one."""
+    op = next((op for op in recording.tape.ops if op.target is part), None)
+    used = op is not None
+    if part.access is not Access.ROOT and not used:
+        return
+    name = names[op.index] if op is not None else _free(str(part.label), taken)
+    nodes[part.index] = name
+    data: dict[str, Any] = {"kwargs": {}, "module_path": "", "pass_": 1, "site": None, "text": ""}
+    data.update(_meta(op.meta if op is not None else None), index=op.index if op else None)
+    if part.access is Access.ROOT:
+        graph.add_op(name, op="placeholder", target=part.label, args=(), **data)
+        return
+    holder = part.parent
+    assert holder is not None
+    for missing in _missing_holders(holder, nodes):
+        nodes[missing.index] = _free(missing.label, taken)
+        plain = {
+            "kwargs": {},
+            "module_path": "",
+            "pass_": 1,
+            "site": None,
+            "text": "",
+            "index": None,
+        }
+        graph.add_op(nodes[missing.index], **_taken(missing, nodes), **plain)
+    graph.add_op(name, **_taken(part, nodes), **data)
+
+
+def _missing_holders(part: Part | None, nodes: dict[int, str]) -> list[Part]:
+    missing: list[Part] = []
+    while part is not None and part.index not in nodes:
+        missing.insert(0, part)
+        part = part.parent
+    return missing
+
+
+def _taken(part: Part, nodes: dict[int, str]) -> dict[str, Any]:
+    assert part.parent is not None
+    attribute = part.access in (Access.DICT, Access.ATTRIBUTE)
+    return {
+        "op": "call_function",
+        "target": getattr if attribute else operator.getitem,
+        "args": (NodeRef(nodes[part.parent.index]), str(part.key) if attribute else part.key),
+    }
+
+
+def _free(label: str, taken: set[str]) -> str:
+    base = name = re.sub(r"\W+", "_", label).strip("_") or "arg"
+    number = 0
+    while name in taken:
+        number += 1
+        name = f"{base}_{number}"
+    taken.add(name)
+    return name
+
+
+def _node(
+    op: Op, names: list[str], nodes: dict[int, str], function: Callable[..., Any]
+) -> dict[str, Any]:
+    data: dict[str, Any] = {
+        "module_path": op.scope.path,
+        "pass_": op.scope.number + 1,
+        "index": op.index,
+        "context": op.context,
+        **_meta(op.meta),
+    }
+    data["site"], data["text"] = None, ""
+    if op.site is not None:
+        place, _, _ = user_code(op.scope, op.site)
+        data["site"], data["text"] = str(place), place.text
+    if op.raised is not None:
+        data["raised"] = op.raised.__name__
+    if op.kind in (OpKind.STATE, OpKind.UNKNOWN):
+        target = str(op.target).removeprefix("self.") if op.target else "unknown"
+        return {**data, "op": "get_attr", "target": target, "args": (), "kwargs": {}}
+    args = tuple(_named(value, names, nodes) for value in op.args)
+    kwargs = {key: _named(value, names, nodes) for key, value in op.kwargs.items()}
+    kind, target, args = _called(op, args)
+    return {**data, "op": kind, "target": target, "args": args, "kwargs": kwargs}
+
+
+def _called(op: Op, args: tuple[Any, ...]) -> tuple[str, Any, tuple[Any, ...]]:
+    """Say a call in torch.fx's terms."""
+    target = op.target
+    if target is Tensor.__getitem__:
+        return "call_function", operator.getitem, args
+    if target is Tensor.__setitem__:
+        return "call_function", operator.setitem, args
+    name = name_of(target)
+    if getattr(target, "__name__", "") == "__get__":
+        return "call_function", getattr, (args[0], name)
+    method = _METHODS.get(target)
+    if method is not None and args and isinstance(args[0], NodeRef):
+        return "call_method", method, args
+    return "call_function", target, args
+
+
+# Some methods are known to torch under another name (`__pow__` is a function called pow).
+_METHODS = {
+    member: name
+    for cls in reversed(Tensor.__mro__)
+    for name, member in vars(cls).items()
+    if callable(member) and not isinstance(member, type)
+}
+
+
+def _meta(meta: Any) -> dict[str, Any]:
+    if isinstance(meta, TensorMeta):
+        return {"shape": meta.shape, "dtype": meta.dtype, "device": meta.device}
+    if meta is None:
+        return {}
+    return {"value": meta}
+
+
+def _named(value: Any, names: list[str], nodes: dict[int, str]) -> Any:
+    """Replace references to ops, and to arguments, by references to nodes."""
+    named = map_refs(value, lambda ref: NodeRef(names[ref.index]))
+    return _with_existing(named, nodes)
+
+
+def _with_existing(value: Any, nodes: dict[int, str]) -> Any:
+    if isinstance(value, Existing) and value.part.index in nodes:
+        return NodeRef(nodes[value.part.index])
+    if type(value) in (tuple, list):
+        return type(value)(_with_existing(item, nodes) for item in value)
+    if type(value) is dict:
+        return {key: _with_existing(item, nodes) for key, item in value.items()}
+    return value
+
+
+def _positions(args: Any, kwargs: Any) -> Iterator[tuple[str, str]]:
+    """Yield (argument, node) for each reference in a node's arguments."""
+    for position, value in enumerate(args):
+        yield from _references(value, f"args[{position}]")
+    for key, value in kwargs.items():
+        yield from _references(value, f"kwargs[{key!r}]")
+
+
+def _references(value: Any, where: str) -> Iterator[tuple[str, str]]:
+    if isinstance(value, NodeRef):
+        yield where, value.name
+    elif isinstance(value, (tuple, list)):
+        for position, item in enumerate(value):
+            yield from _references(item, f"{where}[{position}]")
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield from _references(item, f"{where}[{key!r}]")
+    elif isinstance(value, slice):
+        for part in ("start", "stop", "step"):
+            yield from _references(getattr(value, part), f"{where}.{part}")
+    elif hasattr(value, "items") and hasattr(value, "attributes"):
+        yield from _references(value.items, f"{where}.items")
+        yield from _references(value.attributes, where)

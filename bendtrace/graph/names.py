@@ -1,0 +1,38 @@
+"""Names for what is on a tape."""
+
+from __future__ import annotations
+
+import re
+
+from bendtrace.recording.functions import name_of
+from bendtrace.recording.tape import Op, OpKind
+
+__all__ = ["base_name", "node_names"]
+
+
+def base_name(op: Op) -> str:
+    """Return the name of an op before it is made unique: `conv1d`, `gt`, `fc_weight`, `x`."""
+    if op.kind in (OpKind.INPUT, OpKind.STATE):
+        name = str(op.target).removeprefix("self.")
+    elif op.kind is OpKind.UNKNOWN:
+        name = "unknown"
+    else:
+        name = name_of(op.target)
+        name = name.strip("_") if name.startswith("__") else name
+    name = re.sub(r"\W+", "_", name).lstrip("_") or "op"
+    return f"_{name}" if name[0].isdigit() else name
+
+
+def node_names(ops: list[Op]) -> list[str]:
+    """Return a unique name for each op, in the manner of torch.fx: `gt`, `gt_1`, `gt_2`."""
+    taken: set[str] = set()
+    counts: dict[str, int] = {}
+    names = []
+    for op in ops:
+        base = name = base_name(op)
+        while name in taken:
+            counts[base] = counts.get(base, 0) + 1
+            name = f"{base}_{counts[base]}"
+        taken.add(name)
+        names.append(name)
+    return names

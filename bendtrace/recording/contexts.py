@@ -1,0 +1,87 @@
+"""The ambient state that an op runs under: grad mode, inference mode, autocast."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import NamedTuple
+
+import torch
+
+__all__ = ["Autocast", "Context", "ContextSwitch", "current_context"]
+
+
+class Autocast(NamedTuple):
+    """Autocast state of one device type."""
+
+    device_type: str
+    enabled: bool
+    dtype: torch.dtype
+    cache: bool
+
+
+class Context(NamedTuple):
+    """What decides, besides its arguments, how an op is carried out."""
+
+    grad: bool
+    inference: bool
+    autocast: tuple[Autocast, ...] = ()
+
+
+_PLAIN = {
+    (grad, inference): Context(grad, inference)
+    for grad in (False, True)
+    for inference in (False, True)
+}
+_ANY_AUTOCAST = torch._C._is_any_autocast_enabled  # seen in 2.5 to 2.13; test_contexts notices
+
+
+def current_context() -> Context:
+    """Return the state that an op called now would run under."""
+    context = _PLAIN[torch.is_grad_enabled(), torch.is_inference_mode_enabled()]
+    if not _ANY_AUTOCAST():
+        return context
+    device_types = ["cpu"]
+    if torch.cuda.is_available():
+        device_types.append("cuda")
+    cache = torch.is_autocast_cache_enabled()
+    return context._replace(
+        autocast=tuple(
+            Autocast(name, torch.is_autocast_enabled(name), torch.get_autocast_dtype(name), cache)
+            for name in device_types
+        )
+    )
+
+
+class ContextSwitch:
+    """Puts recorded contexts into force during a replay and takes them back at its end.
+
+    Entering and leaving go through torch's own context managers, so that autocast's cache
+    of cast weights lives exactly as long as it does in eager.
+    """
+
+    __slots__ = ("_stack",)
+
+    def __init__(self) -> None:
+        self._stack = ExitStack()
+
+    def to(self, context: Context) -> None:
+        """Run what follows under `context`."""
+        self.restore()
+        if torch.is_inference_mode_enabled() != context.inference:
+            self._stack.enter_context(torch.inference_mode(context.inference))
+        if torch.is_grad_enabled() != context.grad:
+            self._stack.enter_context(torch.set_grad_enabled(context.grad))
+        recorded = {state.device_type: state for state in context.autocast}
+        for state in current_context().autocast:
+            recorded.setdefault(state.device_type, state._replace(enabled=False))
+        for name, enabled, dtype, cache in recorded.values():
+            if enabled != torch.is_autocast_enabled(name) or (
+                enabled and dtype != torch.get_autocast_dtype(name)
+            ):
+                self._stack.enter_context(
+                    torch.autocast(name, dtype=dtype, enabled=enabled, cache_enabled=cache)
+                )
+
+    def restore(self) -> None:
+        """Go back to the state the replay began under."""
+        self._stack.close()

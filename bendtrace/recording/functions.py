@@ -1,0 +1,136 @@
+"""Which torch functions need more than being recorded, and why."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+__all__ = ["CONTEXT", "DESCEND", "ESCAPES", "METADATA", "SHAPES", "VALUES", "entered", "name_of"]
+
+
+def _getters(*names: str) -> dict[Any, str]:
+    found = {}
+    for name in names:
+        attribute = getattr(Tensor, name, None)
+        if attribute is not None:
+            found[getattr(attribute, "__get__", attribute)] = name
+    return found
+
+
+def _methods(*names: str) -> dict[Any, str]:
+    return {getattr(Tensor, name): name for name in names if hasattr(Tensor, name)}
+
+
+# Sizes: what they return becomes traced scalars, and nothing is guarded until they are used.
+SHAPES: dict[Any, str] = {
+    **_getters("shape"),
+    **_methods("size", "stride", "numel", "nelement", "storage_offset"),
+    torch.numel: "numel",
+}
+
+# Facts about a tensor that are not its values. Their answers are plain and guarded at once.
+METADATA: dict[Any, str] = {
+    **_getters(
+        "dtype", "device", "layout", "ndim", "requires_grad", "is_leaf", "is_cuda", "is_cpu",
+        "is_mps", "is_xpu", "is_meta", "is_sparse", "is_sparse_csr", "is_quantized", "is_nested",
+        "is_mkldnn", "itemsize", "names", "retains_grad", "output_nr", "nbytes", "is_vulkan",
+        "is_xla", "is_ipu", "is_mtia", "is_maia", "_version",
+    ),
+    **_methods(
+        "dim", "ndimension", "is_contiguous", "is_floating_point", "is_complex", "is_signed",
+        "is_inference", "is_conj", "is_neg", "element_size", "get_device", "is_pinned",
+        "is_shared", "has_names", "is_same_size", "is_set_to", "dense_dim", "sparse_dim",
+        "is_coalesced",
+    ),
+    torch.is_floating_point: "is_floating_point",
+    torch.is_complex: "is_complex",
+    torch.is_signed: "is_signed",
+    torch.is_conj: "is_conj",
+    torch.is_inference: "is_inference",
+    torch.is_same_size: "is_same_size",
+    torch.result_type: "result_type",
+}  # fmt: skip
+
+# Of these, what follows from the same facts about the tensors that an op got.
+INHERITED = frozenset(
+    {
+        "dtype", "device", "layout", "is_cuda", "is_cpu", "is_mps", "is_xpu", "is_meta",
+        "is_sparse", "is_sparse_csr", "is_quantized", "is_nested", "is_mkldnn", "itemsize",
+        "is_floating_point", "is_complex", "is_signed", "element_size", "get_device",
+        "result_type", "is_vulkan", "is_xla", "is_ipu", "is_mtia", "is_maia",
+    }
+)  # fmt: skip
+RANKS = frozenset({"ndim", "dim", "ndimension"})
+
+# Python asks for a value and insists on a plain one: (how, whether only its truth matters).
+VALUES: dict[Any, str] = {
+    Tensor.__bool__: "bool",
+    Tensor.__len__: "len",
+    Tensor.__int__: "int",
+    Tensor.__index__: "index",
+    Tensor.__float__: "float",
+    Tensor.__complex__: "complex",
+    Tensor.__contains__: "in",
+    Tensor.__repr__: "format",
+    Tensor.__format__: "format",
+}
+if "__str__" in vars(Tensor):
+    VALUES[Tensor.__str__] = "format"
+
+# The content goes where neither the mode nor a guard can follow it.
+ESCAPES: dict[Any, str] = {
+    **_methods(
+        "numpy", "__array__", "data_ptr", "storage", "untyped_storage", "__dlpack__",
+        "share_memory_", "__reduce_ex__", "_typed_storage",
+    ),
+    **_getters("__cuda_array_interface__", "grad_fn"),
+}  # fmt: skip
+
+# Carried out but not recorded: each op knows the context that it ran under.
+CONTEXT = frozenset({torch._C._set_grad_enabled, Tensor.__dir__, torch.device})
+
+# Ops after which the number of dimensions can depend on sizes.
+RANK_DEPENDS_ON_SIZES = frozenset({"squeeze", "squeeze_", "squeeze_copy", "apply", "solve"})
+
+# Compositions of torch's that one wants to look and cut inside of.
+DESCEND: frozenset[Callable[..., Any]] = frozenset({functional.multi_head_attention_forward})
+
+_QUESTIONS = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
+_entered: dict[Callable[..., Any], Callable[..., Any]] = {}
+
+
+def entered(function: Any) -> Callable[..., Any]:
+    """Return a twin of a Python function of torch's whose inner calls reach the mode.
+
+    The original hands itself to the mode as its first act. The twin runs the same code with
+    that question answered by no.
+    """
+    twin = _entered.get(function)
+    if twin is None:
+        namespace = dict(function.__globals__)
+        namespace.update(dict.fromkeys(_QUESTIONS, lambda *_: False))
+        twin = types.FunctionType(
+            function.__code__, namespace, function.__name__, function.__defaults__,
+            function.__closure__,
+        )  # fmt: skip
+        twin.__kwdefaults__ = function.__kwdefaults__
+        _entered[function] = twin
+    return twin
+
+
+def name_of(function: Any) -> str:
+    """Return the name of a torch function: for a property's getter, the property's."""
+    if isinstance(function, types.MethodWrapperType):
+        owner = getattr(function, "__self__", None)
+        name = getattr(owner, "__name__", None)
+        if isinstance(name, str) and function.__name__ in ("__get__", "__set__", "__delete__"):
+            return name
+    name = getattr(function, "__name__", None) or type(function).__name__
+    if name == "apply" and isinstance(getattr(function, "__self__", None), type):
+        return str(function.__self__.__name__)
+    return str(name)

@@ -1,0 +1,679 @@
+"""The recorder: runs a model on real inputs under a function mode and fills a tape."""
+
+from __future__ import annotations
+
+import operator
+import os
+import random
+import sys
+import types
+import weakref
+from collections.abc import Callable
+from enum import Enum
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from bendtrace.errors import NondeterminismError
+from bendtrace.recording import scalars
+from bendtrace.recording.boundaries import BOUNDARY_CODES, watching
+from bendtrace.recording.contexts import current_context
+from bendtrace.recording.functions import (
+    CONTEXT,
+    DESCEND,
+    ESCAPES,
+    METADATA,
+    SHAPES,
+    VALUES,
+    entered,
+    name_of,
+)
+from bendtrace.recording.scalars import (
+    TRACED,
+    TracedBool,
+    TracedFloat,
+    TracedInt,
+    TracedScalar,
+    plain,
+)
+from bendtrace.recording.sites import SiteTable, needs_plain_numbers
+from bendtrace.recording.structure import Existing, Instance, Opaque, build, can_build
+from bendtrace.recording.surroundings import (
+    PLAIN_TYPES,
+    Array,
+    Change,
+    Part,
+    PartKind,
+    Surroundings,
+    attributes_of,
+    is_array,
+)
+from bendtrace.recording.tape import Guard, ModuleCall, Op, OpKind, Ref, Tape, TensorMeta, Test
+
+__all__ = ["Prefix", "Recorder", "Recording"]
+
+_TRACED_AS = {int: TracedInt, float: TracedFloat, bool: TracedBool}
+_SCALARS_FILE = scalars.__file__
+_PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+# Longer results of `tolist` are guarded as a whole, not turned into traced scalars.
+_LONG_LIST = 256
+
+
+class Prefix:
+    """The part of a run that was replayed before it diverged.
+
+    Attributes:
+        ops: the tape up to the divergence.
+        values: what the replay computed, by op; ops without a value are carried out.
+    """
+
+    __slots__ = ("ops", "values")
+
+    def __init__(self, ops: list[Op], values: dict[int, Any]) -> None:
+        self.ops = ops
+        self.values = values
+
+
+class Recording:
+    """What a finished run leaves.
+
+    Attributes:
+        tape: the records.
+        surroundings: what the run could read.
+        root: the outermost scope; its `output` is the encoded output.
+        changes: what the run changed in its surroundings, values encoded.
+        result: what the model returned, free of traced scalars.
+    """
+
+    __slots__ = ("changes", "result", "root", "surroundings", "tape")
+
+    def __init__(self, tape: Tape, surroundings: Surroundings, root: ModuleCall) -> None:
+        self.tape = tape
+        self.surroundings = surroundings
+        self.root = root
+        self.changes: list[Change] = []
+        self.result: Any = None
+
+
+class _Known(weakref.ref[Tensor]):
+    """A tensor on the tape: which value it is. Weak, so that tracing keeps nothing alive."""
+
+    __slots__ = ("key", "parent", "ref")
+    ref: Ref | None  # None while it is an element of a result that nobody used yet
+    parent: Ref
+    key: tuple[Any, ...]
+
+
+class Recorder(TorchFunctionMode):
+    """Writes down one run.
+
+    Args:
+        surroundings: what the run can read.
+        prefix: for a resumed run, what was carried out already.
+    """
+
+    def __init__(self, surroundings: Surroundings, prefix: Prefix | None = None) -> None:
+        super().__init__()
+        self.active = False
+        self.tape = Tape(blockers=list(surroundings.blockers))
+        self.surroundings = surroundings
+        self._prefix = prefix
+        self._resumed = 0 if prefix is None else len(prefix.ops)
+        self._known: dict[int, _Known] = {}
+        self._sites = SiteTable(BOUNDARY_CODES | {Recorder.run.__code__})
+        self._calls_of: dict[int, int] = {}
+        self._elements: dict[tuple[int, Any], Ref] = {}
+        self._facts: set[tuple[int, Any]] = set()
+        self._root = ModuleCall("", None, 0, None, 0)
+        self._scope = self._root
+
+    # The run
+
+    def run(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Recording:
+        """Call `function` on the (traced) arguments and return what was recorded.
+
+        Raises:
+            Exception: whatever the function raises, as it is.
+        """
+        before = _python_random_states()
+        self.active = True
+        try:
+            with watching(self), self:
+                output = function(*args, **kwargs)
+            return self._finish(output, before)
+        finally:
+            self.active = False
+
+    def _finish(self, output: Any, random_states: tuple[Any, ...]) -> Recording:
+        if self.tape.calls and self.tape.calls[0].path == "":
+            self._root = self.tape.calls[0]
+        recording = Recording(self.tape, self.surroundings, self._root)
+        if _python_random_states() != random_states:
+            self.tape.block("the run draws from Python's or numpy's random generator")
+        changes = list(self.surroundings.changes())
+        for reason in self.surroundings.blockers:
+            self.tape.block(reason)
+        for change in changes:
+            encoded = self._encode_output(change.value, f"what is assigned to {change.label}", {})
+            recording.changes.append(Change(change.part, change.key, encoded, change.deleted))
+        self._root.output = self._encode_output(output, "the output", {})
+        self._root.stop = len(self.tape.ops)
+        if self._resumed > len(self.tape.ops):
+            raise NondeterminismError("resumed, the run ended before the point where it diverged")
+        memo = {id(part.value): part.value for part in self.surroundings.parts}
+        for change in changes:
+            if (
+                not change.deleted
+                and (value := without_traced(change.value, memo)) is not change.value
+            ):
+                change.store(value)
+        recording.result = without_traced(output, memo)
+        return recording
+
+    def argument(self, part: Part, value: Any) -> Any:
+        """Record an argument part and return what the model is given for it."""
+        op = self._emit(OpKind.INPUT, part, (), {}, None)
+        if part.kind is PartKind.NUMBER:
+            op.meta = value
+            return _TRACED_AS[type(value)](value, self, Ref(op.index))
+        self._bind_tensor(value, op)
+        return value
+
+    # What torch reports
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        frame = sys._getframe(1)
+        if func in _SPECIAL:
+            return self._special(func, args, kwargs, frame)
+        return self._call(func, args, kwargs, frame)
+
+    def _special(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType
+    ) -> Any:
+        if func in CONTEXT:
+            return func(*args, **kwargs)
+        if func in METADATA:
+            return self._metadata(func, args, kwargs, frame)
+        if func in VALUES:
+            how = VALUES[func]
+            op, value = self._record(func, args, kwargs, frame)
+            op.meta = value
+            self._guard(Test.TRUTH if how == "bool" else Test.VALUE, op.index, value, how, frame)
+            return value
+        if func in DESCEND:
+            with self:
+                return entered(func)(*args, **kwargs)
+        if func in ESCAPES:
+            site = self._sites.find(frame)
+            self.tape.block(
+                f"{name_of(func)} at {site.place} hands the content of a tensor to code that "
+                "cannot be watched"
+            )
+            return func(*args, **kwargs)
+        assert func is Tensor.tolist
+        return self._tolist(func, args, kwargs, frame)
+
+    def _call(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType
+    ) -> Any:
+        op, out = self._record(func, args, kwargs, frame)
+        return self._bind(out, op, frame)
+
+    def opaque_call(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Run a function as one op (see `boundaries.Watcher`)."""
+        with torch._C.DisableTorchFunction(), watching(None):
+            return self._call(function, args, kwargs, sys._getframe(2))
+
+    def _record(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType
+    ) -> tuple[Op, Any]:
+        """Put a call on the tape and carry it out (or, resumed, take what it gave before)."""
+        encoded, args = self._encode_arguments(args)
+        named: dict[str, Any] = {}
+        if kwargs:
+            values, usable = self._encode_arguments(tuple(kwargs.values()))
+            named = dict(zip(kwargs, values, strict=True))
+            kwargs = dict(zip(kwargs, usable, strict=True))
+        op = self._emit(OpKind.CALL, func, encoded, named, frame)
+        if self._prefix is not None and op.index in self._prefix.values:
+            return op, self._prefix.values[op.index]
+        try:
+            return op, func(*args, **kwargs)
+        except Exception as error:
+            op.raised = type(error)
+            raise
+
+    def _metadata(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType
+    ) -> Any:
+        fact = None
+        if len(args) == 1 and not kwargs and isinstance(args[0], Tensor):
+            fact = (self.ref(args[0]).index, func)
+            if fact in self._facts:
+                return func(args[0])
+        op, value = self._record(func, args, kwargs, frame)
+        op.meta = value
+        self._guard(Test.VALUE, op.index, value, "metadata", frame)
+        if fact is not None:
+            self._facts.add(fact)
+        return value
+
+    def _tolist(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType
+    ) -> Any:
+        op, out = self._record(func, args, kwargs, frame)
+        op.meta = out
+        if args[0].numel() > _LONG_LIST:
+            self._guard(Test.VALUE, op.index, out, "tolist", frame)
+            return out
+        return self._traced_list(out, Ref(op.index), frame)
+
+    def _traced_list(self, value: Any, ref: Ref, frame: FrameType) -> Any:
+        if type(value) is not list:
+            return _TRACED_AS[type(value)](value, self, ref)
+        self._guard(Test.LENGTH, ref.index, len(value), "length", frame)
+        return [
+            self._traced_list(item, self._element(ref, (i,), item), frame)
+            for i, item in enumerate(value)
+        ]
+
+    # What traced scalars report
+
+    def consume(self, scalar: TracedScalar, how: str) -> Any:
+        """Guard the value of a traced scalar that Python needs (see `scalars.Origin`)."""
+        index, value = self._scalar_ref(scalar).index, scalar._value
+        if how == "bool":
+            self._guard(Test.TRUTH, index, bool(value), how, _outside_scalars())
+        else:
+            self._guard(Test.VALUE, index, value, how, _outside_scalars())
+        return value
+
+    def arithmetic(self, function: Callable[..., Any], operands: tuple[Any, ...]) -> Any:
+        """Record Python arithmetic on traced scalars (see `scalars.Origin`)."""
+        traced = None
+        try:
+            result = function(*map(plain, operands))
+            traced = _TRACED_AS.get(type(result))
+        finally:
+            if traced is None:  # it raised, or gave something that cannot be traced
+                for operand in operands:
+                    if type(operand) in TRACED:
+                        operand._consume(getattr(function, "__name__", "arithmetic"))
+        if traced is None:
+            return result
+        frame = _outside_scalars()
+        encoded, _ = self._encode_arguments(operands)
+        op = self._emit(OpKind.SCALAR, function, encoded, {}, frame)
+        op.meta = result
+        return self._traced(traced, result, Ref(op.index), frame)
+
+    # Module calls
+
+    def module_call(
+        self,
+        call: Callable[..., Any],
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Run a module's call as a scope (see `boundaries.Watcher`)."""
+        path = self.surroundings.module_paths.get(id(module), f"<{type(module).__name__}>")
+        number = self._calls_of.get(id(module), 0)
+        self._calls_of[id(module)] = number + 1
+        outer = self._scope
+        scope = ModuleCall(path, module, number, outer, len(self.tape.ops))
+        site = self._sites.find(sys._getframe(2))
+        scope.site = site if site.chain else None  # the model itself is called by no code of it
+        scope.args = tuple(self._encode_leniently(value) for value in args)
+        scope.kwargs = {name: self._encode_leniently(value) for name, value in kwargs.items()}
+        self.tape.calls.append(scope)
+        self._scope = scope
+        try:
+            output = call(module, *args, **kwargs)
+            scope.output = self._encode_leniently(output)
+        finally:
+            self._scope = outer
+            scope.stop = len(self.tape.ops)
+        return output
+
+    # The tape
+
+    def _emit(
+        self, kind: OpKind, target: Any, args: Any, kwargs: dict[str, Any], frame: FrameType | None
+    ) -> Op:
+        ops = self.tape.ops
+        site = None if frame is None else self._sites.find(frame)
+        op = Op(len(ops), kind, target, args, kwargs, self._scope, site, current_context())
+        if op.index < self._resumed:
+            assert self._prefix is not None
+            before = self._prefix.ops[op.index]
+            if not before.does_the_same_as(op):
+                raise NondeterminismError(
+                    f"resumed, the run did {op} where it had done {before}, with all guards equal"
+                    + (f" (at {site.place})" if site is not None else "")
+                )
+        ops.append(op)
+        return op
+
+    def _guard(self, test: Test, index: int, expected: Any, how: str, frame: FrameType) -> None:
+        site = self._sites.find(frame)
+        position = len(self.tape.ops)
+        self.tape.guards.append(Guard(position, index, test, expected, how, self._scope, site))
+
+    # Values that ops give
+
+    def _bind(self, out: Any, op: Op, frame: FrameType) -> Any:
+        if isinstance(out, Tensor):
+            known = self._known.get(id(out))
+            if known is not None and known() is out and not _works_in_place(op):
+                # It gave back a tensor that has another name already. A replay in which it
+                # does not (because a copy was needed) must not mix the two up.
+                before = known.ref or self._element(known.parent, known.key, out)
+                self._guard(Test.SAME, op.index, before.index, "", frame)
+            self._bind_tensor(out, op)
+            return out
+        if out is None:
+            if op.target in _SETTERS:
+                self._facts.clear()
+            return None
+        kind = type(out)
+        traced = _TRACED_AS.get(kind)
+        if traced is not None:
+            op.meta = out
+            return self._traced(traced, out, Ref(op.index), frame)
+        if kind is torch.Size or (kind is tuple and op.target in SHAPES):
+            op.meta = tuple(out)
+            self._guard(Test.LENGTH, op.index, len(out), "metadata", frame)
+            ref = Ref(op.index)
+            sizes = [TracedInt(size, self, (ref, (i,))) for i, size in enumerate(out)]
+            if needs_plain_numbers(frame.f_code):
+                return kind([size._consume("type") for size in sizes])
+            return kind(sizes)
+        if isinstance(out, (tuple, list)):
+            if kind is tuple or kind is list:
+                how = "iter" if frame.f_code is _ITER_CODE else "length"
+                self._guard(Test.LENGTH, op.index, len(out), how, frame)
+            bound, op.meta = self._bind_elements(out, Ref(op.index), (), frame)
+            return bound
+        op.meta = out
+        if kind in PLAIN_TYPES:
+            self._guard(Test.VALUE, op.index, out, "metadata", frame)
+        else:
+            self.tape.block(
+                f"{name_of(op.target)} at {self._sites.find(frame).place} gives a "
+                f"{kind.__qualname__}, which cannot be followed"
+            )
+        return out
+
+    def _bind_tensor(self, tensor: Tensor, op: Op) -> None:
+        known = self._known[id(tensor)] = _Known(tensor)
+        known.ref = Ref(op.index)
+        op.meta = TensorMeta(tuple(tensor.shape), tensor.dtype, tensor.device)
+
+    def _bind_elements(
+        self, out: Any, ref: Ref, path: tuple[Any, ...], frame: FrameType
+    ) -> tuple[Any, Any]:
+        """Bind what a result contains; its elements get ops only once they are used."""
+        bound, metas, changed = [], [], False
+        for i, item in enumerate(out):
+            meta = item
+            if isinstance(item, Tensor):
+                meta = TensorMeta(tuple(item.shape), item.dtype, item.device)
+                before = self._known.get(id(item))
+                if before is not None and before() is item:
+                    first = before.ref or self._element(before.parent, before.key, item)
+                    element = self._element(ref, (*path, i), item)
+                    self._guard(Test.SAME, element.index, first.index, "", frame)
+                else:
+                    known = self._known[id(item)] = _Known(item)
+                    known.ref, known.parent, known.key = None, ref, (*path, i)
+            elif type(item) in _TRACED_AS:
+                source = (ref, (*path, i))
+                item = self._traced(_TRACED_AS[type(item)], item, source, frame)
+            elif isinstance(item, (tuple, list)):
+                item, meta = self._bind_elements(item, ref, (*path, i), frame)
+            changed = changed or item is not out[i]
+            bound.append(item)
+            metas.append(meta)
+        kind = type(out)
+        if not changed:
+            return out, tuple(metas)
+        return (kind(bound) if kind in (tuple, list) else tuple(bound)), tuple(metas)
+
+    def _traced(self, kind: Any, value: Any, source: Any, frame: FrameType) -> Any:
+        scalar = kind(value, self, source)
+        return scalar._consume("type") if needs_plain_numbers(frame.f_code) else scalar
+
+    def _element(self, ref: Ref, path: tuple[Any, ...], value: Any) -> Ref:
+        """Return the op that takes an element out of a result, emitting it on first use."""
+        for depth, key in enumerate(path):
+            known = self._elements.get((ref.index, key))
+            if known is None:
+                op = self._emit(OpKind.SCALAR, operator.getitem, (ref, key), {}, None)
+                parent = self.tape.ops[ref.index]
+                op.scope, op.site, op.context = parent.scope, parent.site, parent.context
+                if depth == len(path) - 1:
+                    op.meta = plain(value)
+                    if isinstance(value, Tensor):
+                        op.meta = TensorMeta(tuple(value.shape), value.dtype, value.device)
+                known = self._elements[ref.index, key] = Ref(op.index)
+            ref = known
+        return ref
+
+    # Arguments and outputs
+
+    def ref(self, tensor: Tensor) -> Ref:
+        """Return the value number of a tensor."""
+        known = self._known.get(id(tensor))
+        if known is not None and known() is tensor:
+            if known.ref is None:
+                known.ref = self._element(known.parent, known.key, tensor)
+            return known.ref
+        part = self.surroundings.find(tensor)
+        if part is not None:
+            op = self._emit(OpKind.STATE, part, (), {}, None)
+        else:
+            op = self._emit(OpKind.UNKNOWN, None, (), {}, None)
+            place = _user_place(sys._getframe(1))
+            self.tape.block(
+                f"a tensor of unknown origin is used at {place}: it was made by something that "
+                "torch does not let a tracer see"
+            )
+        self._bind_tensor(tensor, op)
+        return Ref(op.index)
+
+    def _scalar_ref(self, scalar: TracedScalar) -> Ref:
+        source = scalar._source
+        if type(source) is Ref:
+            return source
+        parent, path = source
+        ref = scalar._source = self._element(parent, path, scalar)
+        return ref
+
+    def _encode_arguments(self, args: tuple[Any, ...]) -> tuple[tuple[Any, ...], Any]:
+        """Return arguments as recorded, and as the function is to be called with them."""
+        encoded: list[Any] = []
+        usable: list[Any] | None = None
+        for position, value in enumerate(args):
+            kind = type(value)
+            if kind is Tensor or kind is nn.Parameter:
+                encoded.append(self.ref(value))
+            elif kind in PLAIN_TYPES:
+                encoded.append(value)
+            else:
+                recorded, use = self._encode_argument(value, kind)
+                encoded.append(recorded)
+                if use is not value:
+                    if usable is None:
+                        usable = list(args)
+                    usable[position] = use
+        return tuple(encoded), args if usable is None else tuple(usable)
+
+    def _encode_argument(self, value: Any, kind: type) -> tuple[Any, Any]:
+        if kind in TRACED:
+            if value._origin is not self:  # it outlived the run it came from
+                return value._value, value._value
+            return self._scalar_ref(value), value._value
+        if kind is tuple or kind is list or kind is torch.Size:
+            recorded, use = self._encode_arguments(value)
+            if use is not value:
+                use = kind(use)
+            return (list(recorded) if kind is list else recorded), use
+        if kind is dict:
+            recorded, use = self._encode_arguments(tuple(value.values()))
+            return dict(zip(value, recorded, strict=True)), dict(zip(value, use, strict=True))
+        if kind is slice:
+            parts = (value.start, value.stop, value.step)
+            recorded, use = self._encode_arguments(parts)
+            return slice(*recorded), (value if use is parts else slice(*use))
+        if isinstance(value, Tensor):
+            return self.ref(value), value
+        return self._encode_output(value, "an argument", {}), value
+
+    def _encode_output(self, value: Any, what: str, memo: dict[int, Any]) -> Any:
+        """Write down a value so that a replay can build it again."""
+        kind = type(value)
+        if kind in PLAIN_TYPES or isinstance(value, Enum):
+            return value
+        if kind in TRACED:
+            return self._scalar_ref(value) if value._origin is self else value._value
+        if isinstance(value, Tensor):
+            return self.ref(value)
+        if (part := self.surroundings.find(value)) is not None:
+            return Existing(part)
+        if id(value) in memo:
+            known = memo[id(value)]
+            if known is None:
+                self.tape.block(f"{what} contains itself")
+            return known
+        memo[id(value)] = None
+        encoded = memo[id(value)] = self._encode_new(value, kind, what, memo)
+        return encoded
+
+    def _encode_new(self, value: Any, kind: type, what: str, memo: dict[int, Any]) -> Any:
+        def inside(item: Any) -> Any:
+            return self._encode_output(item, what, memo)
+
+        if kind is tuple or kind is list:
+            return kind(inside(item) for item in value)
+        if kind is dict:
+            return {key: inside(item) for key, item in value.items()}
+        if kind is slice:
+            return slice(inside(value.start), inside(value.stop), inside(value.step))
+        if _is_constant(value):
+            return value
+        if is_array(value):
+            # What the run makes of guarded values in numpy is as constant as they are; content
+            # of tensors and random numbers do not get here (see ESCAPES and `_finish`).
+            return Array(value)
+        if isinstance(value, nn.Module) or not can_build(kind):
+            self.tape.block(f"{what} holds a {kind.__qualname__}, which a replay could not rebuild")
+            return Opaque(value)
+        instance = Instance(kind)
+        if isinstance(value, dict):
+            instance.items = {key: inside(item) for key, item in value.items()}
+        elif isinstance(value, (tuple, list, set, frozenset)):
+            instance.items = [inside(item) for item in value]
+        instance.attributes = {name: inside(item) for name, item in attributes_of(value).items()}
+        return instance
+
+    def _encode_leniently(self, value: Any) -> Any:
+        """Write down what a module was given, as far as ops have seen it."""
+        kind = type(value)
+        if isinstance(value, Tensor) or kind in TRACED or kind in PLAIN_TYPES:
+            return self._encode_output(value, "a module's argument", {})
+        if kind is tuple or kind is list:
+            return kind(self._encode_leniently(item) for item in value)
+        if isinstance(value, dict):
+            return {key: self._encode_leniently(item) for key, item in value.items()}
+        part = self.surroundings.find(value)
+        return Opaque(value) if part is None else Existing(part)
+
+
+def without_traced(value: Any, memo: dict[int, Any] | None = None) -> Any:
+    """Return a value with every traced scalar in it made plain; mutable ones are changed."""
+    kind = type(value)
+    if kind in TRACED:
+        return value._value
+    if kind in PLAIN_TYPES or isinstance(value, (Tensor, nn.Module, type)):
+        return value
+    memo = {} if memo is None else memo
+    if id(value) in memo:
+        return memo[id(value)]
+    memo[id(value)] = value
+    if isinstance(value, (tuple, set, frozenset)):
+        items = [without_traced(item, memo) for item in value]
+        if any(new is not old for new, old in zip(items, value, strict=True)):
+            memo[id(value)] = value = build(kind, items, attributes_of(value))
+    elif isinstance(value, (list, dict)):
+        for key, item in list(enumerate(value) if isinstance(value, list) else value.items()):
+            new = without_traced(item, memo)
+            if new is not item:
+                value[key] = new
+    if can_build(kind):
+        for name, item in attributes_of(value).items():
+            new = without_traced(item, memo)
+            if new is not item:
+                name.put(value, new)
+    return value
+
+
+def _outside_scalars() -> FrameType:
+    frame = sys._getframe(2)
+    while frame.f_code.co_filename == _SCALARS_FILE and frame.f_back is not None:
+        frame = frame.f_back
+    return frame
+
+
+def _user_place(frame: FrameType | None) -> str:
+    """Where the nearest code is that is neither ours nor torch's."""
+    while frame is not None:
+        if not frame.f_code.co_filename.startswith((_PACKAGE, _TORCH)):
+            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+        frame = frame.f_back
+    return "the end of the run"
+
+
+def _works_in_place(op: Op) -> bool:
+    name = getattr(op.target, "__name__", "")
+    return "out" in op.kwargs or (
+        name.endswith("_") and (not name.endswith("__") or name.startswith("__i"))
+    )
+
+
+def _is_constant(value: Any) -> bool:
+    """Whether a thing without tensors in it means the same in every run."""
+    if isinstance(value, (type, types.BuiltinFunctionType, types.MethodDescriptorType)):
+        return True
+    if isinstance(value, types.FunctionType):
+        return value.__closure__ is None
+    return isinstance(value, (torch._ops.OpOverload, torch._ops.OpOverloadPacket))
+
+
+def _python_random_states() -> tuple[Any, ...]:
+    numpy = sys.modules.get("numpy.random")
+    state = numpy.get_state() if numpy is not None else ()
+    return random.getstate(), tuple(
+        part.tobytes() if hasattr(part, "tobytes") else part for part in state
+    )
+
+
+_ITER_CODE = Tensor.__iter__.__code__
+_SETTERS = frozenset(
+    getattr(attribute, "__set__")  # noqa: B009 - a slot of the descriptor, not a known attribute
+    for attribute in map(
+        lambda name: getattr(Tensor, name, None), ("data", "requires_grad", "grad")
+    )
+)
+_SPECIAL = frozenset({*CONTEXT, *METADATA, *VALUES, *DESCEND, *ESCAPES, Tensor.tolist})

@@ -1,0 +1,118 @@
+"""Recording one call of a module or function: binding its arguments, running it, cleaning up."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from bendtrace.recording.recorder import Prefix, Recorder, Recording
+from bendtrace.recording.surroundings import Access, Part, PartKind, Surroundings
+
+__all__ = ["Signature", "record"]
+
+
+class Signature:
+    """Gives arguments the same names however they were passed.
+
+    Args:
+        function: the module or function that is called.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        called = function.forward if isinstance(function, nn.Module) else function
+        self._forms: dict[tuple[int, tuple[str, ...]], tuple[str, ...]] = {}
+        try:
+            parameters = list(inspect.signature(called).parameters.values())
+        except (TypeError, ValueError):  # a builtin: positions have no names
+            parameters = []
+        self._order = {p.name: position for position, p in enumerate(parameters)}
+        self._positional = [p.name for p in parameters if p.kind in _POSITIONAL]
+        self._rest = next((p.name for p in parameters if p.kind is p.VAR_POSITIONAL), "args")
+
+    def names(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, ...]:
+        """Return a name for each positional and then each keyword argument."""
+        form = (len(args), tuple(kwargs))
+        names = self._forms.get(form)
+        if names is None:
+            given = self._positional[: len(args)]
+            rest = [f"{self._rest}[{i}]" for i in range(len(args) - len(given))]
+            names = self._forms[form] = (*given, *rest, *kwargs)
+        return names
+
+    def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Return the arguments by name, in an order that does not depend on how they came."""
+        values = (*args, *kwargs.values())
+        bound = dict(zip(self.names(args, kwargs), values, strict=True))
+        if not kwargs:
+            return bound
+        last = len(self._order)
+        names = sorted(bound, key=lambda name: (self._order.get(name, last), name))
+        return {name: bound[name] for name in names}
+
+
+_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+
+
+def record(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    signature: Signature,
+    prefix: Prefix | None = None,
+) -> Recording:
+    """Run `function(*args, **kwargs)` and write down what happens.
+
+    Args:
+        function: a module, bound method or function.
+        args: its positional arguments.
+        kwargs: its keyword arguments.
+        signature: names the arguments.
+        prefix: for a resumed run, what was carried out already.
+
+    Raises:
+        Exception: whatever the function raises, as it is.
+    """
+    surroundings = Surroundings(function, signature.bind(args, kwargs))
+    recorder = Recorder(surroundings, prefix)
+    exchanged = _Arguments(recorder)
+    positional = len(args)
+    given = [exchanged.given[name] for name in signature.names(args, kwargs)]
+    recording = recorder.run(
+        function, tuple(given[:positional]), dict(zip(kwargs, given[positional:], strict=True))
+    )
+    surroundings.release()
+    return recording
+
+
+class _Arguments:
+    """Records the argument parts and makes what the model is given: numbers become traced."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        parts = [part for part in recorder.surroundings.parts if part.is_argument]
+        children: dict[int, list[Part]] = {}
+        traced: dict[int, Any] = {}
+        for part in parts:
+            if part.parent is not None:
+                children.setdefault(part.parent.index, []).append(part)
+            if part.kind in (PartKind.TENSOR, PartKind.NUMBER):
+                traced[part.index] = recorder.argument(part, part.value)
+        self.given = {
+            part.label: _exchanged(part, children, traced)
+            for part in parts
+            if part.access is Access.ROOT
+        }
+
+
+def _exchanged(part: Part, children: dict[int, list[Part]], traced: dict[int, Any]) -> Any:
+    if part.kind is PartKind.NUMBER:
+        return traced[part.index]
+    if part.kind is PartKind.ALIAS:
+        return part.value.value
+    if part.type is not tuple:
+        return part.value
+    items = tuple(_exchanged(child, children, traced) for child in children.get(part.index, ()))
+    same = all(new is old for new, old in zip(items, part.value, strict=True))
+    return part.value if same else items

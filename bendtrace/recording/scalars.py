@@ -1,0 +1,245 @@
+"""Traced scalars: Python numbers that came out of a tensor and know which op gave them.
+
+They subclass torch's symbolic numbers because torch's argument parser hands those to the
+tracer untouched, wherever an int, float or bool is allowed (seen in torch 2.5 to 2.13; the
+tests in `test_scalars.py` would notice a change). They answer `__class__` as the plain type,
+so `isinstance(n, int)` holds. Whenever Python itself needs the value - a branch, an index, a
+hash, a format - one of the methods below is called, and the tracer is told.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+__all__ = ["TRACED", "TracedBool", "TracedFloat", "TracedInt", "TracedScalar", "plain"]
+
+
+class Origin(Protocol):
+    """What a traced scalar reports to: the recorder of the run it belongs to."""
+
+    active: bool
+
+    def consume(self, scalar: TracedScalar, how: str) -> Any:
+        """Note that Python needed the value of `scalar` and return it."""
+
+    def arithmetic(self, function: Callable[..., Any], operands: tuple[Any, ...]) -> Any:
+        """Record Python arithmetic and return its traced result."""
+
+
+class _Node:
+    """Answers torch's C++ code where a call slips past the tracer: with the plain value.
+
+    Every question about the value is a consumption, and so puts a guard.
+    """
+
+    __slots__ = ("scalar",)
+
+    def __init__(self, scalar: TracedScalar) -> None:
+        self.scalar = scalar
+
+    def _value(self, *_: object) -> Any:
+        return self.scalar._consume("torch")
+
+    guard_int = guard_float = guard_bool = int_ = bool_ = expect_true = _value
+    guard_size_oblivious = guard_or_false = guard_or_true = maybe_as_int = _value
+
+    def is_int(self) -> bool:
+        return isinstance(self.scalar, int)
+
+    def is_float(self) -> bool:
+        return isinstance(self.scalar, float)
+
+    def is_bool(self) -> bool:
+        return isinstance(self.scalar, bool)
+
+    def is_symbolic(self) -> bool:
+        return False
+
+    def is_constant(self) -> bool:
+        return True
+
+    def is_nested_int(self) -> bool:
+        return False
+
+    def has_hint(self) -> bool:
+        return True
+
+    def statically_known_true(self, *_: object) -> bool:
+        return bool(self._value())
+
+
+class TracedScalar:
+    """What the three kinds share: a value, the recorder, and the op (see `Recorder.ref`)."""
+
+    # The slots are in the three classes: of two bases only one may have any.
+    _value: Any
+    _origin: Origin
+    _source: Any
+
+    def __init__(self, value: Any, origin: Origin, source: Any) -> None:
+        self._value = value
+        self._origin = origin
+        self._source = source
+
+    def _consume(self, how: str) -> Any:
+        origin = self._origin
+        return origin.consume(self, how) if origin.active else self._value
+
+    @property
+    def node(self) -> _Node:
+        """What torch's C++ code asks."""
+        return _Node(self)
+
+    def __bool__(self) -> bool:
+        return bool(self._consume("bool"))
+
+    def __index__(self) -> int:
+        return operator.index(self._consume("index"))
+
+    def __int__(self) -> int:
+        return int(self._consume("int"))
+
+    def __float__(self) -> float:
+        return float(self._consume("float"))
+
+    def __complex__(self) -> complex:
+        return complex(self._consume("complex"))
+
+    def __hash__(self) -> int:
+        return hash(self._consume("hash"))
+
+    def __repr__(self) -> str:
+        return repr(self._consume("format"))
+
+    def __str__(self) -> str:
+        return str(self._consume("format"))
+
+    def __format__(self, spec: str) -> str:
+        return format(self._consume("format"), spec)
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return type(self._value), (self._consume("pickle"),)
+
+    def __copy__(self) -> TracedScalar:
+        return self
+
+    def __deepcopy__(self, memo: object) -> TracedScalar:
+        return self
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
+        import numpy  # only numpy itself calls this
+
+        return numpy.asarray(self._consume("numpy"), dtype=dtype)
+
+    def __round__(self, digits: Any = None) -> Any:
+        return _arithmetic(round, (self,) if digits is None else (self, digits))
+
+    def __divmod__(self, other: Any) -> Any:
+        return self // other, self % other
+
+    def __rdivmod__(self, other: Any) -> Any:
+        return other // self, other % self
+
+    def __pow__(self, other: Any, modulus: Any = None) -> Any:
+        if not isinstance(other, _NUMBERS):
+            return NotImplemented
+        return _arithmetic(pow, (self, other) if modulus is None else (self, other, modulus))
+
+
+def plain(value: Any) -> Any:
+    """Return the plain number in a traced scalar, without guarding it; others as they are."""
+    return value._value if type(value) in TRACED else value
+
+
+_NUMBERS = (int, float, complex)  # isinstance holds for bools and for traced scalars too
+
+
+def _arithmetic(function: Callable[..., Any], operands: tuple[Any, ...]) -> Any:
+    for operand in operands:
+        if type(operand) in TRACED and operand._origin.active:
+            return operand._origin.arithmetic(function, operands)
+    return function(*map(plain, operands))  # all of them outlived their run
+
+
+def _unary(function: Callable[[Any], Any]) -> Callable[..., Any]:
+    def method(self: TracedScalar) -> Any:
+        return _arithmetic(function, (self,))
+
+    return method
+
+
+def _binary(function: Callable[[Any, Any], Any], reflected: bool) -> Callable[..., Any]:
+    def method(self: TracedScalar, other: Any) -> Any:
+        if not isinstance(other, _NUMBERS):
+            # Tensors, arrays and other number types know how to take the plain value.
+            return NotImplemented
+        return _arithmetic(function, (other, self) if reflected else (self, other))
+
+    return method
+
+
+_UNARY: dict[str, Callable[[Any], Any]] = {
+    "neg": operator.neg,
+    "pos": operator.pos,
+    "abs": operator.abs,
+    "invert": operator.invert,
+    "floor": math.floor,
+    "ceil": math.ceil,
+    "trunc": math.trunc,
+}
+_BINARY = {
+    "add": operator.add,
+    "sub": operator.sub,
+    "mul": operator.mul,
+    "truediv": operator.truediv,
+    "floordiv": operator.floordiv,
+    "mod": operator.mod,
+    "lshift": operator.lshift,
+    "rshift": operator.rshift,
+    "and": operator.and_,
+    "or": operator.or_,
+    "xor": operator.xor,
+}
+_COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
+
+
+def _complete(cls: type[TracedScalar]) -> None:
+    for name, function in _UNARY.items():
+        setattr(cls, f"__{name}__", _unary(function))
+    for name, binary in _BINARY.items():
+        setattr(cls, f"__{name}__", _binary(binary, reflected=False))
+        setattr(cls, f"__r{name}__", _binary(binary, reflected=True))
+    for name in _COMPARISONS:
+        setattr(cls, f"__{name}__", _binary(getattr(operator, name), reflected=False))
+    cls.__rpow__ = _binary(operator.pow, reflected=True)  # type: ignore[attr-defined]
+
+
+_complete(TracedScalar)
+
+
+def _attribute(name: str) -> property:
+    return property(lambda self: getattr(self._consume(name), name))
+
+
+def _traced(name: str, symbolic: type, kind: type) -> Any:
+    # Methods such as bit_length() or is_integer(), some of which torch's classes have too.
+    public = {attribute: _attribute(attribute) for attribute in dir(kind) if attribute[0] != "_"}
+    body = dict(
+        public,
+        __slots__=("_origin", "_source", "_value"),
+        __class__=kind,
+        __doc__=f"A {kind.__name__} that knows the op it came from.",
+        __module__=__name__,
+    )
+    return type(name, (TracedScalar, symbolic), body)
+
+
+TracedInt = _traced("TracedInt", torch.SymInt, int)
+TracedFloat = _traced("TracedFloat", torch.SymFloat, float)
+TracedBool = _traced("TracedBool", torch.SymBool, bool)
+TRACED: frozenset[type] = frozenset({TracedInt, TracedFloat, TracedBool})

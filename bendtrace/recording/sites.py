@@ -1,0 +1,164 @@
+"""Where in the source something happened: the chain of instructions that led to it."""
+
+from __future__ import annotations
+
+import dis
+import linecache
+import os
+from dataclasses import dataclass
+from functools import cached_property
+from types import CodeType, FrameType
+from typing import NamedTuple
+
+import torch
+
+__all__ = ["Place", "Site", "SiteTable", "Span", "needs_plain_numbers"]
+
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+
+
+class Span(NamedTuple):
+    """A stretch of source text: lines count from 1, columns from 0 in UTF-8 bytes."""
+
+    line: int
+    column: int
+    end_line: int
+    end_column: int
+
+    def holds(self, other: Span) -> bool:
+        """Whether `other` lies inside."""
+        return self[:2] <= other[:2] and other[2:] <= self[2:]
+
+    def text(self, file: str) -> str:
+        """The source text, white space folded; "" where the file cannot be read."""
+        lines = [line.encode() for line in linecache.getlines(file)[self.line - 1 : self.end_line]]
+        if not lines:
+            return ""
+        lines[-1] = lines[-1][: self.end_column]
+        lines[0] = lines[0][self.column :]
+        return " ".join(b" ".join(lines).decode(errors="replace").split())
+
+
+class Place(NamedTuple):
+    """One instruction of one function."""
+
+    file: str
+    function: str
+    span: Span
+    offset: int
+
+    @property
+    def line(self) -> int:
+        """First line of the instruction's expression."""
+        return self.span.line
+
+    @property
+    def in_torch(self) -> bool:
+        """Whether the code is torch's own."""
+        return self.file.startswith(_TORCH)
+
+    @property
+    def text(self) -> str:
+        """The source text of the instruction's expression."""
+        return self.span.text(self.file)
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}"
+
+
+@dataclass(frozen=True, eq=False)
+class Site:
+    """The chain of instructions from a module's forward down to one op.
+
+    Two ops with the same site in the same module are passes of one node.
+
+    Attributes:
+        chain: (code object, instruction offset) pairs, innermost first.
+    """
+
+    chain: tuple[tuple[CodeType, int], ...]
+
+    @cached_property
+    def places(self) -> tuple[Place, ...]:
+        """The call chain as source positions, innermost first."""
+        return tuple(_place(code, offset) for code, offset in self.chain)
+
+    @cached_property
+    def level(self) -> int:
+        """Index in `chain` of the innermost code outside torch (0 if there is none)."""
+        return next((i for i, place in enumerate(self.places) if not place.in_torch), 0)
+
+    @property
+    def place(self) -> Place:
+        """The innermost position outside torch, or simply the innermost."""
+        return self.places[self.level]
+
+
+class SiteTable:
+    """Finds the `Site` of running code: one object for each distinct site.
+
+    Args:
+        boundaries: code objects at which a chain ends (the call of a module, the run).
+    """
+
+    def __init__(self, boundaries: frozenset[CodeType]) -> None:
+        # Code objects are compared by identity because hashing one is slow; the sites keep
+        # them alive, so that an identity is never used twice.
+        self._boundaries = {id(code) for code in boundaries}
+        self._sites: dict[tuple[int, ...], Site] = {}
+
+    def find(self, frame: FrameType) -> Site:
+        """Return the site of the instruction that `frame` is at."""
+        key: list[int] = []
+        walked: FrameType | None = frame
+        while walked is not None:
+            code = id(walked.f_code)
+            if code in self._boundaries:
+                break
+            key.append(code)
+            key.append(walked.f_lasti)
+            walked = walked.f_back
+        site = self._sites.get(tuple(key))
+        if site is None:
+            chain = []
+            inner: FrameType | None = frame
+            while inner is not None and inner is not walked:
+                chain.append((inner.f_code, inner.f_lasti))
+                inner = inner.f_back
+            site = self._sites[tuple(key)] = Site(tuple(chain))
+        return site
+
+
+def _place(code: CodeType, offset: int) -> Place:
+    positions = list(code.co_positions())[offset // 2]
+    line = positions[0] or code.co_firstlineno
+    span = Span(line, positions[2] or 0, positions[1] or line, positions[3] or 0)
+    return Place(code.co_filename, code.co_name, span, offset)
+
+
+_TELLING_NAMES = frozenset({"type", "manual_seed"})
+_plain: dict[int, tuple[CodeType, bool]] = {}
+
+
+def needs_plain_numbers(code: CodeType) -> bool:
+    """Whether code does something that a traced scalar would answer otherwise than a number.
+
+    That is asking for `type(x)` or `x is True`, and seeding a generator, whose C code insists
+    on an exact int without asking the tracer.
+    """
+    known = _plain.get(id(code))
+    if known is None:
+        known = _plain[id(code)] = (code, _has_such_code(code))
+    return known[1]
+
+
+def _has_such_code(code: CodeType) -> bool:
+    if not _TELLING_NAMES.isdisjoint(code.co_names):
+        return True
+    previous = None
+    for instruction in dis.get_instructions(code):
+        if instruction.opname == "IS_OP" and previous is not None:
+            if previous.opname == "LOAD_CONST" and isinstance(previous.argval, bool):
+                return True
+        previous = instruction
+    return False

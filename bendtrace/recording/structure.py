@@ -1,0 +1,132 @@
+"""Values with structure, written down: what a replay has to build again.
+
+In recorded arguments and outputs, exact tuples, lists, dicts and slices stand for themselves
+with `Ref`s inside. The classes here stand for everything else.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from bendtrace.recording.surroundings import AttributeKey, Part
+from bendtrace.recording.tape import Ref, map_refs, refs_in
+
+__all__ = ["Existing", "Instance", "Opaque", "build", "can_build"]
+
+
+class Existing:
+    """An object that was there before the run, and is meant itself, not a copy."""
+
+    __slots__ = ("part",)
+
+    def __init__(self, part: Part) -> None:
+        self.part = part
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Existing) and other.part.label == self.part.label
+
+    def __hash__(self) -> int:
+        return hash(self.part.label)
+
+    def __repr__(self) -> str:
+        return self.part.label
+
+
+class Opaque:
+    """Something in a module's arguments that no op received: kept by name only."""
+
+    __slots__ = ("type",)
+
+    def __init__(self, value: Any) -> None:
+        self.type = type(value)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Opaque) and other.type is self.type
+
+    def __hash__(self) -> int:
+        return hash(self.type)
+
+    def __repr__(self) -> str:
+        return f"<{self.type.__qualname__}>"
+
+
+class Instance:
+    """An object made during the run: its class, what it contains and its attributes.
+
+    Attributes:
+        cls: the class.
+        items: for subclasses of tuple, list and dict (and torch.Size, sets): the content.
+        attributes: what the object itself holds, by name.
+    """
+
+    __slots__ = ("attributes", "cls", "items")
+
+    def __init__(self, cls: type) -> None:
+        self.cls = cls
+        self.items: Any = None
+        self.attributes: dict[AttributeKey, Any] = {}
+
+    def refs(self) -> Iterator[Ref]:
+        """Yield every `Ref` inside."""
+        yield from refs_in(self.items)
+        yield from refs_in(self.attributes)
+
+    def map_refs(self, change: Callable[[Ref], Any]) -> Instance:
+        """Return a copy with every `Ref` replaced."""
+        copy = Instance(self.cls)
+        copy.items = map_refs(self.items, change)
+        copy.attributes = map_refs(self.attributes, change)
+        return copy
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, Instance)
+            and other.cls is self.cls
+            and other.items == self.items
+            and other.attributes == self.attributes
+        )
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        inside = [] if self.items is None else [repr(self.items)]
+        inside += [f"{name}={value!r}" for name, value in self.attributes.items()]
+        return f"{self.cls.__name__}({', '.join(inside)})"
+
+
+_BASES = frozenset({object, tuple, list, dict, OrderedDict, set, frozenset})
+_HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: made by a class statement, so no state of its own in C
+
+
+def can_build(cls: type) -> bool:
+    """Whether an object of the class is fully described by its content and attributes."""
+    if issubclass(cls, tuple):
+        return True
+    base = next(base for base in cls.__mro__ if not base.__flags__ & _HEAP_TYPE)
+    return base in _BASES and cls is not object
+
+
+def build(cls: type, items: Any, attributes: dict[AttributeKey, Any]) -> Any:
+    """Make the object that an `Instance` describes, without running its constructor."""
+    made: Any
+    if issubclass(cls, tuple):
+        # torch.Size and torch's named results check their content in their constructor.
+        special = hasattr(cls, "n_sequence_fields") or cls is torch.Size
+        made = cls(items) if special else tuple.__new__(cls, items)
+    elif issubclass(cls, (set, frozenset)):
+        made = cls(items)
+    else:
+        made = cls.__new__(cls)
+        if issubclass(cls, dict):
+            store = OrderedDict.__setitem__ if issubclass(cls, OrderedDict) else dict.__setitem__
+            for key, value in items.items():
+                store(made, key, value)
+        elif issubclass(cls, list):
+            list.extend(made, items)
+    for name, value in attributes.items():
+        name.put(made, value)
+    return made

@@ -1,0 +1,639 @@
+"""Everything a run can read before it begins: arguments, modules, closures and globals.
+
+They are walked once and listed as flat parts, each reachable from its parent. From the list
+follow which tensors are inputs or state, what has to be guarded, and - comparing it with
+what is there after the run - what the run changed.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import types
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from bendtrace.recording.sites import needs_plain_numbers
+
+__all__ = [
+    "PLAIN_TYPES",
+    "Access",
+    "Array",
+    "AttributeKey",
+    "Change",
+    "Part",
+    "PartKind",
+    "Surroundings",
+    "attributes_of",
+    "identical",
+    "is_array",
+]
+
+PLAIN_TYPES: frozenset[type] = frozenset(
+    {
+        type(None), bool, int, float, complex, str, bytes, range, type(...), type(NotImplemented),
+        torch.dtype, torch.device, torch.layout, torch.memory_format,
+    }
+)  # fmt: skip
+
+_HOOKS = (
+    "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks",
+)  # fmt: skip
+# Bookkeeping of nn.Module that forward does not read (hooks are watched separately).
+_MODULE_INTERNALS = frozenset(
+    {
+        "_parameters", "_buffers", "_modules", "_non_persistent_buffers_set",
+        "_is_full_backward_hook", "_forward_hooks_with_kwargs", "_forward_hooks_always_called",
+        "_forward_pre_hooks_with_kwargs", "_state_dict_hooks", "_state_dict_pre_hooks",
+        "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks", *_HOOKS,
+    }
+)  # fmt: skip
+_LARGE = 512  # a container with more plain entries than this is compared as one
+_DEEP = 8  # plain objects nested deeper than this are guarded by identity
+
+
+class Access(Enum):
+    """How a part is reached from its parent."""
+
+    ROOT = "root"  # an argument, by its position among the bound ones
+    FIXED = "fixed"  # the object itself, known since the trace
+    ITEM = "item"  # parent[key]
+    DICT = "dict"  # parent.__dict__[key]
+    ATTRIBUTE = "attribute"  # getattr(parent, key), for __slots__
+    CELL = "cell"  # parent.cell_contents
+
+
+class PartKind(Enum):
+    """What a part is, and so how it is guarded."""
+
+    TENSOR = "tensor"
+    NUMBER = "number"  # an int or float argument: traced, guarded only where consumed
+    PLAIN = "plain"  # guarded by value
+    LIST = "list"
+    TUPLE = "tuple"
+    DICT = "dict"
+    OBJECT = "object"  # guarded by type; its attributes are parts
+    SET = "set"  # guarded by equality
+    LARGE = "large"  # a big container of plain values: guarded by equality
+    ARRAY = "array"  # a numpy array: guarded by its bytes
+    MODULE = "module"  # guarded by identity
+    IDENTITY = "identity"  # functions, classes, foreign objects: guarded by identity
+    ALIAS = "alias"  # the very object that another part is
+
+
+class Array:
+    """The content of a numpy array, as it was."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, array: Any) -> None:
+        self.value = array.copy()
+
+    def __eq__(self, other: object) -> bool:
+        """Whether an array, or another such content, is the same bit by bit."""
+        array: Any = other.value if isinstance(other, Array) else other
+        return bool(
+            is_array(array)
+            and array.dtype == self.value.dtype
+            and array.shape == self.value.shape
+            and array.tobytes() == self.value.tobytes()
+        )
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return f"array{self.value.shape}"
+
+
+def is_array(value: Any) -> bool:
+    """Whether a value is a numpy array, without importing numpy."""
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(value, numpy.ndarray)
+
+
+class TensorFacts(NamedTuple):
+    """What is guarded of a tensor among the arguments."""
+
+    dtype: torch.dtype
+    device: torch.device
+    rank: int
+    requires_grad: bool
+    layout: torch.layout
+
+
+@dataclass(slots=True, eq=False)
+class Part:
+    """One thing that the run could read.
+
+    Attributes:
+        index: position in the list; parents come before children.
+        parent: the part it is reached from.
+        access: how.
+        key: key or attribute name for that.
+        kind: see `PartKind`.
+        value: the thing itself. Tensors are let go after the run (None), alias parts hold
+            the part they are the same as, LARGE and SET parts a copy.
+        type: the exact type of the thing.
+        label: how a person would write it: `x`, `past[0]`, `self.fc.weight`.
+        is_argument: whether it is, or is held by, an argument.
+        content: for containers: what they held before the run, by key.
+        size: what is guarded of a container: its length (lists, tuples, modules' dicts), its
+            keys (dicts, objects), a copy of it (sets and large containers); for a tensor its
+            `TensorFacts`.
+        hidden: keys of a module's attributes that are no parts of it.
+    """
+
+    index: int
+    parent: Part | None
+    access: Access
+    key: Any
+    kind: PartKind
+    value: Any
+    type: type
+    label: str
+    is_argument: bool
+    content: dict[Any, Any] | None = None
+    size: Any = None
+    hidden: frozenset[str] = frozenset()
+
+    def __str__(self) -> str:
+        return self.label
+
+    def read(self, arguments: tuple[Any, ...]) -> Any:
+        """Read the thing as it is now.
+
+        Args:
+            arguments: the bound arguments of a call.
+
+        Raises:
+            LookupError: if it is not there any more; also AttributeError or TypeError.
+        """
+        if self.kind is PartKind.ALIAS:
+            return self.value.read(arguments)
+        if self.access is Access.ROOT:
+            return arguments[self.key]
+        if self.parent is None:
+            return self.value
+        parent = self.parent.read(arguments)
+        if self.access is Access.CELL:
+            return parent.cell_contents
+        if isinstance(self.key, AttributeKey):
+            return getattr(parent, self.key)
+        return dict.__getitem__(parent, self.key) if isinstance(parent, dict) else parent[self.key]
+
+
+@dataclass(slots=True)
+class Change:
+    """Something a run changed in its surroundings.
+
+    Attributes:
+        part: the container that was changed.
+        key: what in it; for a list whose length changed, None for the whole content.
+        value: the new value.
+        deleted: whether the key is gone.
+    """
+
+    part: Part
+    key: Any
+    value: Any
+    deleted: bool = False
+
+    def store(self, value: Any) -> None:
+        """Put `value` where the change was made."""
+        container = self.part.value
+        if self.key is None:
+            container[:] = value
+        elif isinstance(self.key, AttributeKey):
+            self.key.put(container, value)
+        else:
+            container[self.key] = value
+
+    @property
+    def label(self) -> str:
+        """How a person would write the changed place."""
+        return self.part.label if self.key is None else _child_label(self.part, self.key)
+
+
+class Surroundings:
+    """The parts that a run can read, found by walking from its arguments and its callable.
+
+    Args:
+        function: the module or function to be run.
+        arguments: the bound arguments by name.
+
+    Attributes:
+        parts: everything found; parents before children.
+        blockers: what was found that no guard can watch, one line each.
+        module_paths: qualified name of each module, by identity.
+        hook_dicts: the modules' own tables of hooks.
+    """
+
+    def __init__(self, function: Callable[..., Any], arguments: dict[str, Any]) -> None:
+        self.parts: list[Part] = []
+        self.blockers: list[str] = []
+        self.module_paths: dict[int, str] = {}
+        self.hook_dicts: list[dict[Any, Any]] = []
+        self._by_id: dict[int, Part] = {}
+        self._walked: set[int] = set()
+        self._classes: set[type] = set()
+        self._global_names: set[tuple[int, str]] = set()
+        self._plain_numbers = _needs_plain_numbers(function)
+        for position, (name, value) in enumerate(arguments.items()):
+            self._walk(value, _Reach(None, Access.ROOT, position, name, True))
+        self._walk_callable(function, _is_any)
+
+    def find(self, thing: Any) -> Part | None:
+        """Return the part that `thing` is, or None if the run did not begin with it."""
+        part = self._by_id.get(id(thing))
+        return part if part is not None and part.value is thing else None
+
+    def changes(self) -> Iterator[Change]:
+        """Yield what is different now from when the parts were listed."""
+        for part in self.parts:
+            before = part.content
+            if part.kind is PartKind.SET and part.value != part.size:
+                self.blockers.append(f"the run changes the set {part.label}")
+            if part.kind is PartKind.ARRAY and part.size != part.value:
+                self.blockers.append(f"the run changes the array {part.label}")
+            if before is None:
+                continue
+            now = _content(part)
+            if part.kind is PartKind.LIST and len(before) != len(now):
+                yield Change(part, None, list(part.value))
+                continue
+            for key, value in now.items():
+                if key not in before or before[key] is not value:
+                    yield Change(part, key, value)
+            for key in before:
+                if key not in now:
+                    yield Change(part, key, None, deleted=True)
+
+    def release(self) -> None:
+        """Let go of tensors and contents once the run is over."""
+        for part in self.parts:
+            part.content = None
+            if part.kind in _LET_GO and part.access is not Access.FIXED:
+                part.value = None
+        self._by_id.clear()
+
+    # The walk. Every `_walk...` adds parts; `_Reach` says how the thing was come by.
+
+    def _walk_callable(self, function: Callable[..., Any], wanted: Callable[[Any], bool]) -> None:
+        fixed = _Reach(None, Access.FIXED, None, "self", False)
+        if isinstance(function, nn.Module):
+            self._walk(function, fixed)
+        elif isinstance(function, types.MethodType):
+            self._walk(function.__self__, fixed)
+            if isinstance(function.__func__, types.FunctionType):
+                self._walk_function(function.__func__, wanted)
+        elif isinstance(function, types.FunctionType):
+            self._walk_function(function, wanted)
+        elif isinstance(function, functools.partial):
+            self._walk_callable(function.func, wanted)
+            self._walk(function.args, fixed)
+            self._walk(function.keywords, fixed)
+        else:
+            self._walk(function, fixed)
+
+    def _add(self, value: Any, reach: _Reach, kind: PartKind) -> Part:
+        part = Part(
+            len(self.parts), reach.parent, reach.access, reach.key, kind, value, type(value),
+            reach.label, reach.is_argument,
+        )  # fmt: skip
+        self.parts.append(part)
+        if kind not in _NOT_FOUND:
+            self._by_id[id(value)] = part
+        return part
+
+    def _walk(self, value: Any, reach: _Reach) -> None:
+        kind = type(value)
+        if kind in PLAIN_TYPES or issubclass(kind, Enum) or (kind is slice and _is_plain(value)):
+            traced = reach.traceable(kind) and not self._plain_numbers
+            self._add(value, reach, PartKind.NUMBER if traced else PartKind.PLAIN)
+        elif (known := self._by_id.get(id(value))) is not None:
+            self._add(known, reach, PartKind.ALIAS)
+        elif issubclass(kind, torch.Tensor):
+            part = self._add(value, reach, PartKind.TENSOR)
+            part.size = TensorFacts(
+                value.dtype, value.device, value.dim(), value.requires_grad, value.layout
+            )
+        elif issubclass(kind, nn.Module):
+            self._add(value, reach, PartKind.MODULE)
+            self._walk_module(value, reach.label)
+        elif issubclass(kind, (set, frozenset)):
+            self._add(value, reach, PartKind.SET).size = kind(value)
+        elif is_array(value):
+            self._add(value, reach, PartKind.ARRAY).size = Array(value)
+        elif issubclass(kind, (list, tuple, dict)) or _is_plain_object(kind, reach):
+            self._walk_container(value, reach)
+        else:
+            self._add(value, reach, PartKind.IDENTITY)
+            if isinstance(value, (types.FunctionType, types.MethodType, functools.partial)):
+                self._walk_callable(value, _is_plain_data)
+            elif reach.is_argument and not callable(value) and kind is not torch.Generator:
+                self.blockers.append(
+                    f"argument {reach.label} is a {kind.__qualname__}, "
+                    "whose content cannot be guarded"
+                )
+
+    def _walk_container(self, value: Any, reach: _Reach) -> None:
+        part = self._add(value, reach, _container_kind(type(value)))
+        content = _content(part)
+        if len(content) > _LARGE and all(type(item) in PLAIN_TYPES for item in content.values()):
+            part.kind, part.size = PartKind.LARGE, content
+            return
+        by_key = part.kind is PartKind.OBJECT or (
+            part.kind is PartKind.DICT and part.access is not Access.FIXED
+        )
+        part.size = tuple(content) if by_key else len(content)
+        if part.kind is not PartKind.TUPLE:
+            part.content = content
+        for key, item in content.items():
+            self._walk(item, reach.into(part, key))
+
+    def _walk_module(self, module: nn.Module, label: str) -> None:
+        self.module_paths[id(module)] = label.removeprefix("self").removeprefix(".")
+        self._walk_class(type(module))
+        attributes = vars(module)
+        for name in _HOOKS:
+            hooks = attributes.get(name)
+            if hooks is not None:
+                self.hook_dicts.append(hooks)
+                if hooks:
+                    self.blockers.append(f"{label} has {name[1:].replace('_', ' ')}")
+        self._walk_mapping(attributes, label, _MODULE_INTERNALS)
+        for name in ("_parameters", "_buffers", "_modules"):
+            self._walk_mapping(attributes[name], label)
+
+    def _walk_mapping(
+        self, mapping: dict[str, Any], label: str, hidden: frozenset[str] = frozenset()
+    ) -> None:
+        """Walk one of the dicts that a module consists of: they live as long as it does."""
+        part = self._add(mapping, _Reach(None, Access.FIXED, None, label, False), PartKind.DICT)
+        part.hidden = hidden
+        part.content = _content(part)
+        part.size = len(mapping)
+        for key, item in part.content.items():
+            self._walk(item, _Reach(part, Access.ITEM, key, f"{label}.{key}", False))
+
+    def _walk_function(self, function: types.FunctionType, wanted: Callable[[Any], bool]) -> None:
+        """Walk what a plain function closes over, and the wanted globals that it names."""
+        if id(function) in self._walked or _is_torchs(function.__module__):
+            return
+        self._walked.add(id(function))
+        self._walk_closure(function)
+        for name in _names(function.__code__):
+            if name in function.__globals__ and wanted(function.__globals__[name]):
+                self._walk_global(function.__globals__, name)
+
+    def _walk_closure(self, function: types.FunctionType) -> None:
+        for name, cell in zip(
+            function.__code__.co_freevars, function.__closure__ or (), strict=True
+        ):
+            try:
+                value = cell.cell_contents
+            except ValueError:  # an empty cell: the name is assigned later
+                continue
+            if name != "__class__" and id(cell) not in self._by_id:
+                fixed = _Reach(None, Access.FIXED, None, name, False)
+                holder = self._add(cell, fixed, PartKind.IDENTITY)
+                self._walk(value, _Reach(holder, Access.CELL, None, name, False))
+
+    def _walk_class(self, cls: type) -> None:
+        """Walk the plain globals that the methods of a module's class can read."""
+        if cls in self._classes or _is_torchs(cls.__module__):
+            return
+        self._classes.add(cls)
+        for namespace, name in globals_read_by(cls):
+            if name in namespace and _is_plain_data(namespace[name]):
+                self._walk_global(namespace, name)
+        for function in code_reached_by(cls):
+            self._walk_closure(function)
+
+    def _walk_global(self, namespace: dict[str, Any], name: str) -> None:
+        value = namespace[name]
+        if name.startswith("__"):
+            return
+        holder = self._by_id.get(id(namespace))
+        if holder is None:
+            fixed = _Reach(None, Access.FIXED, None, "globals", False)
+            holder = self._add(namespace, fixed, PartKind.IDENTITY)
+        if (key := (id(namespace), name)) not in self._global_names:
+            self._global_names.add(key)
+            self._walk(value, _Reach(holder, Access.ITEM, name, name, False))
+
+
+@dataclass(frozen=True, slots=True)
+class _Reach:
+    """How the walk came by a thing."""
+
+    parent: Part | None
+    access: Access
+    key: Any
+    label: str
+    is_argument: bool
+    depth: int = 0
+
+    def into(self, part: Part, key: Any) -> _Reach:
+        access = key.access if isinstance(key, AttributeKey) else Access.ITEM
+        label = _child_label(part, key)
+        return _Reach(part, access, key, label, self.is_argument, self.depth + 1)
+
+    def traceable(self, kind: type) -> bool:
+        """Whether a number here is handed to the model as a traced one.
+
+        Numbers given directly, or in tuples, are; elsewhere they could not be exchanged
+        for traced ones without changing the user's containers.
+        """
+        if not self.is_argument or kind not in (int, float):
+            return False
+        parent = self.parent
+        while parent is not None and parent.type is tuple:
+            parent = parent.parent
+        return parent is None
+
+
+class AttributeKey(str):
+    """A key that is an attribute name, to tell it from a dict's key."""
+
+    __slots__ = ("access",)
+    access: Access
+
+    def __new__(cls, name: str, access: Access) -> AttributeKey:  # noqa: D102
+        key = super().__new__(cls, name)
+        key.access = access
+        return key
+
+    def put(self, owner: Any, value: Any) -> None:
+        """Set the attribute of `owner`, past properties and frozen classes."""
+        if self.access is Access.DICT:
+            owner.__dict__[str(self)] = value
+        else:
+            object.__setattr__(owner, self, value)
+
+
+_NOT_FOUND = frozenset({PartKind.PLAIN, PartKind.NUMBER, PartKind.ALIAS})
+_LET_GO = frozenset(
+    {
+        PartKind.TENSOR, PartKind.LIST, PartKind.TUPLE, PartKind.DICT, PartKind.OBJECT,
+    }
+)  # fmt: skip
+
+
+def _container_kind(kind: type) -> PartKind:
+    if issubclass(kind, list):
+        return PartKind.LIST
+    if issubclass(kind, tuple):
+        return PartKind.TUPLE
+    return PartKind.DICT if issubclass(kind, dict) else PartKind.OBJECT
+
+
+def _content(part: Part) -> dict[Any, Any]:
+    """What a container holds now, by key; attributes have `AttributeKey`s."""
+    value = part.value
+    content: dict[Any, Any] = {}
+    if isinstance(value, (list, tuple)):
+        content.update(enumerate(value))
+    elif isinstance(value, dict):
+        content.update(dict.items(value))  # past a `__getitem__` of its own
+        for key in part.hidden:
+            content.pop(key, None)
+    if part.access is not Access.FIXED or part.kind is PartKind.OBJECT:
+        content.update(attributes_of(value))
+    return content
+
+
+def attributes_of(value: Any) -> dict[AttributeKey, Any]:
+    """What an object itself holds, past properties and `__getattr__`."""
+    own = getattr(value, "__dict__", {})
+    found = {AttributeKey(name, Access.DICT): item for name, item in own.items()}
+    for cls in type(value).__mro__:
+        slots = vars(cls).get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            if name not in ("__dict__", "__weakref__") and hasattr(value, name):
+                found[AttributeKey(name, Access.ATTRIBUTE)] = getattr(value, name)
+    return found
+
+
+def _child_label(part: Part, key: Any) -> str:
+    if isinstance(key, AttributeKey) or part.access is Access.FIXED:
+        return f"{part.label}.{key}"
+    return f"{part.label}[{key!r}]"
+
+
+def _is_plain_object(kind: type, reach: _Reach) -> bool:
+    """Whether the attributes of an instance are worth guarding one by one."""
+    if reach.depth > _DEEP or issubclass(kind, (type, types.ModuleType)):
+        return False
+    package = kind.__module__.split(".")[0]
+    if package in sys.stdlib_module_names or package in ("torch", "numpy"):
+        return False
+    return bool(kind.__dictoffset__) or any("__slots__" in vars(cls) for cls in kind.__mro__[:-1])
+
+
+def _is_plain(value: slice) -> bool:
+    return all(type(part) in PLAIN_TYPES for part in (value.start, value.stop, value.step))
+
+
+def _is_any(value: Any) -> bool:
+    return not isinstance(value, (type, types.ModuleType))
+
+
+def _is_plain_data(value: Any) -> bool:
+    if isinstance(value, (list, tuple, set)) and len(value) <= 32:
+        return all(type(item) in PLAIN_TYPES for item in value)
+    if type(value) is dict and len(value) <= 32:
+        return all(type(item) in PLAIN_TYPES for item in value.values())
+    return type(value) in PLAIN_TYPES or isinstance(value, torch.Tensor)
+
+
+def _needs_plain_numbers(function: Callable[..., Any]) -> bool:
+    called = function.forward if isinstance(function, nn.Module) else function
+    code: Any = getattr(getattr(called, "__func__", called), "__code__", None)
+    return code is not None and needs_plain_numbers(code)
+
+
+def _is_torchs(module: str | None) -> bool:
+    return (module or "").split(".")[0] == "torch"
+
+
+def _names(code: types.CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _names(constant)
+
+
+def _functions_of(cls: type, names: Iterable[str]) -> Iterator[types.FunctionType]:
+    """Yield the methods and properties of a class that have one of the names."""
+    for name in names:
+        for base in cls.__mro__:
+            member = vars(base).get(name)
+            if member is not None and not _is_torchs(base.__module__):
+                member = getattr(member, "__func__", getattr(member, "fget", member))
+                if isinstance(member, types.FunctionType):
+                    yield member
+                break
+
+
+@functools.cache
+def code_reached_by(cls: type) -> tuple[types.FunctionType, ...]:
+    """Find the functions that a module's forward can lead to, judging by the names it uses."""
+    found: dict[int, types.FunctionType] = {}
+    waiting = list(_functions_of(cls, ("forward", "__call__")))
+    while waiting:
+        function = waiting.pop()
+        if id(function) in found or _is_torchs(function.__module__):
+            continue
+        found[id(function)] = function
+        names = list(_names(function.__code__))
+        waiting += _functions_of(cls, names)
+        named = [function.__globals__.get(name) for name in names]
+        named += [getattr(cell, "cell_contents", None) for cell in _filled(function)]
+        waiting += [value for value in named if isinstance(value, types.FunctionType)]
+    return tuple(found.values())
+
+
+@functools.cache
+def globals_read_by(cls: type) -> tuple[tuple[dict[str, Any], str], ...]:
+    """Find the globals named by the code that a module's forward can lead to."""
+    found: dict[tuple[int, str], tuple[dict[str, Any], str]] = {}
+    for function in code_reached_by(cls):
+        namespace = function.__globals__
+        for name in _names(function.__code__):
+            value = namespace.get(name, function)
+            if not isinstance(value, (type, types.ModuleType, types.FunctionType)):
+                found[id(namespace), name] = (namespace, name)
+    return tuple(found.values())
+
+
+def _filled(function: types.FunctionType) -> list[types.CellType]:
+    """The cells of a closure that hold something."""
+    cells = []
+    for cell in function.__closure__ or ():
+        try:
+            cell.cell_contents  # noqa: B018 - reading it is the test
+        except ValueError:
+            continue
+        cells.append(cell)
+    return cells
+
+
+def identical(a: Any, b: Any) -> bool:
+    """Whether two plain values are the same for every purpose: type, sign of zero, nan."""
+    if a is b:
+        return True
+    if type(a) is not type(b):
+        return False
+    if type(a) is float:
+        return a.hex() == b.hex()
+    if type(a) is complex:
+        return identical(a.real, b.real) and identical(a.imag, b.imag)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(identical, a, b))
+    return bool(a == b)

@@ -1,0 +1,260 @@
+"""The tape: what one run did, as a flat list of small records, in the order it happened.
+
+Nothing else is written during a run. The graph, the flow steps, the guards and the replay
+function are all derived from the tape afterwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any, NamedTuple
+
+import torch
+
+from bendtrace.recording.contexts import Context
+from bendtrace.recording.sites import Site
+
+__all__ = ["Guard", "ModuleCall", "Op", "OpKind", "Ref", "Tape", "TensorMeta", "Test", "refs_in"]
+
+
+class Ref:
+    """Stands in recorded arguments for the value that op number `index` gave."""
+
+    __slots__ = ("index",)
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Ref) and other.index == self.index
+
+    def __hash__(self) -> int:
+        return hash((Ref, self.index))
+
+    def __repr__(self) -> str:
+        return f"%{self.index}"
+
+
+class OpKind(Enum):
+    """What an entry of the tape is."""
+
+    INPUT = "input"  # a tensor or number among the arguments
+    STATE = "state"  # a tensor read from a module, a closure or a global
+    CALL = "call"  # a torch function, method, property or opaque function
+    SCALAR = "scalar"  # Python arithmetic on traced scalars, or an element of a result
+    UNKNOWN = "unknown"  # a tensor that came from nowhere; the tape has a blocker for it
+
+
+class TensorMeta(NamedTuple):
+    """What is kept of a tensor that an op gave."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+
+class ModuleCall:
+    """One call of an `nn.Module`'s forward during the run: a scope that ops belong to.
+
+    Attributes:
+        path: qualified name of the module ("" for the traced module itself).
+        module: the module.
+        number: how many calls of the same module came before, so pass `number + 1`.
+        parent: the call it happened in.
+        args: encoded positional arguments, as `Op.args`.
+        kwargs: encoded keyword arguments.
+        output: what it returned, encoded.
+        start: length of the tape when it began.
+        stop: length of the tape when it ended.
+        site: where it was called, within the parent.
+    """
+
+    __slots__ = (
+        "args",
+        "kwargs",
+        "module",
+        "number",
+        "output",
+        "parent",
+        "path",
+        "site",
+        "start",
+        "stop",
+    )
+
+    def __init__(
+        self,
+        path: str,
+        module: torch.nn.Module | None,
+        number: int,
+        parent: ModuleCall | None,
+        start: int,
+    ) -> None:
+        self.path = path
+        self.module = module
+        self.number = number
+        self.parent = parent
+        self.start = start
+        self.stop = start
+        self.args: Any = ()
+        self.kwargs: dict[str, Any] = {}
+        self.output: Any = None
+        self.site: Site | None = None
+
+    def __repr__(self) -> str:
+        return f"<call {self.number + 1} of {self.path or 'the root'}>"
+
+
+class Op:
+    """One recorded call: of a torch function, or of Python arithmetic on a traced scalar.
+
+    Attributes:
+        index: position on the tape; `Ref(index)` stands for its value.
+        kind: see `OpKind`.
+        target: the function (for CALL and SCALAR), else the input slot or state location.
+        args: positional arguments with tensors and traced scalars replaced by `Ref`.
+        kwargs: keyword arguments, likewise.
+        scope: the module call it happened in.
+        site: where in the source it happened.
+        context: grad, inference and autocast state it ran under.
+        meta: a `TensorMeta`, a plain value, or a tuple of these.
+        raised: the exception type, for an op that raised and was caught by the model.
+    """
+
+    __slots__ = (
+        "args",
+        "context",
+        "index",
+        "kind",
+        "kwargs",
+        "meta",
+        "raised",
+        "scope",
+        "site",
+        "target",
+    )
+
+    def __init__(
+        self,
+        index: int,
+        kind: OpKind,
+        target: Any,
+        args: Any,
+        kwargs: dict[str, Any],
+        scope: ModuleCall,
+        site: Site | None,
+        context: Context,
+    ) -> None:
+        self.index = index
+        self.kind = kind
+        self.target = target
+        self.args = args
+        self.kwargs = kwargs
+        self.scope = scope
+        self.site = site
+        self.context = context
+        self.meta: Any = None
+        self.raised: type[BaseException] | None = None
+
+    def __repr__(self) -> str:
+        return f"%{self.index} = {self.kind.value} {self.target}{self.args}"
+
+    def does_the_same_as(self, other: Op) -> bool:
+        """Whether both call the same function on the same values."""
+        if self.kind is not other.kind or self.args != other.args or self.kwargs != other.kwargs:
+            return False
+        if self.kind in (OpKind.INPUT, OpKind.STATE):
+            return str(self.target) == str(other.target)
+        return bool(self.target == other.target)
+
+
+class Test(Enum):
+    """How a guard compares the value of an op with what was recorded."""
+
+    TRUTH = "truth"  # bool(value) is as recorded
+    VALUE = "value"  # the value is identical
+    LENGTH = "length"  # the op gave as many things
+    RANK = "rank"  # the tensor has as many dimensions
+    SAME = "same"  # the op gave back the very tensor that another op gave (expected: its index)
+
+
+@dataclass(slots=True, eq=False)
+class Guard:
+    """A condition on the value of an op, put where Python consumed it.
+
+    Attributes:
+        position: length of the tape when it was put.
+        index: the op whose value is tested.
+        test: how.
+        expected: the recorded outcome.
+        how: how Python consumed it: "bool", "index", "format", "iter", ... ("" for guards
+            that no flow step of the model's own put).
+        scope: the module call it happened in.
+        site: where in the source.
+    """
+
+    position: int
+    index: int
+    test: Test
+    expected: Any
+    how: str
+    scope: ModuleCall
+    site: Site | None
+
+
+@dataclass(slots=True)
+class Tape:
+    """All that a run wrote down.
+
+    Attributes:
+        ops: the records, in order.
+        guards: the guards, in order.
+        calls: the module calls, in order of their beginning.
+        blockers: why a replay could be wrong; one line each, empty for nearly all models.
+    """
+
+    ops: list[Op] = field(default_factory=list)
+    guards: list[Guard] = field(default_factory=list)
+    calls: list[ModuleCall] = field(default_factory=list)
+    blockers: list[str] = field(default_factory=list)
+
+    def block(self, reason: str) -> None:
+        """Note why this run must not be replayed."""
+        if reason not in self.blockers:
+            self.blockers.append(reason)
+
+
+def refs_in(value: Any) -> Iterator[Ref]:
+    """Yield every `Ref` in recorded arguments, containers included."""
+    kind = type(value)
+    if kind is Ref:
+        yield value
+    elif kind is tuple or kind is list:
+        for item in value:
+            yield from refs_in(item)
+    elif kind is dict:
+        for item in value.values():
+            yield from refs_in(item)
+    elif kind is slice:
+        for item in (value.start, value.stop, value.step):
+            yield from refs_in(item)
+    elif hasattr(kind, "refs"):
+        yield from value.refs()
+
+
+def map_refs(value: Any, change: Callable[[Ref], Any]) -> Any:
+    """Rebuild recorded arguments with every `Ref` replaced by `change(ref)`."""
+    kind = type(value)
+    if kind is Ref:
+        return change(value)
+    if kind is tuple or kind is list:
+        return kind(map_refs(item, change) for item in value)
+    if kind is dict:
+        return {key: map_refs(item, change) for key, item in value.items()}
+    if kind is slice:
+        return slice(*(map_refs(part, change) for part in (value.start, value.stop, value.step)))
+    if hasattr(kind, "map_refs"):
+        return value.map_refs(change)
+    return value

@@ -1,0 +1,1 @@
+"""Running a trace instead of the model: generated code, guards, and the tree of known paths."""

@@ -1,0 +1,60 @@
+"""The global state around a call, which a replay has to find as the recorded run found it."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch._C import _len_torch_function_stack
+from torch.nn.modules import module as _module
+from torch.overrides import _get_current_function_mode_stack
+
+from bendtrace.recording.contexts import Context, current_context
+
+__all__ = ["Ambience"]
+
+
+class Ambience(NamedTuple):
+    """Grad mode, autocast, default dtype, function modes and global hooks.
+
+    Attributes:
+        context: what an op called now would run under.
+        dtype: the default dtype.
+        modes: the active function modes, outermost first; a device context by its device.
+        hooked: whether hooks are registered for all modules of the process.
+    """
+
+    context: Context
+    dtype: torch.dtype
+    modes: tuple[Any, ...]
+    hooked: bool
+
+    @classmethod
+    def current(cls) -> Ambience:
+        """Return the state now."""
+        modes = _modes() if _len_torch_function_stack() else ()
+        hooked = bool(_module._global_forward_hooks or _module._global_forward_pre_hooks)
+        return cls(current_context(), torch.get_default_dtype(), modes, hooked)
+
+    def difference(self) -> str | None:
+        """Say what is different now, or None."""
+        for name, recorded, now in zip(self._fields, self, Ambience.current(), strict=True):
+            if recorded != now:
+                what = _NAMES[name]
+                return f"{what} was {recorded} when traced and is {now} now"
+        return None
+
+
+_NAMES = {
+    "context": "the grad, inference or autocast mode",
+    "dtype": "the default dtype",
+    "modes": "the active function modes",
+    "hooked": "whether there are global module hooks",
+}
+
+
+def _modes() -> tuple[Any, ...]:
+    # torch.set_default_device and `with torch.device(...)` push a DeviceContext.
+    return tuple(
+        getattr(mode, "device", None) or mode for mode in _get_current_function_mode_stack()
+    )

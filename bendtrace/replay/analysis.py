@@ -1,0 +1,161 @@
+"""What each guard needs: nothing but the arguments, or the run, or not even a look."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from enum import Enum
+
+import torch
+from torch import Tensor
+
+from bendtrace.recording.functions import (
+    INHERITED,
+    METADATA,
+    RANK_DEPENDS_ON_SIZES,
+    RANKS,
+    SHAPES,
+    name_of,
+)
+from bendtrace.recording.surroundings import Part
+from bendtrace.recording.tape import Guard, Op, OpKind, Tape, Test, refs_in
+
+__all__ = ["Analysis", "GuardKind", "counts", "is_read"]
+
+_RESHAPES_IN_PLACE = frozenset(
+    {
+        "as_strided_", "detach_", "rename_", "requires_grad_", "resize_", "resize_as_", "set_",
+        "squeeze_", "swapaxes_", "swapdims_", "t_", "transpose_", "unsqueeze_", "data",
+        "sparse_resize_",
+    }
+)  # fmt: skip
+
+
+class GuardKind(Enum):
+    """When a guard can be tested."""
+
+    INPUT = "input"  # before the run, from sizes and other metadata of arguments and state
+    DATA = "data"  # in the run, once the value is there
+    IMPLIED = "implied"  # never: it follows from metadata that is tested before the run
+
+
+class Analysis:
+    """Sorts the guards of a tape.
+
+    Attributes:
+        kinds: the kind of each guard, in the tape's order.
+        typed_state: state tensors whose dtype and device implied guards rely on.
+        ranked_state: state tensors whose number of dimensions implied guards rely on.
+        fixed_metadata: whether no op of the tape changes the shape of a tensor in place, so
+            that shapes can be read later than they were recorded.
+        computable: ops whose value needs no tensor op to be carried out.
+    """
+
+    def __init__(self, tape: Tape) -> None:
+        self._ops = tape.ops
+        self.fixed_metadata = not any(
+            op.kind is OpKind.CALL and name_of(op.target) in _RESHAPES_IN_PLACE for op in tape.ops
+        )
+        self._state: list[Part] = []
+        # Per op, as bits: the state tensors that its value came from.
+        self._sources: list[int] = []
+        self._steady_type: list[bool] = []
+        self._steady_rank: list[bool] = []
+        self.computable: set[int] = set()
+        for op in tape.ops:
+            self._follow(op)
+        typed = ranked = 0
+        self.kinds: list[GuardKind] = []
+        for guard in tape.guards:
+            kind, needs_type, needs_rank = self._sort(guard)
+            self.kinds.append(kind)
+            typed |= needs_type
+            ranked |= needs_rank
+        self.typed_state = frozenset(self._parts(typed))
+        self.ranked_state = frozenset(self._parts(ranked))
+
+    def _parts(self, bits: int) -> Iterable[Part]:
+        return (part for i, part in enumerate(self._state) if bits >> i & 1)
+
+    def _follow(self, op: Op) -> None:
+        sources, steady_type, steady_rank = 0, True, True
+        for ref in refs_in((op.args, op.kwargs)):
+            sources |= self._sources[ref.index]
+            steady_type = steady_type and self._steady_type[ref.index]
+            steady_rank = steady_rank and self._steady_rank[ref.index]
+        if op.kind is OpKind.STATE:
+            sources = 1 << len(self._state)
+            self._state.append(op.target)
+        elif op.kind is OpKind.UNKNOWN:
+            steady_type = steady_rank = False
+        elif op.kind is OpKind.CALL:
+            known = _is_torchs(op.target)
+            steady_type = steady_type and known and self.fixed_metadata
+            steady_rank = (
+                steady_type and steady_rank and name_of(op.target) not in RANK_DEPENDS_ON_SIZES
+            )
+        self._sources.append(sources)
+        self._steady_type.append(steady_type)
+        self._steady_rank.append(steady_rank)
+        if self._is_computable(op):
+            self.computable.add(op.index)
+
+    def _is_computable(self, op: Op) -> bool:
+        if op.kind is OpKind.INPUT:
+            return not isinstance(op.meta, tuple)  # a number, not a TensorMeta
+        if op.kind is OpKind.SCALAR:
+            return all(ref.index in self.computable for ref in refs_in(op.args))
+        return (
+            is_read(op)
+            and op.raised is None
+            and all(
+                self._ops[ref.index].kind in (OpKind.INPUT, OpKind.STATE)
+                for ref in refs_in((op.args, op.kwargs))
+            )
+        )
+
+    def _sort(self, guard: Guard) -> tuple[GuardKind, int, int]:
+        op = self._ops[guard.index]
+        if guard.index in self.computable and guard.test is not Test.SAME:
+            return GuardKind.INPUT, 0, 0
+        if counts(guard, self._ops) and all(
+            self._ops[ref.index].kind in (OpKind.INPUT, OpKind.STATE) for ref in refs_in(op.args)
+        ):
+            return GuardKind.INPUT, 0, 0
+        if is_read(op) and op.raised is None:
+            refs = [ref.index for ref in refs_in(op.args)]
+            sources = 0
+            for index in refs:
+                sources |= self._sources[index]
+            name = name_of(op.target)
+            if name in INHERITED and all(self._steady_type[index] for index in refs):
+                return GuardKind.IMPLIED, sources, 0
+            is_rank = name in RANKS or (op.target in SHAPES and guard.test is Test.LENGTH)
+            if is_rank and all(self._steady_rank[index] for index in refs):
+                return GuardKind.IMPLIED, 0, sources
+        return GuardKind.DATA, 0, 0
+
+
+def is_read(op: Op) -> bool:
+    """Whether an op only looks at a tensor's metadata."""
+    return op.kind is OpKind.CALL and (
+        op.target in SHAPES or op.target in METADATA or op.target is Tensor.__len__
+    )
+
+
+def counts(guard: Guard, ops: list[Op]) -> bool:
+    """Whether a guard is on how many slices a tensor has: a size, and no value."""
+    op = ops[guard.index]
+    return guard.test is Test.LENGTH and op.target in (Tensor.unbind, torch.unbind)
+
+
+def _is_torchs(function: object) -> bool:
+    """Whether a function is torch's own, so that metadata in decides metadata out."""
+    module = getattr(function, "__module__", None)
+    owner = getattr(function, "__objclass__", None) or getattr(function, "__self__", None)
+    if isinstance(owner, type) and not owner.__module__.startswith("torch"):
+        return False
+    if getattr(function, "__name__", "") == "apply":
+        return False
+    if isinstance(module, str):
+        return module.split(".")[0] in ("torch", "builtins", "_VariableFunctions")
+    return owner is not None or module is None or isinstance(function, type(Tensor.add))

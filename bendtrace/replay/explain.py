@@ -1,0 +1,101 @@
+"""Saying in words why a trace does not serve some inputs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from bendtrace.flow import FlowStep, FlowSteps
+from bendtrace.recording.iterations import user_code
+from bendtrace.recording.surroundings import Part
+from bendtrace.recording.tape import Guard, Tape, Test
+from bendtrace.replay.codegen import Check
+from bendtrace.replay.program import Divergence, Program
+
+__all__ = ["Mismatch", "explain_check", "explain_divergence"]
+
+
+@dataclass(frozen=True)
+class Mismatch:
+    """What keeps a trace from serving some inputs.
+
+    Attributes:
+        reason: one line, with the recorded and the new value.
+        recorded: the recorded value.
+        new: the value now.
+        step: the flow step that put the guard, if one did.
+        guard: number of the guard on `Trace.guards`, if there is one.
+    """
+
+    reason: str
+    recorded: Any = None
+    new: Any = None
+    step: FlowStep | None = None
+    guard: int | None = None
+
+    def __str__(self) -> str:
+        return self.reason
+
+
+def explain_check(
+    check: Check, program: Program, arguments: tuple[Any, ...], steps: FlowSteps
+) -> Mismatch:
+    """Say why an input guard does not hold."""
+    if check.guard is not None:
+        guard = program.recording.tape.guards[check.guard]
+        try:
+            new = program.value_now(guard, arguments)
+        except Exception as error:  # what the condition is about cannot even be computed now
+            new = error
+        return _of_guard(program.recording.tape, check.guard, new, steps)
+    if check.part is not None and check.part.value is not None:
+        new = _part_now(check.part, arguments)
+        return Mismatch(f"{check.text}: it is {_short(new)} now", check.part.value, new)
+    return Mismatch(check.text)
+
+
+def explain_divergence(divergence: Divergence, steps: FlowSteps) -> Mismatch:
+    """Say why a replay could not go on."""
+    tape = divergence.recording.tape
+    if divergence.guard is not None:
+        return _of_guard(tape, divergence.number, divergence.outcome, steps)
+    op = tape.ops[divergence.position]
+    site = f" at {op.site.place}: `{op.site.place.text}`" if op.site is not None else ""
+    name = op.raised.__name__ if op.raised is not None else "nothing"
+    now = divergence.outcome.__name__ if divergence.outcome is not None else "nothing"
+    return Mismatch(f"an operation{site} raised {name} when traced and raises {now} now")
+
+
+def _of_guard(tape: Tape, number: int, new: Any, steps: FlowSteps) -> Mismatch:
+    guard = tape.guards[number]
+    step = next((step for step in steps if step.guard == number), None)
+    if guard.test in (Test.TRUTH, Test.LENGTH):
+        recorded = guard.expected
+    else:
+        recorded = "the same tensor" if guard.test is Test.SAME else guard.expected
+    if step is not None:
+        what, where = f"{step.kind} `{step.text}`", str(step.place)
+    else:
+        what, where = _unstepped(guard)
+    reason = f"{what} at {where} was {_short(recorded)} when traced and is {_short(new)} now"
+    return Mismatch(reason, recorded, new, step, number)
+
+
+def _unstepped(guard: Guard) -> tuple[str, str]:
+    if guard.site is None:
+        return "a value", "an unknown place"
+    place, _, _ = user_code(guard.scope, guard.site)
+    kind = "number of results of" if guard.test is Test.LENGTH else "value of"
+    return f"{kind} `{place.text}`", str(place)
+
+
+def _part_now(part: Part, arguments: tuple[Any, ...]) -> Any:
+    try:
+        return part.read(arguments)
+    except (LookupError, AttributeError, TypeError):
+        return "gone"
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
