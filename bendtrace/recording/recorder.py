@@ -40,7 +40,7 @@ from bendtrace.recording.scalars import (
     plain,
 )
 from bendtrace.recording.sites import SiteTable, needs_plain_numbers
-from bendtrace.recording.structure import Existing, Instance, Opaque, build, can_build
+from bendtrace.recording.structure import Existing, Instance, Opaque, build, can_build, refill
 from bendtrace.recording.surroundings import (
     PLAIN_TYPES,
     Array,
@@ -160,6 +160,7 @@ class Recorder(TorchFunctionMode):
         for reason in self.surroundings.blockers:
             self.tape.block(reason)
         for change in changes:
+            change.key = without_traced(change.key)
             encoded = self._encode_output(change.value, f"what is assigned to {change.label}", {})
             recording.changes.append(Change(change.part, change.key, encoded, change.deleted))
         self._root.output = self._encode_output(output, "the output", {})
@@ -167,12 +168,12 @@ class Recorder(TorchFunctionMode):
         if self._resumed > len(self.tape.ops):
             raise NondeterminismError("resumed, the run ended before the point where it diverged")
         memo = {id(part.value): part.value for part in self.surroundings.parts}
+        self.active = False
         for change in changes:
-            if (
-                not change.deleted
-                and (value := without_traced(change.value, memo)) is not change.value
-            ):
-                change.store(value)
+            if not change.deleted:
+                change.store(without_traced(change.value, memo))
+            if isinstance(change.part.value, dict):
+                _make_keys_plain(change.part.value)
         recording.result = without_traced(output, memo)
         return recording
 
@@ -568,7 +569,8 @@ class Recorder(TorchFunctionMode):
         if kind is tuple or kind is list:
             return kind(inside(item) for item in value)
         if kind is dict:
-            return {key: inside(item) for key, item in value.items()}
+            # A traced key was guarded when it was hashed.
+            return {without_traced(key): inside(item) for key, item in value.items()}
         if kind is slice:
             return slice(inside(value.start), inside(value.stop), inside(value.step))
         if _is_constant(value):
@@ -582,7 +584,7 @@ class Recorder(TorchFunctionMode):
             return Opaque(value)
         instance = Instance(kind)
         if isinstance(value, dict):
-            instance.items = {key: inside(item) for key, item in value.items()}
+            instance.items = {without_traced(key): inside(v) for key, v in dict.items(value)}
         elif isinstance(value, (tuple, list, set, frozenset)):
             instance.items = [inside(item) for item in value]
         instance.attributes = {name: inside(item) for name, item in attributes_of(value).items()}
@@ -616,17 +618,25 @@ def without_traced(value: Any, memo: dict[int, Any] | None = None) -> Any:
         items = [without_traced(item, memo) for item in value]
         if any(new is not old for new, old in zip(items, value, strict=True)):
             memo[id(value)] = value = build(kind, items, attributes_of(value))
-    elif isinstance(value, (list, dict)):
-        for key, item in list(enumerate(value) if isinstance(value, list) else value.items()):
-            new = without_traced(item, memo)
-            if new is not item:
-                value[key] = new
+    elif isinstance(value, list):
+        for position, item in enumerate(value):
+            value[position] = without_traced(item, memo)
+    elif isinstance(value, dict):
+        before = [part for pair in dict.items(value) for part in pair]
+        after = [without_traced(part, memo) for part in before]
+        if any(new is not old for new, old in zip(after, before, strict=True)):
+            refill(value, dict(zip(after[::2], after[1::2], strict=True)))
     if can_build(kind):
         for name, item in attributes_of(value).items():
             new = without_traced(item, memo)
             if new is not item:
                 name.put(value, new)
     return value
+
+
+def _make_keys_plain(container: dict[Any, Any]) -> None:
+    if any(without_traced(key) is not key for key in container):
+        refill(container, {without_traced(key): v for key, v in dict.items(container)})
 
 
 def _outside_scalars() -> FrameType:

@@ -15,7 +15,7 @@ import torch
 from bendtrace.recording.surroundings import AttributeKey, Part
 from bendtrace.recording.tape import Ref, map_refs, refs_in
 
-__all__ = ["Existing", "Instance", "Opaque", "build", "can_build"]
+__all__ = ["Existing", "Instance", "Opaque", "build", "can_build", "refill"]
 
 
 class Existing:
@@ -110,6 +110,14 @@ def can_build(cls: type) -> bool:
     return base in _BASES and cls is not object
 
 
+def refill(container: dict[Any, Any], items: dict[Any, Any]) -> None:
+    """Give a dict, past methods of its own, exactly these items in this order."""
+    base: Any = OrderedDict if isinstance(container, OrderedDict) else dict
+    base.clear(container)
+    for key, value in items.items():
+        base.__setitem__(container, key, value)
+
+
 def build(cls: type, items: Any, attributes: dict[AttributeKey, Any]) -> Any:
     """Make the object that an `Instance` describes, without running its constructor."""
     made: Any
@@ -122,9 +130,7 @@ def build(cls: type, items: Any, attributes: dict[AttributeKey, Any]) -> Any:
     else:
         made = cls.__new__(cls)
         if issubclass(cls, dict):
-            store = OrderedDict.__setitem__ if issubclass(cls, OrderedDict) else dict.__setitem__
-            for key, value in items.items():
-                store(made, key, value)
+            refill(made, items)
         elif issubclass(cls, list):
             list.extend(made, items)
     for name, value in attributes.items():

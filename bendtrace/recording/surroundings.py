@@ -631,7 +631,7 @@ def identical(a: Any, b: Any) -> bool:
     if type(a) is not type(b):
         return False
     if type(a) is float:
-        return a.hex() == b.hex()
+        return bool(a.hex() == b.hex())
     if type(a) is complex:
         return identical(a.real, b.real) and identical(a.imag, b.imag)
     if isinstance(a, (list, tuple)):

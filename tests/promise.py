@@ -1,0 +1,153 @@
+"""The promise, as assertions: what eager gives, bit for bit, and nothing left behind."""
+
+from __future__ import annotations
+
+import enum
+import types
+import weakref
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+import bendtrace as bt
+from bendtrace.recording.scalars import TRACED
+
+Inputs = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def bits(value: Any, seen: dict[int, int] | None = None) -> Any:
+    """Return something that is equal only for values that are the same bit by bit.
+
+    Tensors also have to agree on dtype, shape, strides and requires_grad, containers and objects
+    on their types, and things that are one object in one value on being one in the other.
+    """
+    seen = {} if seen is None else seen
+    kind = type(value)
+    assert kind not in TRACED, "a traced scalar got out"
+    if kind in (int, bool, str, bytes, type(None)) or isinstance(value, enum.Enum):
+        return kind, value
+    if kind is float:
+        return kind, "nan" if value != value else value.hex()
+    if isinstance(value, (type, types.FunctionType, nn.Module, weakref.ref)):
+        return kind.__name__
+    if id(value) in seen:
+        return "seen", seen[id(value)]
+    seen[id(value)] = len(seen)
+    if isinstance(value, torch.Tensor):
+        return (kind.__name__, value.dtype, tuple(value.shape), _bytes(value), value.requires_grad)
+    if isinstance(value, (list, tuple)):
+        return kind, [bits(item, seen) for item in value], _attributes(value, seen)
+    if isinstance(value, dict):
+        items = [(bits(key, seen), bits(item, seen)) for key, item in dict.items(value)]
+        return kind, items, _attributes(value, seen)
+    if isinstance(value, (set, frozenset)):
+        return kind, sorted(map(repr, value))
+    return kind.__name__, _attributes(value, seen) or repr(value)
+
+
+def _attributes(value: Any, seen: dict[int, int]) -> Any:
+    own = dict(getattr(value, "__dict__", {}))
+    for cls in type(value).__mro__:
+        for name in getattr(cls, "__slots__", ()):
+            if hasattr(value, name):
+                own[name] = getattr(value, name)
+    return [(name, bits(item, seen)) for name, item in own.items()]
+
+
+def _bytes(tensor: torch.Tensor) -> Any:
+    flat = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
+    if flat.is_complex():
+        flat = torch.view_as_real(flat).reshape(-1)
+    return flat.view(torch.uint8).tolist() if flat.numel() else []
+
+
+def state(model: Any) -> Any:
+    """Return the bits of all that a module holds: parameters, buffers, attributes, gradients."""
+    if not isinstance(model, nn.Module):
+        return None
+    hidden = {name for name in vars(nn.Module()) if name != "training"}
+    attributes = [
+        (path, {k: v for k, v in vars(module).items() if k not in hidden})
+        for path, module in model.named_modules()
+    ]
+    gradients = {name: p.grad for name, p in model.named_parameters()}
+    return bits([dict(model.state_dict()), attributes, gradients])
+
+
+def footprint() -> list[Any]:
+    """Return what the tracer exchanges while it runs; the same before and after."""
+    return [
+        nn.Module.__call__, vars(torch.autograd.Function)["apply"],
+        torch.overrides.has_torch_function, torch.manual_seed, torch.random.manual_seed,
+        torch.set_rng_state, torch._C._len_torch_function_stack(), range, len, isinstance,
+    ]  # fmt: skip
+
+
+def outcome(call: Callable[..., Any], inputs: Inputs, seed: int) -> tuple[Any, Any, Any, Any]:
+    """Call and return (bits of the result, the error, bits of the arguments, RNG state)."""
+    torch.manual_seed(seed)
+    args, kwargs = inputs
+    result = error = None
+    try:
+        result = call(*args, **kwargs)
+    except Exception as raised:
+        error = raised
+    return bits(result), error, bits([args, kwargs]), torch.get_rng_state().tolist()
+
+
+def assert_promise(
+    make: Callable[[], Callable[..., Any]],
+    calls: Iterable[Callable[[], Inputs]],
+    *,
+    mode: Callable[[], AbstractContextManager[Any]] = nullcontext,
+) -> bt.BendedModule:
+    """Call a model and its `BendedModule` in turn and compare everything after each call.
+
+    Args:
+        make: builds the model, twice the same under the same seed.
+        calls: makes the inputs of each call.
+        mode: a context to call in, such as `torch.no_grad`.
+
+    Returns:
+        The `BendedModule`, with the statistics of the calls.
+    """
+    torch.manual_seed(0)
+    eager = make()
+    torch.manual_seed(0)
+    model = make()
+    bended = bt.BendedModule(model)
+    for seed, inputs in enumerate(calls):
+        before = footprint()
+        with mode():
+            wanted = outcome(eager, inputs(), seed)
+            given = outcome(bended, inputs(), seed)
+        call = f"call {seed}"
+        assert footprint() == before, call
+        assert type(given[1]) is type(wanted[1]), f"{call}: {given[1]!r}, not {wanted[1]!r}"
+        assert str(given[1]) == str(wanted[1]), call
+        assert given[0] == wanted[0], f"{call}: another output"
+        assert given[2] == wanted[2], f"{call}: other arguments afterwards"
+        assert given[3] == wanted[3], f"{call}: another RNG state afterwards"
+        assert state(model) == state(eager), f"{call}: other state afterwards"
+    return bended
+
+
+def assert_graph_agrees(
+    trace: bt.Trace, wanted: Any, inputs: Inputs, *, fold: bool, seed: int
+) -> None:
+    """The mirror has a node for each op, and the fx graph gives what eager gives."""
+    assert len(trace.graph) >= len(trace.ops)
+    try:
+        module = trace.to_fx(fold=fold)
+    except bt.ConversionError:
+        return  # what cannot be said in fx is refused; test_fx.py has the messages
+    module.graph.lint()
+    torch.manual_seed(seed)
+    try:
+        given = module(*trace._signature.bind(*inputs).values())
+    except bt.DivergenceError:
+        return  # the run changed state, or drew numbers, that decide its path
+    assert bits(given) == wanted

@@ -1,0 +1,66 @@
+"""Every model of the corpus, along all its paths, in the order A, A, B, A, B, C, C."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import bendtrace as bt
+from tests.corpus import CASES
+from tests.corpus._case import Case
+from tests.promise import Inputs, assert_graph_agrees, assert_promise, bits
+
+# Cases whose second visit of a path is not a replay, each with the reason.
+NOT_REPLAYED = {
+    "forward_hook_branches": "has a forward hook, which has to fire: runs live",
+    "own_generator": "makes a generator in forward, which has no value to record: runs live",
+    "rejection_sampling": "the number of draws is random: each call is a path of its own",
+    "call_counter": "counts its calls in an attribute: each call is checked for another value",
+    "alternating_layers": "takes turns by a counter in an attribute",
+    "mask_cached_by_length": "caches what it computed: the next call finds another state",
+    "hidden_state_attribute": "the first call finds no hidden state yet: a path of its own",
+    "history_list": "the list it appends to is longer at each call",
+    "ring_buffer": "a buffer that moves on at each call decides the path",
+    "step_buffer_schedule": "a buffer counts the calls and decides the path",
+}
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_gives_what_eager_gives_and_replays_known_paths(case: Case) -> None:
+    first, second, *rest = case.paths.values()
+    order = [first, first, second, first, second]
+    bended = assert_promise(case.make, [*order, *rest, *rest])
+    if case.name not in NOT_REPLAYED:
+        # The calls 1, 3 and 4 visit a path for the second time, and the last of the rest.
+        assert bended.stats.replays >= 3 + len(rest)
+        assert bended.stats.traces <= 2 + len(rest)
+        assert bended.stats.live == 0
+    else:
+        assert bended.stats.replays < 3 + len(rest), "is replayed after all: take it off the list"
+
+
+@pytest.mark.parametrize("fold", [False, True], ids=["ops", "leaf_modules"])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_graph_of_each_path_agrees_with_eager(case: Case, fold: bool) -> None:
+    for inputs in case.paths.values():
+        torch.manual_seed(1)
+        eager = case.make()
+        torch.manual_seed(1)
+        model = case.make()
+        try:
+            trace = bt.trace(model, *inputs()[0], **inputs()[1])
+        except Exception as error:
+            with pytest.raises(type(error)):
+                _call(eager, inputs())
+            continue
+        _call(eager, inputs())  # the trace was a call too: both models are in the same state
+        torch.manual_seed(7)
+        wanted = bits(_call(eager, inputs()))
+        assert_graph_agrees(trace, wanted, inputs(), fold=fold, seed=7)
+
+
+def _call(model: Any, inputs: Inputs) -> Any:
+    args, kwargs = inputs
+    return model(*args, **kwargs)
