@@ -8,6 +8,7 @@ when the last recorder ends, the originals are put back.
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,10 +23,8 @@ __all__ = ["BOUNDARY_CODES", "Watcher", "current_watcher", "watching"]
 class Watcher(Protocol):
     """What the entry points report to."""
 
-    def module_call(
-        self, call: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any
-    ) -> Any:
-        """Run `call(module, *args, **kwargs)` as a scope."""
+    def module_call(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Run a module's call as a scope."""
 
     def opaque_call(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run `function(*args, **kwargs)` as one op."""
@@ -39,10 +38,9 @@ _local = _Local()
 _lock = threading.Lock()
 _running = 0
 
-_module_call = nn.Module.__call__
 _function_apply = torch.autograd.Function.__dict__["apply"]
 _has_torch_function = torch.overrides.has_torch_function
-_manual_seed = torch.manual_seed
+_manual_seed = torch.random.manual_seed
 _set_rng_state = torch.set_rng_state
 
 
@@ -51,11 +49,31 @@ def current_watcher() -> Watcher | None:
     return _local.watcher
 
 
-def _watched_module_call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    watcher = _local.watcher
-    if watcher is None:
-        return _module_call(self, *args, **kwargs)
-    return watcher.module_call(_module_call, self, args, kwargs)
+class _ModuleCall:
+    """Stands in for `nn.Module._compiled_call_impl`, which `nn.Module.__call__` asks first.
+
+    Unlike `__call__` itself, nothing keeps a reference to it (torch._dynamo, when it is
+    imported, does to `__call__`). A data descriptor, so that modules that were compiled run
+    as they are while they are traced. Seen in torch 2.6 to 2.13; test_boundaries.py notices.
+    """
+
+    def __get__(self, module: nn.Module | None, owner: type) -> Any:
+        if module is None:
+            return None
+        watcher = _local.watcher
+        if watcher is None:
+            return module.__dict__.get("_compiled_call_impl")
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return watcher.module_call(module, args, kwargs)
+
+        return call
+
+    def __set__(self, module: nn.Module, value: Any) -> None:
+        module.__dict__["_compiled_call_impl"] = value
+
+    def __delete__(self, module: nn.Module) -> None:
+        del module.__dict__["_compiled_call_impl"]
 
 
 def _watched_apply(cls: type, *args: Any, **kwargs: Any) -> Any:
@@ -81,6 +99,7 @@ _TENSORS = frozenset({torch.Tensor, nn.Parameter})
 
 
 def _watched(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         watcher = _local.watcher
         if watcher is None:
@@ -94,7 +113,7 @@ _seed = _watched(_manual_seed)
 _set_state = _watched(_set_rng_state)
 
 _ENTRY_POINTS: tuple[tuple[Any, str, Any, Any], ...] = (
-    (nn.Module, "__call__", _module_call, _watched_module_call),
+    (nn.Module, "_compiled_call_impl", None, _ModuleCall()),
     (torch.autograd.Function, "apply", _function_apply, classmethod(_watched_apply)),
     (torch.overrides, "has_torch_function", _has_torch_function, _watched_has_torch_function),
     (torch, "manual_seed", _manual_seed, _seed),
@@ -103,13 +122,27 @@ _ENTRY_POINTS: tuple[tuple[Any, str, Any, Any], ...] = (
     (torch.random, "set_rng_state", _set_rng_state, _set_state),
 )
 
-BOUNDARY_CODES = frozenset(
-    {
-        _watched_module_call.__code__,
-        nn.Module._wrapped_call_impl.__code__,
-        nn.Module._call_impl.__code__,
-    }
-)
+BOUNDARY_CODES = frozenset({nn.Module._wrapped_call_impl.__code__, nn.Module._call_impl.__code__})
+
+
+def _enter() -> list[Any]:
+    before = [vars(owner)[name] for owner, name, _, _ in _ENTRY_POINTS]
+    for owner, name, _, ours in _ENTRY_POINTS:
+        setattr(owner, name, ours)
+    return before
+
+
+def _leave(before: list[Any]) -> None:
+    for (owner, name, original, ours), value in zip(_ENTRY_POINTS, before, strict=True):
+        current = vars(owner)[name]
+        if current is ours:
+            setattr(owner, name, value)
+        elif getattr(current, "__wrapped__", None) is ours:
+            # torch._dynamo wraps manual_seed when it is imported, and that was during the run.
+            setattr(owner, name, torch._disable_dynamo(original))
+
+
+_before: list[Any] = []
 
 
 @contextmanager
@@ -119,8 +152,7 @@ def watching(watcher: Watcher | None) -> Iterator[None]:
     with _lock:
         _running += 1
         if _running == 1:
-            for owner, name, _, ours in _ENTRY_POINTS:
-                setattr(owner, name, ours)
+            _before[:] = _enter()
     outer, _local.watcher = _local.watcher, watcher
     try:
         yield
@@ -129,5 +161,4 @@ def watching(watcher: Watcher | None) -> Iterator[None]:
         with _lock:
             _running -= 1
             if _running == 0:
-                for owner, name, original, _ in _ENTRY_POINTS:
-                    setattr(owner, name, original)
+                _leave(_before)

@@ -321,27 +321,21 @@ class Recorder(TorchFunctionMode):
 
     # Module calls
 
-    def module_call(
-        self,
-        call: Callable[..., Any],
-        module: nn.Module,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
+    def module_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a module's call as a scope (see `boundaries.Watcher`)."""
         path = self.surroundings.module_paths.get(id(module), f"<{type(module).__name__}>")
         number = self._calls_of.get(id(module), 0)
         self._calls_of[id(module)] = number + 1
         outer = self._scope
         scope = ModuleCall(path, module, number, outer, len(self.tape.ops))
-        site = self._sites.find(sys._getframe(2))
+        site = self._sites.find(sys._getframe(3))
         scope.site = site if site.chain else None  # the model itself is called by no code of it
         scope.args = tuple(self._encode_leniently(value) for value in args)
         scope.kwargs = {name: self._encode_leniently(value) for name, value in kwargs.items()}
         self.tape.calls.append(scope)
         self._scope = scope
         try:
-            output = call(module, *args, **kwargs)
+            output = module._call_impl(*args, **kwargs)
             scope.output = self._encode_leniently(output)
         finally:
             self._scope = outer

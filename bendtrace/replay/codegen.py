@@ -342,8 +342,11 @@ class CheckWriter:
                 constant = source.bound(part.value)
                 fail_if(f"{name} is not {constant} and not identical({name}, {constant})", wrong)
         elif kind is PartKind.ALIAS:
-            other = part.value.label
-            fail_if(f"{source.reach(part)} is not {name}", f"{label} is not the same as {other}")
+            first = part.value
+            if first.kind in (PartKind.MODULE, PartKind.IDENTITY):
+                name = source.constant(first.value)
+            wrong = f"{label} is not the same as {first.label}"
+            fail_if(f"{source.reach(part)} is not {name}", wrong)
         elif kind in (PartKind.MODULE, PartKind.IDENTITY):
             fail_if(f"{name} is not {source.constant(part.value)}", f"{label} was replaced")
         else:

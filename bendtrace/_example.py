@@ -1,0 +1,36 @@
+"""The model that `python -m bendtrace` traces when it is not given one."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+__all__ = ["AdaptiveBlock"]
+
+
+class AdaptiveBlock(nn.Module):
+    """Refines its input until a further step changes little, as equilibrium models do.
+
+    Args:
+        width: number of features; inputs with fewer are padded.
+        limit: inputs with a larger value are scaled down first.
+        tolerance: largest change of a feature that counts as little.
+    """
+
+    def __init__(self, width: int = 8, limit: float = 4.0, tolerance: float = 0.4) -> None:
+        super().__init__()
+        self.mix = nn.Linear(width, width)
+        self.width, self.limit, self.tolerance = width, limit, tolerance
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Take and return (batch, features)."""
+        missing = self.width - x.shape[1]
+        if missing > 0:  # a shape decides
+            x = F.pad(x, (0, missing))
+        if x.max() > self.limit:  # values decide
+            x = x / x.max()
+        new = self.mix(x).tanh()
+        while torch.dist(new, x, torch.inf) > self.tolerance:  # and how often: values again
+            x, new = new, self.mix(new).tanh()
+        return new
