@@ -108,6 +108,9 @@ class BendedModule(nn.Module):
                 object.__setattr__(self, table, getattr(model, table))
             object.__setattr__(self, "training", model.training)
 
+    # Attributes that a trace of a module around this one must not depend on.
+    _untraced = frozenset({"stats", "last_mismatch", "_signature", "_tree", "_latest"})
+
     stats: Stats
     last_mismatch: Mismatch | None
     _model: Callable[..., Any]

@@ -77,6 +77,11 @@ def state(model: Any) -> Any:
     return bits([dict(model.state_dict()), attributes, gradients])
 
 
+def randn_inputs(*shape: int, seed: int = 0) -> Callable[[], Inputs]:
+    """Return a maker of one random tensor, the same one each time."""
+    return lambda: ((torch.randn(*shape, generator=torch.Generator().manual_seed(seed)),), {})
+
+
 def footprint() -> list[Any]:
     """Return what the tracer exchanges while it runs; the same before and after."""
     return [

@@ -3,21 +3,28 @@
 Nothing counts iterations during the run. They follow from the order of the records: one at an
 instruction that does not lie behind the previous one, in the same loop of the same running
 function, belongs to the loop's next iteration.
+
+That is exact for loops whose header is on the tape (over a tensor, or a traced range), and for a
+single loop over other things of which each iteration leaves a record. Of nested loops over other
+things, only the records tell when an outer one goes on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
+import dis
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from types import CodeType
 
-from bendtrace.recording.sites import Place, Site
-from bendtrace.recording.statements import Loop, Role, role_of
-from bendtrace.recording.tape import Guard, ModuleCall, Op, Tape, Test
+from bendtrace.recording.sites import Place, Site, Span
+from bendtrace.recording.statements import Loop, Role, decides, leaves_loop, role_of
+from bendtrace.recording.tape import Guard, ModuleCall, Op, OpKind, Ref, Tape, Test
 
 __all__ = ["Iterations", "Mark", "marks_of", "user_code"]
 
 Order = tuple[int, int]
+_COMPREHENSIONS = frozenset({"<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>"})
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -30,7 +37,10 @@ class Mark:
         place: the innermost instruction that is not torch's own.
         role: what its expression is to the statements around it.
         activation: the same for marks of one running function.
+        outer: for code that the compiler made of a comprehension, the function around it.
         scope: the module call whose forward contains the place.
+        element_of: for an op that takes an element out of a result, the number of the op that
+            gave the result. It happens where the element is first used, under the other's place.
     """
 
     order: Order
@@ -38,7 +48,9 @@ class Mark:
     place: Place
     role: Role
     activation: object
+    outer: object
     scope: ModuleCall
+    element_of: int | None
 
 
 def user_code(scope: ModuleCall, site: Site) -> tuple[Place, object, ModuleCall]:
@@ -47,13 +59,52 @@ def user_code(scope: ModuleCall, site: Site) -> tuple[Place, object, ModuleCall]
     Returns:
         The place, a key of the running function, and the module call that it belongs to.
     """
+    found, owner = _user_site(scope, site)
+    return _tested(found), (id(owner), found.chain[found.level + 1 :]), owner
+
+
+def _user_site(scope: ModuleCall, site: Site) -> tuple[Site, ModuleCall]:
     found = site
     owner: ModuleCall | None = scope
     while found.place.in_torch and owner is not None and owner.site is not None:
         found, owner = owner.site, owner.parent
     if found.place.in_torch or owner is None:
-        found, owner = site, scope
-    return found.place, (id(owner), found.chain[found.level + 1 :]), owner
+        return site, scope
+    return found, owner
+
+
+# The compiler ascribes asking for a truth value, or for an iterator, to the statement around it,
+# or to all of `a and b`. The instruction that gave the value is ascribed to its expression.
+_ASKING = ("POP_JUMP", "JUMP_IF", "UNARY_NOT", "GET_ITER", "TO_BOOL")
+_BETWEEN = ("STORE_", "COPY", "NOP", "TO_BOOL", "EXTENDED_ARG")  # of a walrus, and such
+
+
+def _tested(site: Site) -> Place:
+    """Return the place of a site; where it asks for a truth value, that of what is asked."""
+    place = site.place
+    span = _asked(site.chain[site.level][0]).get(place.offset)
+    return place if span is None else place._replace(span=span)
+
+
+_known: dict[int, tuple[CodeType, dict[int, Span]]] = {}
+
+
+def _asked(code: CodeType) -> dict[int, Span]:
+    known = _known.get(id(code))
+    if known is None:
+        known = _known[id(code)] = (code, dict(_find_asked(code)))
+    return known[1]
+
+
+def _find_asked(code: CodeType) -> Iterator[tuple[int, Span]]:
+    source: dis.Instruction | None = None
+    for instruction in dis.get_instructions(code):
+        if instruction.opname.startswith(_ASKING) and source is not None:
+            line, end_line, column, end_column = source.positions or (None,) * 4
+            if None not in (line, end_line, column, end_column):
+                yield instruction.offset, Span(line, column, end_line, end_column)  # type: ignore[arg-type]
+        if not instruction.opname.startswith(_BETWEEN):
+            source = instruction
 
 
 def marks_of(tape: Tape) -> Iterator[Mark]:
@@ -63,7 +114,45 @@ def marks_of(tape: Tape) -> Iterator[Mark]:
     for order, record in sorted(records, key=lambda item: item[0]):
         if record.site is not None:
             place, activation, scope = user_code(record.scope, record.site)
-            yield Mark(order, record, place, role_of(place), activation, scope)
+            outer = None
+            if place.function in _COMPREHENSIONS:
+                found, owner = _user_site(record.scope, record.site)
+                outer = (id(owner), found.chain[found.level + 2 :])
+            yield Mark(
+                order, record, place, role_of(place), activation, outer, scope,
+                _element_of(tape, record),
+            )  # fmt: skip
+
+
+def _element_of(tape: Tape, record: Op | Guard) -> int | None:
+    found: int | None = None
+    while isinstance(record, Op) and record.kind is OpKind.SCALAR and _is_element(record):
+        found = record.args[0].index
+        record = tape.ops[record.args[0].index]
+    return found
+
+
+def _is_element(op: Op) -> bool:
+    return getattr(op.target, "__name__", "") == "getitem" and type(op.args[0]) is Ref
+
+
+@dataclass
+class _Running:
+    """What is known of a running function while its marks are followed.
+
+    Attributes:
+        at: the iteration of each loop that the latest mark was in, outermost first.
+        before: the latest mark.
+        around: the iterations of the loops around the comprehension that the code was made of.
+        bodies: the while loops whose test has passed.
+        leaving: a loop that was broken off, and what of it is still run.
+    """
+
+    at: dict[Loop, int] = field(default_factory=dict)
+    before: Mark | None = None
+    around: tuple[int, ...] = ()
+    bodies: set[Loop] = field(default_factory=set)
+    leaving: tuple[Loop, tuple[Span, ...]] | None = None
 
 
 class Iterations:
@@ -73,48 +162,18 @@ class Iterations:
         marks: all marks, in order.
     """
 
-    def __init__(self, marks: list[Mark]) -> None:
+    def __init__(self, marks: Sequence[Mark]) -> None:
         self._at: dict[Order, tuple[int, ...]] = {}
         self._counts: dict[Order, int] = {}
-        self._begun: dict[Order, bool] = {}
-        running: dict[object, dict[Loop, int]] = {}
-        previous: dict[object, Mark] = {}
-        heads: dict[tuple[object, Loop], Order] = {}
+        self._begun: set[Order] = set()
+        self._running: dict[object, _Running] = defaultdict(_Running)
+        self._heads: dict[tuple[object, Loop], Order] = {}
+        self._entered: set[tuple[object, Loop]] = set()
         for mark in marks:
-            current = running.get(mark.activation, {})
-            before = previous.get(mark.activation)
-            loops = mark.role.loops
-            common = [loop for loop in loops if loop in current]
-            if before is not None and common and _is_back(before, mark):
-                current[common[-1]] += 1
-            running[mark.activation] = {loop: current.get(loop, 0) for loop in loops}
-            previous[mark.activation] = mark
-            self._at[mark.order] = tuple(running[mark.activation].values())
-            self._count(mark, heads, current)
-            for loop in loops:
-                head = heads.get((mark.activation, loop))
-                if head is not None and loop.kind != "while":
-                    reached = running[mark.activation][loop] + 1
-                    self._counts[head] = max(self._counts[head], reached)
-
-    def _count(
-        self, mark: Mark, heads: dict[tuple[object, Loop], Order], before: dict[Loop, int]
-    ) -> None:
-        """Note the header of a loop: where it is entered, and for `while` each passed test."""
-        loop, guard = mark.role.heads, mark.record
-        if loop is None or not isinstance(guard, Guard) or guard.how in ("", "metadata"):
-            return
-        key = (mark.activation, loop)
-        if loop.kind != "while":
-            heads[key] = mark.order
-            self._counts[mark.order] = 0
-            return
-        if loop not in before or key not in heads:
-            heads[key] = mark.order
-            self._begun[mark.order] = True
-            self._counts[mark.order] = 0
-        if guard.test is Test.TRUTH and mark.role.kind in ("while", "not"):
-            self._counts[heads[key]] += bool(guard.expected) is (mark.role.kind == "while")
+            if mark.element_of is not None:
+                self._at[mark.order] = self._at.get((mark.element_of, 0), ())
+            else:
+                self._follow(mark)
 
     def at(self, order: Order) -> tuple[int, ...]:
         """Return the iteration of each loop around a mark, outermost first, from 0."""
@@ -124,25 +183,117 @@ class Iterations:
         """Whether the mark is the first test of a `while` that was just entered."""
         return order in self._begun
 
-    def count(self, order: Order, loop: Loop, values: list[Any]) -> int:
-        """Return how often the body of a loop was begun.
+    def count(self, order: Order) -> int:
+        """Return how often the body of a loop was begun, as far as the records show.
 
         Args:
             order: the mark of the loop's header.
-            loop: the loop.
-            values: the traced integers that the header consumed, in order.
         """
-        if loop.kind == "while" or loop.leaves_early:
-            return self._counts[order]
-        if loop.range_arguments:
-            given = iter(values)
-            full = [next(given, None) if a is None else a for a in loop.range_arguments]
-            whole = [argument for argument in full if type(argument) is int]
-            return len(range(*whole)) if len(whole) == len(full) else self._counts[order]
-        return int(values[-1]) if type(values[-1]) is int else self._counts[order]
+        return self._counts[order]
+
+    def _follow(self, mark: Mark) -> None:
+        state = self._running[mark.activation]
+        outer, own = _split(mark)
+        enclosing = self._running[mark.outer].at if outer else {}
+        around = tuple(enclosing.get(loop, 0) for loop in outer)
+        if around != state.around:  # the comprehension is evaluated once more
+            state = self._running[mark.activation] = _Running(around=around)
+        at = self._advance(state, mark, own)
+        for loop in own:
+            if loop not in at:
+                state.bodies.discard(loop)
+                self._entered.add((mark.activation, loop))
+        state.at = {loop: at.get(loop, 0) for loop in own}
+        state.before = mark
+        self._at[mark.order] = (*around, *state.at.values())
+        self._count(state, mark)
+
+    def _advance(self, state: _Running, mark: Mark, own: tuple[Loop, ...]) -> dict[Loop, int]:
+        """Return the iterations of the loops still running, this mark's included."""
+        at = dict(state.at)
+        if state.leaving is not None:
+            loop, rest = state.leaving
+            if not any(span.holds(mark.place.span) for span in rest):
+                state.leaving = None
+                at.pop(loop, None)
+        tests = mark.role.tests
+        if tests is not None and tests in at and tests in own and tests in state.bodies:
+            at[tests] += 1
+            state.bodies.discard(tests)
+            return {loop: at[loop] for loop in own[: own.index(tests) + 1]}
+        common = [loop for loop in own if loop in at]
+        tested = common and (mark.activation, common[-1]) in self._heads
+        if state.before is None or not common or not _is_back(state.before, mark):
+            return at
+        if common[-1].kind == "while" and tested:
+            return at
+        while common:
+            loop = common.pop()
+            at[loop] += 1
+            if at[loop] != loop.length({}) or not common:
+                break
+            del at[loop]  # it is over: one around it goes on
+        return at
+
+    def _count(self, state: _Running, mark: Mark) -> None:
+        """Note headers of loops, tests of whiles, and how far each loop got."""
+        role, guard, activation = mark.role, mark.record, mark.activation
+        for loop in state.at:
+            if loop.kind == "while":
+                if role.tests is not loop:
+                    self._begin_body(state, activation, loop)
+                continue
+            head = self._heads.get((activation, loop)) or self._heads.get((mark.outer, loop))
+            if head is not None:
+                self._counts[head] = max(self._counts[head], state.at[loop] + 1)
+        if not isinstance(guard, Guard) or guard.how in ("", "metadata"):
+            return
+        if role.heads is not None:
+            self._heads[activation, role.heads] = mark.order
+            self._counts[mark.order] = 0
+            for running in self._running.values():  # the loop is entered anew
+                running.at.pop(role.heads, None)
+        if guard.test is not Test.TRUTH:
+            return
+        outcome = bool(guard.expected)
+        loop = role.tests
+        if loop is not None and loop in state.at:
+            if (activation, loop) in self._entered:
+                self._entered.discard((activation, loop))
+                self._heads[activation, loop] = mark.order
+                self._begun.add(mark.order)
+                self._counts[mark.order] = 0
+            decided = decides(mark.place, outcome)
+            if decided:
+                self._begin_body(state, activation, loop)
+            elif decided is False:
+                state.leaving = (loop, ())
+        rest = leaves_loop(mark.place, outcome)
+        if rest and state.at:
+            state.leaving = (list(state.at)[-1], rest)
+
+    def _begin_body(self, state: _Running, activation: object, loop: Loop) -> None:
+        head = self._heads.get((activation, loop))
+        if loop not in state.bodies and head is not None:
+            state.bodies.add(loop)
+            self._counts[head] += 1
+
+
+def _split(mark: Mark) -> tuple[tuple[Loop, ...], tuple[Loop, ...]]:
+    """Return the loops around a mark that run in other code than its own, and its own."""
+    loops = mark.role.loops
+    if mark.outer is None:
+        return (), loops
+    inner = next((i for i, loop in enumerate(loops) if loop.span == loops[-1].span), 0)
+    return loops[:inner], loops[inner:]
 
 
 def _is_back(before: Mark, mark: Mark) -> bool:
-    if mark.order[0] == before.order[0]:  # a guard on the value of the op just before it
-        return False
-    return mark.place.offset <= before.place.offset
+    if mark.place.offset != before.place.offset:
+        return mark.place.offset < before.place.offset
+    # One call can ask for many things; all else that stays where it was has come back to it.
+    if isinstance(mark.record, Op):
+        return not (isinstance(before.record, Op) and mark.place.span != before.place.span)
+    if isinstance(before.record, Op):
+        return mark.order[0] != before.order[0]
+    return False

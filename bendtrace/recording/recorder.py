@@ -402,6 +402,8 @@ class Recorder(TorchFunctionMode):
             bound, op.meta = self._bind_elements(out, Ref(op.index), (), frame)
             return bound
         op.meta = out
+        if out is torch.default_generator:  # what seeding returns
+            return out
         if kind in PLAIN_TYPES:
             self._guard(Test.VALUE, op.index, out, "metadata", frame)
         else:

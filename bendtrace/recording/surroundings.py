@@ -329,6 +329,11 @@ class Surroundings:
             self._add(value, reach, PartKind.SET).size = kind(value)
         elif is_array(value):
             self._add(value, reach, PartKind.ARRAY).size = Array(value)
+        elif not reach.is_argument and _is_plain_object(kind, reach) and _is_settings(value):
+            # A configuration: it is not made anew by each call, so it is taken to be the same
+            # object, and its attributes are those of a fixed mapping, like a module's.
+            self._add(value, reach, PartKind.IDENTITY)
+            self._walk_mapping(vars(value), reach.label)
         elif issubclass(kind, (list, tuple, dict)) or _is_plain_object(kind, reach):
             self._walk_container(value, reach)
         else:
@@ -366,7 +371,8 @@ class Surroundings:
                 self.hook_dicts.append(hooks)
                 if hooks:
                     self.blockers.append(f"{label} has {name[1:].replace('_', ' ')}")
-        self._walk_mapping(attributes, label, _MODULE_INTERNALS)
+        hidden = _MODULE_INTERNALS | getattr(type(module), "_untraced", frozenset())
+        self._walk_mapping(attributes, label, hidden)
         for name in ("_parameters", "_buffers", "_modules"):
             self._walk_mapping(attributes[name], label)
 
@@ -477,12 +483,9 @@ class AttributeKey(str):
             object.__setattr__(owner, self, value)
 
 
-_NOT_FOUND = frozenset({PartKind.PLAIN, PartKind.NUMBER, PartKind.ALIAS})
-_LET_GO = frozenset(
-    {
-        PartKind.TENSOR, PartKind.LIST, PartKind.TUPLE, PartKind.DICT, PartKind.OBJECT,
-    }
-)  # fmt: skip
+# Tuples, not sets: hashing an Enum member takes longer than comparing a few.
+_NOT_FOUND = (PartKind.PLAIN, PartKind.NUMBER, PartKind.ALIAS)
+_LET_GO = (PartKind.TENSOR, PartKind.LIST, PartKind.TUPLE, PartKind.DICT, PartKind.OBJECT)
 
 
 def _container_kind(kind: type) -> PartKind:
@@ -534,6 +537,22 @@ def _is_plain_object(kind: type, reach: _Reach) -> bool:
     if package in sys.stdlib_module_names or package in ("torch", "numpy"):
         return False
     return bool(kind.__dictoffset__) or any("__slots__" in vars(cls) for cls in kind.__mro__[:-1])
+
+
+def _is_settings(value: Any) -> bool:
+    """Whether an object holds plain values and containers of plain values only."""
+    if not getattr(value, "__dict__", None) or isinstance(value, (list, tuple, dict)):
+        return False
+    items = [
+        nested
+        for item in vars(value).values()
+        for nested in (
+            dict.values(item) if isinstance(item, dict)
+            else item if isinstance(item, (list, tuple, set))
+            else (item,)
+        )
+    ]  # fmt: skip
+    return all(type(item) in PLAIN_TYPES or isinstance(item, (Enum, str)) for item in items)
 
 
 def _is_plain(value: slice) -> bool:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from bendtrace.recording.contexts import Context, ContextSwitch
 from bendtrace.recording.recorder import Recording
+from bendtrace.recording.sites import Site
 from bendtrace.recording.statements import is_under_handler
 from bendtrace.recording.structure import Existing, Instance, build
 from bendtrace.recording.surroundings import (
@@ -29,7 +30,7 @@ from bendtrace.recording.surroundings import (
     PartKind,
     identical,
 )
-from bendtrace.recording.tape import Guard, Op, OpKind, Ref, Test, refs_in
+from bendtrace.recording.tape import Guard, ModuleCall, Op, OpKind, Ref, Test, refs_in
 from bendtrace.replay.analysis import Analysis, GuardKind, counts, is_read
 
 __all__ = [
@@ -252,14 +253,25 @@ class CheckWriter:
         """Return the source of `check` and of `compare`, which it calls when in doubt."""
         surroundings = self._recording.surroundings
         simple = [part for part in surroundings.parts if self._is_simple(part)]
+        mappings = [
+            part
+            for part in surroundings.parts
+            if part.access is Access.FIXED
+            and part.kind is PartKind.DICT
+            and part not in self._ignored
+        ]
         source = Source()
+        self._write_measurement(source, mappings)
         self._write_comparison(source, simple)
         source.line("def check(A):")
         source.indent = 1
+        source.line("if list(map(len, mappings)) != lengths:")
+        source.line("    number = measure()")
+        source.line("    if number is not None: return number")
         source.line("if not all(map(is_, chain(map(call, getters, holders)), expected)):")
         source.line("    number = compare()")
         source.line("    if number is not None: return number")
-        skipped = {id(part) for part in simple}
+        skipped = {id(part) for part in simple} | {id(part) for part in mappings}
         for part in surroundings.parts:
             if id(part) not in skipped and part not in self._ignored:
                 self._write_part(source, part)
@@ -294,6 +306,17 @@ class CheckWriter:
             and holder.kind is PartKind.DICT
             and part.kind in (PartKind.PLAIN, PartKind.MODULE, PartKind.IDENTITY)
             and part not in self._ignored
+        )
+
+    def _write_measurement(self, source: Source, mappings: list[Part]) -> None:
+        source.line("def measure():")
+        source.indent = 1
+        for part in mappings:
+            self._write_part(source, part)
+        source.line("return None")
+        source.indent = 0
+        source.names.update(
+            mappings=[part.value for part in mappings], lengths=[part.size for part in mappings]
         )
 
     def _write_comparison(self, source: Source, simple: list[Part]) -> None:
@@ -717,17 +740,22 @@ def define(source: Source, op: Op) -> None:
 
 def may_be_caught(op: Op) -> bool:
     """Whether the model has a handler around an op, so that raising is a path of its own."""
-    if op.kind is not OpKind.CALL:
+    if op.kind is OpKind.SCALAR:
+        if op.target in _HARMLESS:
+            return False
+    elif op.kind is not OpKind.CALL:
         return False
     if op.raised is not None:
         return True
-    site, scope = op.site, op.scope
+    site: Site | None = op.site
+    scope: ModuleCall | None = op.scope
     while site is not None:
-        if any(is_under_handler(place) for place in site.places if not place.in_torch):
+        # Most code has no exception table at all, which saves reading its source.
+        if any(code.co_exceptiontable for code, _ in site.chain) and any(
+            is_under_handler(place) for place in site.places if not place.in_torch
+        ):
             return True
-        site, scope = scope.site, scope.parent or scope
-        if site is scope.site and scope.parent is None:
-            break
+        site, scope = (scope.site, scope.parent) if scope is not None else (None, None)
     return False
 
 

@@ -1,0 +1,201 @@
+"""What the function mode does not see, and that nothing of the tracer stays behind."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import bendtrace as bt
+from bendtrace.recording.boundaries import current_watcher
+from tests.promise import assert_promise, bits, footprint, randn_inputs
+
+
+def test_nothing_is_left_behind_after_a_run_and_after_one_that_raises() -> None:
+    class Fails(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            assert footprint() != before
+            if x.sum() > 0:
+                raise KeyError("mine")
+            return x
+
+    model, before = Fails(), footprint()
+    attributes = set(vars(model))
+    bt.trace(model, -torch.ones(2))
+    assert footprint() == before
+    with pytest.raises(KeyError, match="mine"):
+        bt.trace(model, torch.ones(2))
+    assert footprint() == before
+    assert current_watcher() is None
+    assert set(vars(model)) == attributes
+    assert not torch._C._len_torch_function_stack()
+
+
+def test_a_keyboard_interrupt_in_the_middle_leaves_nothing_behind() -> None:
+    def interrupted(x: torch.Tensor) -> torch.Tensor:
+        y = x + 1
+        raise KeyboardInterrupt if y.sum() > 0 else ValueError
+
+    before = footprint()
+    with pytest.raises(KeyboardInterrupt):
+        bt.trace(interrupted, torch.ones(2))
+    assert footprint() == before
+
+
+def test_the_fast_path_of_fused_layers_is_taken_as_in_eager() -> None:
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
+    with torch.no_grad():
+        trace = bt.trace(layer, torch.randn(2, 5, 8))
+    assert "_transformer_encoder_layer_fwd" in {getattr(op.target, "__name__", "") for op in trace.ops}
+
+    def make() -> nn.Module:
+        layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+        return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).eval()
+
+    bended = assert_promise(make, [randn_inputs(2, 5, 8), randn_inputs(3, 4, 8)], mode=torch.no_grad)
+    assert bended.stats.replays == 1
+
+
+def test_attention_is_entered_so_that_its_weights_are_nodes() -> None:
+    attention = nn.MultiheadAttention(8, 2, batch_first=True)
+    x = torch.randn(2, 5, 8)
+    trace = bt.trace(lambda x: attention(x, x, x)[0], x)
+    assert {"softmax", "bmm"} <= {getattr(op.target, "__name__", "") for op in trace.ops}
+    assert torch.equal(trace.replay(x), attention(x, x, x)[0])
+
+
+class _Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, factor: float) -> torch.Tensor:
+        ctx.factor = factor
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradient * ctx.factor, None
+
+
+def test_an_autograd_function_is_one_op_and_keeps_its_backward() -> None:
+    def model(x: torch.Tensor) -> torch.Tensor:
+        return _Doubled.apply(x, 100.0).sum()
+
+    trace = bt.trace(model, torch.ones(3, requires_grad=True))
+    assert [op.target.__name__ for op in trace.ops if op.kind.value == "call"] == ["apply", "sum"]
+    x = torch.ones(3, requires_grad=True)
+    trace.replay(x).backward()
+    assert torch.equal(x.grad, torch.full((3,), 100.0))
+
+
+def test_seeding_inside_the_model_is_repeated() -> None:
+    def model(x: torch.Tensor) -> torch.Tensor:
+        torch.manual_seed(x.shape[0])
+        return x + torch.rand(3)
+
+    bended = assert_promise(lambda: model, [randn_inputs(3)] * 3)
+    assert bended.stats.replays == 2
+
+
+def test_values_that_leave_for_numpy_make_the_model_run_live() -> None:
+    pytest.importorskip("numpy", reason="needs the test extra")
+
+    def model(x: torch.Tensor) -> torch.Tensor:
+        return x + torch.from_numpy(x.numpy() * 2)
+
+    bended = assert_promise(lambda: model, [randn_inputs(3)] * 3)
+    assert bended.stats.live == 3
+    assert "numpy" in bended.why_live[0]
+    assert "test_boundaries.py" in bended.why_live[0]
+
+
+def test_a_tensor_of_unknown_origin_is_named_and_never_baked_in() -> None:
+    def model(x: torch.Tensor) -> torch.Tensor:
+        return x + torch.FloatTensor([float(len(calls))])
+
+    calls: list[int] = []
+    bended = bt.BendedModule(model)
+    for _ in range(3):
+        calls.append(1)
+        assert torch.equal(bended(torch.zeros(1)), torch.tensor([float(len(calls))]))
+    assert bended.stats.live >= 1
+    with pytest.raises(bt.NotReplayableError, match="unknown origin"):
+        bt.trace(model, torch.zeros(1)).replay(torch.zeros(1))
+
+
+def test_python_s_random_numbers_make_the_model_run_live() -> None:
+    import random
+
+    def model(x: torch.Tensor) -> torch.Tensor:
+        return x * random.random()
+
+    bended = bt.BendedModule(model)
+    random.seed(1)
+    wanted = [random.random() for _ in range(3)]
+    random.seed(1)
+    assert [bended(torch.ones(1, dtype=torch.float64)).item() for _ in range(3)] == wanted
+    assert bended.stats.live == 3
+
+
+def test_other_threads_are_not_recorded() -> None:
+    inside = threading.Event()
+    done = threading.Event()
+    linear = nn.Linear(2, 2)
+
+    def other() -> None:
+        inside.wait(10)
+        linear(torch.ones(2))
+        done.set()
+
+    def model(x: torch.Tensor) -> torch.Tensor:
+        y = x + 1
+        inside.set()
+        done.wait(10)
+        return y * 2
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    trace = bt.trace(model, torch.ones(2))
+    thread.join()
+    assert [op.target.__name__ for op in trace.ops if op.kind.value == "call"] == ["add", "mul"]
+    assert trace.module_calls == []
+
+
+def test_importing_dynamo_during_a_run_leaves_its_own_patches_in_place() -> None:
+    code = """
+import torch, bendtrace as bt
+def model(x):
+    import torch._dynamo
+    return x + 1
+bt.trace(model, torch.ones(2))
+torch.manual_seed(3)
+a = torch.rand(1)
+torch.manual_seed(3)
+assert torch.equal(a, torch.rand(1))
+from torch._dynamo import utils
+assert utils.unpatched_nn_module_call is torch.nn.Module.__call__
+assert 'bendtrace' not in repr([torch.manual_seed.__wrapped__.__module__])
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_bended_module_inside_another_is_seen_whole() -> None:
+    inner = bt.BendedModule(nn.Linear(3, 3))
+
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.inner(x) if x.sum() > 0 else x
+
+    outer = Outer()
+    bended = bt.BendedModule(outer)
+    for value in (1.0, -1.0, 1.0, -1.0):
+        x = torch.full((2, 3), value)
+        assert bits(bended(x)) == bits(outer(x))
+    assert bended.stats.replays == 2
