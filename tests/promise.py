@@ -85,7 +85,8 @@ def randn_inputs(*shape: int, seed: int = 0) -> Callable[[], Inputs]:
 def footprint() -> list[Any]:
     """Return what the tracer exchanges while it runs; the same before and after."""
     return [
-        nn.Module.__call__, vars(nn.Module)["_compiled_call_impl"], vars(torch.autograd.Function)["apply"],
+        nn.Module.__call__, vars(nn.Module)["_compiled_call_impl"],
+        vars(torch.autograd.Function)["apply"],
         torch.overrides.has_torch_function, torch.manual_seed, torch.random.manual_seed,
         torch.set_rng_state, torch._C._len_torch_function_stack(), range, len, isinstance,
     ]  # fmt: skip

@@ -11,7 +11,7 @@ from tests.promise import assert_promise
 
 pytest.importorskip("transformers", reason="needs the test extra")
 
-from tests.hf_models import MODELS, TinyModel  # noqa: E402 - after the check for transformers
+from tests.hf_models import MODELS, TinyModel
 
 
 def _call(model: TinyModel, **sizes: int) -> Any:

@@ -60,7 +60,7 @@ def test_code_that_asks_for_the_exact_type_is_given_plain_numbers() -> None:
         lambda n: float(n), lambda n: n.bit_length(), lambda n: n.real, lambda n: (n / 2).hex(),
         lambda n: math.sqrt(n), lambda n: complex(n).imag, lambda n: n > 2, lambda n: n == 5,
         lambda n: (n > 2) + 1, lambda n: not n, lambda n: f"{n:03d}", lambda n: str(n),
-        lambda n: "%d" % n, lambda n: [0] * n, lambda n: "ab" * n, lambda n: n in (4, 5),
+        lambda n: "%d" % n,  # noqa: UP031 lambda n: [0] * n, lambda n: "ab" * n, lambda n: n in (4, 5),
         lambda n: {5: "five"}.get(n), lambda n: [1, 2, 3, 4, 5, 6][n], lambda n: hash(n),
         lambda n: operator.index(n), lambda n: n is None, lambda n: n == "five",
         lambda n: sorted([n, 3, 7]), lambda n: math.gcd(n, 10), lambda n: bytes(n),

@@ -1,0 +1,290 @@
+"""BendedModule: served by replays, shares the model's state, says what it does and why."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import bendtrace as bt
+from tests.promise import assert_promise, bits, randn_inputs
+
+
+class Gate(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(3, 3)
+        self.norm = nn.BatchNorm1d(3)
+        self.drop = nn.Dropout(0.5)
+        self.scale = 2.0
+
+    def forward(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        x = self.drop(self.norm(self.fc(x))) * self.scale
+        if x.sum() > 0:
+            x = x.relu()
+        if bias is not None:
+            x = x + bias
+        return x
+
+
+def rows(*values: float) -> torch.Tensor:
+    return torch.tensor([[value, 1.0, -1.0] for value in values])
+
+
+def test_counts_how_calls_were_served() -> None:
+    bended = bt.BendedModule(lambda x: x + 1 if x.sum() > 0 else x - 1)
+    plus, minus = torch.ones(2), -torch.ones(2)
+    bended(plus)
+    assert bended.stats == bt.Stats(traces=1)
+    bended(plus)
+    assert bended.stats == bt.Stats(traces=1, replays=1)
+    bended(minus)
+    assert bended.stats == bt.Stats(traces=2, replays=1, retraces=1, resumes=1)
+    bended(minus), bended(plus), bended(minus)
+    assert bended.stats == bt.Stats(traces=2, replays=4, retraces=1, resumes=1)
+    bended(torch.ones(2, dtype=torch.float64))
+    assert bended.stats == bt.Stats(traces=3, replays=4, retraces=2, resumes=1)
+
+
+def test_positional_and_keyword_arguments_are_the_same_call() -> None:
+    bended = bt.BendedModule(Gate().eval())
+    x, b = rows(1, 2), torch.ones(3)
+    outputs = [bended(x, b), bended(x, bias=b), bended(x=x, bias=b), bended(bias=b, x=x)]
+    assert all(torch.equal(output, outputs[0]) for output in outputs)
+    assert bended.stats.traces == 1
+    assert bended.stats.replays == 3
+
+
+def test_says_which_step_diverged_with_the_recorded_and_the_new_value() -> None:
+    bended = bt.BendedModule(lambda x: x + 1 if x.sum() > 3 else x)
+    bended(torch.ones(2))
+    bended(torch.ones(9))
+    mismatch = bended.last_mismatch
+    assert isinstance(mismatch.step, bt.LogicalFlowStep)
+    assert mismatch.step.text == "x.sum() > 3"
+    assert (mismatch.recorded, mismatch.new) == (False, True)
+    line = mismatch.step.line
+    assert str(mismatch) == (
+        f"conditional expression `x.sum() > 3` at {__file__}:{line} was False when traced and "
+        "is True now"
+    )
+
+
+def test_explain_tells_from_the_inputs_alone_and_runs_nothing() -> None:
+    class Model(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * 2 if x.shape[0] > 2 else x
+
+    def refuse(self: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        raise AssertionError("explain ran the model")
+
+    bended = bt.BendedModule(Model())
+    assert str(bended.explain(torch.ones(3))) == "nothing has been traced for these arguments yet"
+    bended(torch.ones(3))
+    stats = dataclasses.replace(bended.stats)
+    Model.forward = refuse  # type: ignore[method-assign]
+    explanation = bended.explain(torch.ones(5))
+    assert len(explanation.serving) == 1
+    assert explanation.nearest is None
+    refused = bended.explain(torch.ones(1))
+    assert refused.serving == ()
+    assert refused.nearest.step.text == "x.shape[0] > 2"
+    assert (refused.nearest.recorded, refused.nearest.new) == (True, False)
+    other = bended.explain(torch.ones(3, dtype=torch.float64))
+    assert "x is not of dtype torch.float32" in str(other)
+    assert str(other).startswith("would be traced anew: ")
+    assert bended.stats == stats
+
+
+def test_state_is_the_model_s_own() -> None:
+    model = Gate()
+    bended = bt.BendedModule(model)
+    assert [n for n, _ in bended.named_parameters()] == [n for n, _ in model.named_parameters()]
+    assert all(a is b for a, b in zip(bended.parameters(), model.parameters(), strict=True))
+    assert list(bended.state_dict()) == list(model.state_dict())
+    assert bended.fc is model.fc
+    bended.eval()
+    assert not model.training
+    assert not model.drop.training
+    assert not bended.training
+    bended.train()
+    assert model.norm.training
+    bended.requires_grad_(False)
+    assert not any(p.requires_grad for p in model.parameters())
+    bended.double()
+    assert model.fc.weight.dtype == torch.float64
+    assert model.norm.running_mean.dtype == torch.float64
+    bended.load_state_dict({k: torch.zeros_like(v) for k, v in model.state_dict().items()})
+    assert not model.fc.weight.any()
+    bended.scale = 5.0
+    assert model.scale == 5.0
+    bended.fc = nn.Linear(3, 3)
+    assert model.fc is bended.fc
+
+
+def test_changes_of_the_model_between_calls_are_followed() -> None:
+    torch.manual_seed(0)
+    eager, model = Gate().eval(), Gate().eval()
+    model.load_state_dict(eager.state_dict())
+    bended = bt.BendedModule(model)
+    x = rows(1, 2, 3)
+    changes: list[Any] = [
+        lambda m: None,
+        lambda m: m.train(),
+        lambda m: m.eval(),
+        lambda m: setattr(m, "scale", 3.0),
+        lambda m: setattr(m, "scale", 3),
+        lambda m: setattr(m.drop, "p", 0.25),
+        lambda m: m.load_state_dict({k: v + 1 for k, v in m.state_dict().items()}),
+        lambda m: setattr(m.fc, "weight", nn.Parameter(torch.eye(3))),
+        lambda m: setattr(m.fc, "bias", None),
+        lambda m: setattr(m, "fc", nn.Sequential(nn.Linear(3, 3, bias=False), nn.Tanh()).eval()),
+        lambda m: m.requires_grad_(False),
+        lambda m: setattr(m, "norm", nn.Identity()),
+        lambda m: m.register_forward_hook(lambda module, args, output: output * 7),
+        lambda m: m._forward_hooks.clear(),
+    ]
+    for change in changes:
+        torch.manual_seed(3)
+        change(eager)
+        torch.manual_seed(3)
+        change(bended.model)
+        for _ in range(2):
+            torch.manual_seed(1)
+            wanted = eager(x)
+            torch.manual_seed(1)
+            assert bits(bended(x)) == bits(wanted)
+
+
+def test_a_resumed_run_does_nothing_twice() -> None:
+    counts: Counter[str] = Counter()
+
+    class Counted(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            counts[str(func)] += 1
+            return func(*args, **(kwargs or {}))
+
+    torch.manual_seed(0)
+    eager, model = Gate(), Gate()
+    model.load_state_dict(eager.state_dict())
+    bended = bt.BendedModule(model)
+    seeds = {True: [], False: []}
+    for seed in range(40):  # find seeds for both sides of the branch
+        torch.manual_seed(seed)
+        side = bool((eager.drop(eager.norm(eager.fc(rows(1, 2, 4)))) * 2).sum() > 0)
+        seeds[side].append(seed)
+    model.load_state_dict(eager.state_dict())
+    order = [seeds[True][0], seeds[False][0], seeds[True][1], seeds[False][1]]
+    for seed in order:
+        for called in (eager, bended):
+            torch.manual_seed(seed)
+            counts.clear()
+            with Counted():
+                called(rows(1, 2, 4)).sum().backward()
+            drawn, ops = torch.get_rng_state(), dict(counts)
+            if called is eager:
+                wanted = drawn, ops
+        assert torch.equal(drawn, wanted[0])
+        assert ops == wanted[1]
+        assert bits(dict(model.state_dict())) == bits(dict(eager.state_dict()))
+        for mine, other in zip(model.parameters(), eager.parameters(), strict=True):
+            assert torch.equal(mine.grad, other.grad)
+    assert bended.stats.resumes == 1
+    assert bended.stats.replays == 2
+
+
+def test_training_through_replays_is_bitwise_that_of_eager() -> None:
+    torch.manual_seed(0)
+    eager, model = Gate(), Gate()
+    model.load_state_dict(eager.state_dict())
+    bended = bt.BendedModule(model)
+    optimizers = [torch.optim.Adam(m.parameters(), lr=0.05) for m in (eager, bended)]
+    for step in range(12):
+        for called, optimizer in zip((eager, bended), optimizers, strict=True):
+            torch.manual_seed(step)
+            optimizer.zero_grad()
+            called(torch.randn(4, 3)).square().sum().backward()
+            optimizer.step()
+        assert bits(dict(model.state_dict())) == bits(dict(eager.state_dict()))
+    assert bended.stats.replays >= 9
+
+
+def test_an_error_of_the_model_is_raised_as_it_is_and_forgotten() -> None:
+    class Checks(nn.Module):
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            if x.sum() < 0:
+                raise ValueError("negative")
+            return x @ y
+
+    x = torch.ones(2, 2)
+    calls = [
+        lambda: ((x, x), {}), lambda: ((-x, x), {}), lambda: ((x, x), {}),
+        lambda: ((x, torch.ones(3, 3)), {}), lambda: ((-x, x), {}), lambda: ((x, x), {}),
+    ]  # fmt: skip
+    bended = assert_promise(Checks, calls)
+    assert bended.stats.replays >= 2
+
+
+def test_a_path_known_from_another_trace_is_not_traced_again() -> None:
+    def model(x: torch.Tensor, n: int) -> torch.Tensor:
+        y = x + 1 if x.sum() > 0 else x - 1
+        return y * 2 if n > 3 else y
+
+    bended = bt.BendedModule(model)
+    plus, minus = torch.ones(2), -torch.ones(2)
+    for x, n in [(plus, 5), (minus, 1), (plus, 5), (minus, 1), (plus, 5)]:
+        assert torch.equal(bended(x, n), model(x, n))
+    assert bended.stats.traces == 2
+    assert bended.stats.replays == 3
+
+
+def test_a_counter_is_noticed_and_the_model_runs_live() -> None:
+    class Counts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.calls = 0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.calls += 1
+            return x * self.calls
+
+    bended = assert_promise(Counts, [randn_inputs(2)] * 12)
+    assert bended.stats.live >= 6
+    assert bended.stats.traces <= 6
+    assert bended.why_live == ("self.calls changes on every call",)
+
+
+def test_needs_something_to_call() -> None:
+    with pytest.raises(bt.InputError, match="a model has to be callable; 3 is not"):
+        bt.BendedModule(3)  # type: ignore[arg-type]
+    with pytest.raises(bt.InputError, match="nothing has been traced yet"):
+        bt.BendedModule(nn.Linear(1, 1)).graph()
+
+
+def test_prints_the_model_and_how_it_was_served() -> None:
+    bended = bt.BendedModule(nn.ReLU())
+    bended(torch.ones(1))
+    assert repr(bended) == (
+        "BendedModule(ReLU(), Stats(traces=1, replays=0, retraces=0, resumes=0, live=0))"
+    )
+
+
+def test_trace_returns_the_trace_and_the_output() -> None:
+    bended = bt.BendedModule(Gate().eval())
+    x = rows(1, 2)
+    trace = bended.trace(x)
+    assert isinstance(trace, bt.Trace)
+    again, output = bended.trace(x=x, _return_out=True)
+    assert torch.equal(output, bended.model(x))
+    assert torch.equal(again.output, output)
+    assert bended.graph() is not None
+    assert list(bended.graph()) == list(again.graph)
+    assert torch.equal(bended(x), output)
+    assert bended.stats.replays == 1
