@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Self
@@ -265,6 +266,13 @@ class BendedModule(nn.Module):
         own = program if recording is program.recording else None
         return Trace(recording, program.ambience, self._signature, self._model, own)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> BendedModule:
+        # Paths are not copied: their code holds on to the tensors and modules of this model.
+        return BendedModule(copy.deepcopy(self._model, memo))
+
+    def __reduce__(self) -> Any:
+        return BendedModule, (self._model,)
+
     # Being the model, as far as torch can tell
 
     def train(self, mode: bool = True) -> Self:
@@ -305,8 +313,14 @@ class BendedModule(nn.Module):
         model = self.__dict__.get("_model")
         if name in _OWN or not isinstance(model, nn.Module):
             super().__setattr__(name, value)
-        else:
+        if name not in _OWN - {"training"} and isinstance(model, nn.Module):
             setattr(model, name, value)
+
+    def apply(self, fn: Callable[[nn.Module], Any]) -> Self:
+        """Apply a function to the model and all its submodules."""
+        if isinstance(self._model, nn.Module):
+            self._model.apply(fn)
+        return self
 
     def __repr__(self) -> str:
         return f"BendedModule({self._model!r}, {self.stats})"

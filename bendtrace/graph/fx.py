@@ -213,7 +213,7 @@ class _Writer:
             if guard.site is not None:
                 place = str(user_code(guard.scope, guard.site)[0])
             expected = guard.expected
-            if guard.test is Test.SAME:
+            if guard.test in (Test.SAME, Test.OTHER):
                 expected = self.nodes[self.names[guard.expected]]
             node = self.nodes[self.names[guard.index]]
             self.fx.call_function(check_guard, (node, guard.test.value, expected, place))
@@ -254,9 +254,9 @@ def check_guard(value: Any, test: str, expected: Any, place: str) -> None:
         now: Any = bool(value)
     elif test == Test.LENGTH.value:
         now = len(value)
-    elif test == Test.SAME.value:
-        if value is not expected:
-            raise DivergenceError(f"a tensor at {place} is a copy now and was none when traced")
+    elif test in (Test.SAME.value, Test.OTHER.value):
+        if (value is expected) is not (test == Test.SAME.value):
+            raise DivergenceError(f"whether a tensor at {place} is a copy is not as when traced")
         return
     else:
         now = value

@@ -139,7 +139,7 @@ def _leave(before: list[Any]) -> None:
             setattr(owner, name, value)
         elif getattr(current, "__wrapped__", None) is ours:
             # torch._dynamo wraps manual_seed when it is imported, and that was during the run.
-            setattr(owner, name, torch._disable_dynamo(original))
+            setattr(owner, name, torch._disable_dynamo(original))  # type: ignore[attr-defined]
 
 
 _before: list[Any] = []

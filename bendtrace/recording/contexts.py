@@ -55,33 +55,38 @@ def current_context() -> Context:
 class ContextSwitch:
     """Puts recorded contexts into force during a replay and takes them back at its end.
 
-    Entering and leaving go through torch's own context managers, so that autocast's cache
-    of cast weights lives exactly as long as it does in eager.
+    Entering and leaving go through torch's own context managers, and autocast is left alone
+    while only the grad mode changes, so that autocast's cache of cast weights lives exactly as
+    long as it does in eager.
     """
 
-    __slots__ = ("_stack",)
+    __slots__ = ("_current", "_entry", "_stack")
 
     def __init__(self) -> None:
+        self._entry = self._current = current_context()
         self._stack = ExitStack()
 
     def to(self, context: Context) -> None:
         """Run what follows under `context`."""
-        self.restore()
-        if torch.is_inference_mode_enabled() != context.inference:
-            self._stack.enter_context(torch.inference_mode(context.inference))
+        if context._replace(grad=self._current.grad) != self._current:
+            self._stack.close()
+            if context.inference != self._entry.inference:
+                self._stack.enter_context(torch.inference_mode(context.inference))
+            recorded = {state.device_type: state for state in context.autocast}
+            for state in self._entry.autocast:
+                recorded.setdefault(state.device_type, state._replace(enabled=False))
+            for name, enabled, dtype, cache in recorded.values():
+                now = torch.is_autocast_enabled(name), torch.get_autocast_dtype(name)
+                if (enabled, dtype) != now and (enabled or now[0]):
+                    self._stack.enter_context(
+                        torch.autocast(name, dtype=dtype, enabled=enabled, cache_enabled=cache)
+                    )
         if torch.is_grad_enabled() != context.grad:
-            self._stack.enter_context(torch.set_grad_enabled(context.grad))
-        recorded = {state.device_type: state for state in context.autocast}
-        for state in current_context().autocast:
-            recorded.setdefault(state.device_type, state._replace(enabled=False))
-        for name, enabled, dtype, cache in recorded.values():
-            if enabled != torch.is_autocast_enabled(name) or (
-                enabled and dtype != torch.get_autocast_dtype(name)
-            ):
-                self._stack.enter_context(
-                    torch.autocast(name, dtype=dtype, enabled=enabled, cache_enabled=cache)
-                )
+            torch._C._set_grad_enabled(context.grad)
+        self._current = context
 
     def restore(self) -> None:
         """Go back to the state the replay began under."""
         self._stack.close()
+        if torch.is_grad_enabled() != self._entry.grad:
+            torch._C._set_grad_enabled(self._entry.grad)

@@ -65,6 +65,8 @@ INHERITED = frozenset(
         "result_type", "is_vulkan", "is_xla", "is_ipu", "is_mtia", "is_maia",
     }
 )  # fmt: skip
+# Of these, what an op can change about a tensor it was given.
+FLEETING = frozenset({"requires_grad", "is_leaf", "_version", "retains_grad", "output_nr"})
 RANKS = frozenset({"ndim", "dim", "ndimension"})
 
 # Python asks for a value and insists on a plain one: (how, whether only its truth matters).

@@ -21,7 +21,7 @@ from bendtrace.recording.sites import Place, Site, Span
 from bendtrace.recording.statements import Loop, Role, decides, leaves_loop, role_of
 from bendtrace.recording.tape import Guard, ModuleCall, Op, OpKind, Ref, Tape, Test
 
-__all__ = ["Iterations", "Mark", "marks_of", "user_code"]
+__all__ = ["Iterations", "Mark", "marks_of", "running_code", "user_code"]
 
 Order = tuple[int, int]
 _COMPREHENSIONS = frozenset({"<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>"})
@@ -71,6 +71,23 @@ def _user_site(scope: ModuleCall, site: Site) -> tuple[Site, ModuleCall]:
     if found.place.in_torch or owner is None:
         return site, scope
     return found, owner
+
+
+def running_code(scope: ModuleCall, site: Site) -> Iterator[tuple[Place, object]]:
+    """Yield the places outside torch that led to a site, innermost first.
+
+    Each comes with the key of the running function that it is in (see `user_code`). For code
+    that the compiler made of a comprehension, the function around it follows as well.
+    """
+    owner: ModuleCall | None = scope
+    found: Site | None = site
+    while found is not None and owner is not None:
+        for level, place in enumerate(found.places):
+            if not place.in_torch:
+                yield place, (id(owner), found.chain[level + 1 :])
+                if place.function in _COMPREHENSIONS:
+                    yield place, (id(owner), found.chain[level + 2 :])
+        found, owner = owner.site, owner.parent
 
 
 # The compiler ascribes asking for a truth value, or for an iterator, to the statement around it,
@@ -144,6 +161,7 @@ class _Running:
         at: the iteration of each loop that the latest mark was in, outermost first.
         before: the latest mark.
         around: the iterations of the loops around the comprehension that the code was made of.
+        comprehensions: the code of comprehensions that it ran.
         bodies: the while loops whose test has passed.
         leaving: a loop that was broken off, and what of it is still run.
     """
@@ -151,6 +169,7 @@ class _Running:
     at: dict[Loop, int] = field(default_factory=dict)
     before: Mark | None = None
     around: tuple[int, ...] = ()
+    comprehensions: set[object] = field(default_factory=set)
     bodies: set[Loop] = field(default_factory=set)
     leaving: tuple[Loop, tuple[Span, ...]] | None = None
 
@@ -194,8 +213,11 @@ class Iterations:
     def _follow(self, mark: Mark) -> None:
         state = self._running[mark.activation]
         outer, own = _split(mark)
-        enclosing = self._running[mark.outer].at if outer else {}
-        around = tuple(enclosing.get(loop, 0) for loop in outer)
+        around: tuple[int, ...] = ()
+        if mark.outer is not None:
+            enclosing = self._running[mark.outer]
+            enclosing.comprehensions.add(mark.activation)
+            around = tuple(enclosing.at.get(loop, 0) for loop in outer)
         if around != state.around:  # the comprehension is evaluated once more
             state = self._running[mark.activation] = _Running(around=around)
         at = self._advance(state, mark, own)
@@ -251,23 +273,23 @@ class Iterations:
         if role.heads is not None:
             self._heads[activation, role.heads] = mark.order
             self._counts[mark.order] = 0
-            for running in self._running.values():  # the loop is entered anew
-                running.at.pop(role.heads, None)
+            for entered in (activation, *state.comprehensions):
+                self._running[entered].at.pop(role.heads, None)
         if guard.test is not Test.TRUTH:
             return
         outcome = bool(guard.expected)
-        loop = role.tests
-        if loop is not None and loop in state.at:
-            if (activation, loop) in self._entered:
-                self._entered.discard((activation, loop))
-                self._heads[activation, loop] = mark.order
+        tests = role.tests
+        if tests is not None and tests in state.at:
+            if (activation, tests) in self._entered:
+                self._entered.discard((activation, tests))
+                self._heads[activation, tests] = mark.order
                 self._begun.add(mark.order)
                 self._counts[mark.order] = 0
             decided = decides(mark.place, outcome)
             if decided:
-                self._begin_body(state, activation, loop)
+                self._begin_body(state, activation, tests)
             elif decided is False:
-                state.leaving = (loop, ())
+                state.leaving = (tests, ())
         rest = leaves_loop(mark.place, outcome)
         if rest and state.at:
             state.leaving = (list(state.at)[-1], rest)
@@ -289,11 +311,32 @@ def _split(mark: Mark) -> tuple[tuple[Loop, ...], tuple[Loop, ...]]:
 
 
 def _is_back(before: Mark, mark: Mark) -> bool:
+    """Whether a mark can only have come after the one before it by another iteration."""
     if mark.place.offset != before.place.offset:
         return mark.place.offset < before.place.offset
-    # One call can ask for many things; all else that stays where it was has come back to it.
-    if isinstance(mark.record, Op):
-        return not (isinstance(before.record, Op) and mark.place.span != before.place.span)
-    if isinstance(before.record, Op):
-        return mark.order[0] != before.order[0]
-    return False
+    (call, inner), (call_before, inner_before) = _within(mark), _within(before)
+    if call is not call_before:
+        return True  # one module called twice
+    if call is not None:
+        return False
+    for (code, offset), (code_before, offset_before) in zip(inner, inner_before, strict=False):
+        if code is not code_before or offset != offset_before:
+            return code is code_before and offset < offset_before
+    if len(inner) != len(inner_before) or mark.role.several:
+        return False
+    record, last = mark.record, before.record
+    if isinstance(record, Guard):  # on what was just computed, or on the next thing
+        return not isinstance(last, Op) or record.index != last.index
+    # Comparing containers, or finding a key, asks for the truth of one comparison after another.
+    return not (isinstance(last, Guard) and record.kind is OpKind.SCALAR)
+
+
+def _within(mark: Mark) -> tuple[ModuleCall | None, tuple[tuple[CodeType, int], ...]]:
+    """Return the module call, or the code of torch's, that led from the user's code to a record."""
+    site, scope = mark.record.site, mark.record.scope
+    assert site is not None
+    if scope is mark.scope:
+        return None, site.chain[: site.level][::-1]
+    while scope.parent is not None and scope.parent is not mark.scope:
+        scope = scope.parent
+    return scope, ()

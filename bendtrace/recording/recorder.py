@@ -39,7 +39,7 @@ from bendtrace.recording.scalars import (
     TracedScalar,
     plain,
 )
-from bendtrace.recording.sites import SiteTable, needs_plain_numbers
+from bendtrace.recording.sites import SiteTable, compares_identity, needs_plain_numbers
 from bendtrace.recording.structure import Existing, Instance, Opaque, build, can_build, refill
 from bendtrace.recording.surroundings import (
     PLAIN_TYPES,
@@ -51,7 +51,18 @@ from bendtrace.recording.surroundings import (
     attributes_of,
     is_array,
 )
-from bendtrace.recording.tape import Guard, ModuleCall, Op, OpKind, Ref, Tape, TensorMeta, Test
+from bendtrace.recording.tape import (
+    Guard,
+    ModuleCall,
+    Op,
+    OpKind,
+    Ref,
+    Tape,
+    TensorMeta,
+    Test,
+    map_refs,
+    refs_in,
+)
 
 __all__ = ["Prefix", "Recorder", "Recording"]
 
@@ -102,10 +113,11 @@ class Recording:
 class _Known(weakref.ref[Tensor]):
     """A tensor on the tape: which value it is. Weak, so that tracing keeps nothing alive."""
 
-    __slots__ = ("key", "parent", "ref")
+    __slots__ = ("graphless", "key", "parent", "ref")
     ref: Ref | None  # None while it is an element of a result that nobody used yet
     parent: Ref
     key: tuple[Any, ...]
+    graphless: bool  # computed while grad mode was off, so that it cannot require grad
 
 
 class Recorder(TorchFunctionMode):
@@ -128,6 +140,7 @@ class Recorder(TorchFunctionMode):
         self._calls_of: dict[int, int] = {}
         self._elements: dict[tuple[int, Any], Ref] = {}
         self._facts: set[tuple[int, Any]] = set()
+        self._aliases: dict[int, int] = {}  # ops that gave a tensor another op had given first
         self._root = ModuleCall("", None, 0, None, 0)
         self._scope = self._root
 
@@ -142,11 +155,19 @@ class Recorder(TorchFunctionMode):
             Exception: whatever the function raises, as it is.
         """
         before = _python_random_states()
+        self._seed, self._entry = (
+            torch.initial_seed(),
+            (current_context(), torch.get_default_dtype()),
+        )
         self.active = True
         try:
             with watching(self), self:
                 output = function(*args, **kwargs)
             return self._finish(output, before)
+        except BaseException:
+            self.active = False
+            self._clean(list(self.surroundings.changes()))
+            raise
         finally:
             self.active = False
 
@@ -156,26 +177,38 @@ class Recorder(TorchFunctionMode):
         recording = Recording(self.tape, self.surroundings, self._root)
         if _python_random_states() != random_states:
             self.tape.block("the run draws from Python's or numpy's random generator")
+        if torch.initial_seed() != self._seed and not any(
+            getattr(op.target, "__name__", "") == "manual_seed" for op in self.tape.ops
+        ):
+            self.tape.block("the run seeds torch's random generator unseen")
+        if (current_context(), torch.get_default_dtype()) != self._entry:
+            self.tape.block("the run leaves grad mode, autocast or the default dtype changed")
         changes = list(self.surroundings.changes())
         for reason in self.surroundings.blockers:
             self.tape.block(reason)
+        memo: dict[int, Any] = {}
         for change in changes:
             change.key = without_traced(change.key)
-            encoded = self._encode_output(change.value, f"what is assigned to {change.label}", {})
+            encoded = self._encode_output(change.value, f"what is assigned to {change.label}", memo)
             recording.changes.append(Change(change.part, change.key, encoded, change.deleted))
-        self._root.output = self._encode_output(output, "the output", {})
+        self._root.output = self._encode_output(output, "the output", memo)
         self._root.stop = len(self.tape.ops)
         if self._resumed > len(self.tape.ops):
             raise NondeterminismError("resumed, the run ended before the point where it diverged")
-        memo = {id(part.value): part.value for part in self.surroundings.parts}
         self.active = False
+        recording.result = without_traced(output, self._clean(changes))
+        return recording
+
+    def _clean(self, changes: list[Change]) -> dict[int, Any]:
+        """Make plain what the run left in its surroundings; return what is plain by now."""
+        memo = {id(part.value): part.value for part in self.surroundings.parts}
         for change in changes:
+            change.key = without_traced(change.key)
             if not change.deleted:
                 change.store(without_traced(change.value, memo))
             if isinstance(change.part.value, dict):
                 _make_keys_plain(change.part.value)
-        recording.result = without_traced(output, memo)
-        return recording
+        return memo
 
     def argument(self, part: Part, value: Any) -> Any:
         """Record an argument part and return what the model is given for it."""
@@ -314,6 +347,11 @@ class Recorder(TorchFunctionMode):
         if traced is None:
             return result
         frame = _outside_scalars()
+        if function in (pow, operator.pow):
+            # Signs decide whether the result is an int, a float or complex.
+            for operand in operands:
+                if type(operand) in TRACED:
+                    bool(operand >= 0)
         encoded, _ = self._encode_arguments(operands)
         op = self._emit(OpKind.SCALAR, function, encoded, {}, frame)
         op.meta = result
@@ -353,13 +391,30 @@ class Recorder(TorchFunctionMode):
         if op.index < self._resumed:
             assert self._prefix is not None
             before = self._prefix.ops[op.index]
-            if not before.does_the_same_as(op):
+            if not before.does_the_same_as(op) and not self._means_the_same(before, op):
                 raise NondeterminismError(
                     f"resumed, the run did {op} where it had done {before}, with all guards equal"
                     + (f" (at {site.place})" if site is not None else "")
                 )
         ops.append(op)
         return op
+
+    def _means_the_same(self, before: Op, op: Op) -> bool:
+        """Whether two ops differ only in which of its names they call a tensor by.
+
+        In the replay that diverged an op can have given back its input, where it had given a
+        copy when it was recorded: now that input has two names.
+        """
+
+        def first_name(ref: Ref) -> Ref:
+            return Ref(self._aliases.get(ref.index, ref.index))
+
+        arguments = [map_refs((some.args, some.kwargs), first_name) for some in (before, op)]
+        return (
+            arguments[0] == arguments[1]
+            and before.kind is op.kind
+            and (before.target == op.target or str(before.target) == str(op.target))
+        )
 
     def _guard(self, test: Test, index: int, expected: Any, how: str, frame: FrameType) -> None:
         site = self._sites.find(frame)
@@ -371,16 +426,26 @@ class Recorder(TorchFunctionMode):
     def _bind(self, out: Any, op: Op, frame: FrameType) -> Any:
         if isinstance(out, Tensor):
             known = self._known.get(id(out))
-            if known is not None and known() is out and not _works_in_place(op):
-                # It gave back a tensor that has another name already. A replay in which it
-                # does not (because a copy was needed) must not mix the two up.
+            if known is not None and known() is out:
                 before = known.ref or self._element(known.parent, known.key, out)
-                self._guard(Test.SAME, op.index, before.index, "", frame)
+                self._aliases[op.index] = self._aliases.get(before.index, before.index)
+                if not _works_in_place(op):
+                    # It gave back a tensor that has another name already. A replay in which
+                    # it does not (because a copy was needed) must not mix the two up.
+                    self._guard(Test.SAME, op.index, before.index, "", frame)
+            elif compares_identity(frame.f_code) and not _works_in_place(op):
+                for ref in refs_in((op.args, op.kwargs)):
+                    if isinstance(self.tape.ops[ref.index].meta, TensorMeta):
+                        self._guard(Test.OTHER, op.index, ref.index, "", frame)
             self._bind_tensor(out, op)
+            if op.target in _OPTIONAL:
+                self._guard_presence(op, frame)
             return out
         if out is None:
             if op.target in _SETTERS:
                 self._facts.clear()
+            elif op.target in _OPTIONAL:
+                self._guard_presence(op, frame)
             return None
         kind = type(out)
         traced = _TRACED_AS.get(kind)
@@ -413,9 +478,17 @@ class Recorder(TorchFunctionMode):
             )
         return out
 
+    def _guard_presence(self, op: Op, frame: FrameType) -> None:
+        """Guard whether a tensor has a gradient, or a base."""
+        test = self._emit(OpKind.SCALAR, operator.is_, (Ref(op.index), None), {}, frame)
+        test.meta = op.meta is None
+        self._guard(Test.VALUE, test.index, test.meta, "metadata", frame)
+
     def _bind_tensor(self, tensor: Tensor, op: Op) -> None:
         known = self._known[id(tensor)] = _Known(tensor)
         known.ref = Ref(op.index)
+        known.graphless = op.kind is OpKind.CALL and not op.context.grad and tensor.is_leaf
+        known.graphless = known.graphless and not tensor.requires_grad
         op.meta = TensorMeta(tuple(tensor.shape), tensor.dtype, tensor.device)
 
     def _bind_elements(
@@ -431,10 +504,12 @@ class Recorder(TorchFunctionMode):
                 if before is not None and before() is item:
                     first = before.ref or self._element(before.parent, before.key, item)
                     element = self._element(ref, (*path, i), item)
+                    self._aliases[element.index] = self._aliases.get(first.index, first.index)
                     self._guard(Test.SAME, element.index, first.index, "", frame)
                 else:
                     known = self._known[id(item)] = _Known(item)
                     known.ref, known.parent, known.key = None, ref, (*path, i)
+                    known.graphless = False
             elif type(item) in _TRACED_AS:
                 source = (ref, (*path, i))
                 item = self._traced(_TRACED_AS[type(item)], item, source, frame)
@@ -476,6 +551,8 @@ class Recorder(TorchFunctionMode):
         if known is not None and known() is tensor:
             if known.ref is None:
                 known.ref = self._element(known.parent, known.key, tensor)
+            if known.graphless and tensor.requires_grad:
+                self._block_unseen_graph(known)
             return known.ref
         part = self.surroundings.find(tensor)
         if part is not None:
@@ -489,6 +566,15 @@ class Recorder(TorchFunctionMode):
             )
         self._bind_tensor(tensor, op)
         return Ref(op.index)
+
+    def _block_unseen_graph(self, known: _Known) -> None:
+        """An op under no_grad gave this tensor, and yet it requires grad by now."""
+        known.graphless = False
+        place = _user_place(sys._getframe(1))
+        self.tape.block(
+            f"a tensor used at {place} got its gradient function from something that torch does "
+            "not let a tracer see (an autograd.Function whose apply was taken before the run?)"
+        )
 
     def _scalar_ref(self, scalar: TracedScalar) -> Ref:
         source = scalar._source
@@ -663,7 +749,8 @@ def _is_constant(value: Any) -> bool:
     if isinstance(value, (type, types.BuiltinFunctionType, types.MethodDescriptorType)):
         return True
     if isinstance(value, types.FunctionType):
-        return value.__closure__ is None
+        held = (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values())
+        return value.__closure__ is None and all(type(item) in PLAIN_TYPES for item in held)
     return isinstance(value, (torch._ops.OpOverload, torch._ops.OpOverloadPacket))
 
 
@@ -676,6 +763,11 @@ def _python_random_states() -> tuple[Any, ...]:
 
 
 _ITER_CODE = Tensor.__iter__.__code__
+_OPTIONAL = frozenset(
+    getattr(vars(torch._C.TensorBase)[name], "__get__")  # noqa: B009
+    for name in ("grad", "_grad", "_base")
+    if name in vars(torch._C.TensorBase)
+)
 _SETTERS = frozenset(
     getattr(attribute, "__set__")  # noqa: B009 - a slot of the descriptor, not a known attribute
     for attribute in map(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dis
+import itertools
 import linecache
 import os
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-__all__ = ["Place", "Site", "SiteTable", "Span", "needs_plain_numbers"]
+__all__ = ["Place", "Site", "SiteTable", "Span", "compares_identity", "needs_plain_numbers"]
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 
@@ -136,15 +137,31 @@ def _place(code: CodeType, offset: int) -> Place:
     return Place(code.co_filename, code.co_name, span, offset)
 
 
-_TELLING_NAMES = frozenset({"type", "manual_seed"})
+_identity: dict[int, tuple[CodeType, bool]] = {}
+
+
+def compares_identity(code: CodeType) -> bool:
+    """Whether code asks `x is y` of two things neither of which is a constant."""
+    known = _identity.get(id(code))
+    if known is None:
+        loads = list(dis.get_instructions(code))
+        asks = any(
+            there.opname == "IS_OP" and before.opname != "LOAD_CONST"
+            for before, there in itertools.pairwise(loads)
+        )
+        known = _identity[id(code)] = (code, asks)
+    return known[1]
+
+
+_TELLING_NAMES = frozenset({"type", "manual_seed", "dumps", "deque", "Decimal", "timedelta"})
 _plain: dict[int, tuple[CodeType, bool]] = {}
 
 
 def needs_plain_numbers(code: CodeType) -> bool:
     """Whether code does something that a traced scalar would answer otherwise than a number.
 
-    That is asking for `type(x)` or `x is True`, and seeding a generator, whose C code insists
-    on an exact int without asking the tracer.
+    That is asking for `type(x)` or `x is True`, and giving it to C code that insists on an exact
+    number without asking the tracer: seeding a generator, `json.dumps` and the like.
     """
     known = _plain.get(id(code))
     if known is None:

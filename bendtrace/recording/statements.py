@@ -10,13 +10,23 @@ from dataclasses import dataclass, field
 
 from bendtrace.recording.sites import Place, Span
 
-__all__ = ["Loop", "Role", "decides", "governed", "is_under_handler", "leaves_loop", "role_of"]
+__all__ = [
+    "Loop",
+    "Role",
+    "decides",
+    "governed",
+    "is_under_handler",
+    "leaves_loop",
+    "part_taken",
+    "role_of",
+]
 
 # What takes the items of its arguments in step with the loop around it.
 _WALKERS = frozenset({"enumerate", "iter", "list", "map", "range", "reversed", "tuple", "zip"})
 _EXHAUSTING = frozenset(
     {"dict", "frozenset", "list", "max", "min", "set", "sorted", "sum", "tuple"}
 )
+_SEVERAL = _WALKERS | _EXHAUSTING | {"all", "any", "dict", "filter"}
 _LOOPS = (ast.For, ast.AsyncFor, ast.While)
 _COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
@@ -42,6 +52,11 @@ class Loop:
     text: str
     leaves_early: bool
     head: ast.expr | None = field(repr=False)
+
+    @property
+    def header(self) -> Span:
+        """Where the expression walked stands; for a while, the loop."""
+        return self.span if self.head is None else _span(self.head)
 
     def length(self, taken: Mapping[Span, Sequence[int]]) -> int | None:
         """Return how many iterations the header provides for, or None if that is not known.
@@ -70,6 +85,7 @@ class Role:
         tests: the `while` in whose test the expression stands.
         loops: the loops of the same function around it, outermost first.
         is_subscript: whether the expression itself is `a[...]`.
+        several: whether carrying it out once can ask for many values: `any(...)`, `a in b`.
     """
 
     kind: str
@@ -78,6 +94,7 @@ class Role:
     tests: Loop | None
     loops: tuple[Loop, ...]
     is_subscript: bool = False
+    several: bool = False
 
 
 class _File:
@@ -202,14 +219,28 @@ def role_of(place: Place) -> Role:
     """Find what the expression at `place` is to the statements around it."""
     file = _file(place.file)
     node = file.expressions.get(place.span)
+    if node is None:  # code that a tool made of a statement, as pytest does of `assert`
+        statement = file.statements.get(place.span)
+        node = statement.test if isinstance(statement, ast.Assert) else None
     if node is None:
         return Role("", place.text, None, None, ())
+    several = _is_containment(node) or (isinstance(node, ast.Call) and _called(node) in _SEVERAL)
     kind, text, loop = _classify(file, node)
     heads = None if loop is None else file.loop(loop)
     tested = _while_around(file, node)
     tests = None if tested is None else file.loop(tested)
     loops = file.loops_around(node)
-    return Role(kind, text, heads, tests, loops, isinstance(node, ast.Subscript))
+    return Role(kind, text, heads, tests, loops, isinstance(node, ast.Subscript), several)
+
+
+@functools.cache
+def part_taken(place: Place) -> str:
+    """Return the source of the subscript around `place`: `x.shape[0]` for `x.shape`."""
+    file = _file(place.file)
+    node = file.expressions.get(place.span)
+    parent = None if node is None else file.parents[node]
+    taken = isinstance(parent, ast.Subscript) and parent.value is node
+    return file.text(parent) if taken and parent is not None else place.text
 
 
 @functools.cache
@@ -475,7 +506,10 @@ def _leaves_early(loop: ast.For | ast.AsyncFor | ast.While) -> bool:
             return True
         if isinstance(node, ast.Break):
             return not inner
-        inner = inner or isinstance(node, _LOOPS)
+        if isinstance(node, _LOOPS):  # a break in its else belongs to the loop around it
+            return any(leaves(child, True) for child in node.body) or any(
+                leaves(child, inner) for child in node.orelse
+            )
         return any(leaves(child, inner) for child in ast.iter_child_nodes(node))
 
     return any(leaves(statement, False) for statement in loop.body)

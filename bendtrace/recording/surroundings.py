@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import sys
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, NamedTuple
@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from bendtrace.recording.reach import is_torchs, names_in, reach_of
 from bendtrace.recording.sites import needs_plain_numbers
 
 __all__ = [
@@ -50,7 +51,8 @@ _MODULE_INTERNALS = frozenset(
         "_parameters", "_buffers", "_modules", "_non_persistent_buffers_set",
         "_is_full_backward_hook", "_forward_hooks_with_kwargs", "_forward_hooks_always_called",
         "_forward_pre_hooks_with_kwargs", "_state_dict_hooks", "_state_dict_pre_hooks",
-        "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks", *_HOOKS,
+        "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks", "_compiled_call_impl",
+        *_HOOKS,
     }
 )  # fmt: skip
 _LARGE = 512  # a container with more plain entries than this is compared as one
@@ -389,11 +391,11 @@ class Surroundings:
 
     def _walk_function(self, function: types.FunctionType, wanted: Callable[[Any], bool]) -> None:
         """Walk what a plain function closes over, and the wanted globals that it names."""
-        if id(function) in self._walked or _is_torchs(function.__module__):
+        if id(function) in self._walked or is_torchs(function.__module__):
             return
         self._walked.add(id(function))
         self._walk_closure(function)
-        for name in _names(function.__code__):
+        for name in names_in(function.__code__):
             if name in function.__globals__ and wanted(function.__globals__[name]):
                 self._walk_global(function.__globals__, name)
 
@@ -411,27 +413,36 @@ class Surroundings:
                 self._walk(value, _Reach(holder, Access.CELL, None, name, False))
 
     def _walk_class(self, cls: type) -> None:
-        """Walk the plain globals that the methods of a module's class can read."""
-        if cls in self._classes or _is_torchs(cls.__module__):
+        """Walk what the code of a module's forward can read besides the module itself."""
+        if cls in self._classes or is_torchs(cls.__module__):
             return
         self._classes.add(cls)
-        for namespace, name in globals_read_by(cls):
-            if name in namespace and _is_plain_data(namespace[name]):
-                self._walk_global(namespace, name)
-        for function in code_reached_by(cls):
+        reach = reach_of(cls)
+        for namespace, name in reach.globals:
+            if name in namespace:
+                value = namespace[name]
+                if _is_plain_data(value) or isinstance(value, types.FunctionType):
+                    self._walk_global(namespace, name)
+        for owner, name in reach.members:
+            if name in owner:
+                self._walk_global(owner, name)
+        for function in reach.functions:
             self._walk_closure(function)
 
-    def _walk_global(self, namespace: dict[str, Any], name: str) -> None:
-        value = namespace[name]
-        if name.startswith("__"):
+    def _walk_global(self, namespace: Mapping[str, Any], name: str) -> None:
+        """Walk one name of a module's globals, or of a class."""
+        if (id(namespace), name) in self._global_names or name.startswith("__"):
             return
+        self._global_names.add((id(namespace), name))
         holder = self._by_id.get(id(namespace))
         if holder is None:
             fixed = _Reach(None, Access.FIXED, None, "globals", False)
             holder = self._add(namespace, fixed, PartKind.IDENTITY)
-        if (key := (id(namespace), name)) not in self._global_names:
-            self._global_names.add(key)
-            self._walk(value, _Reach(holder, Access.ITEM, name, name, False))
+        reach = _Reach(holder, Access.ITEM, name, name, False)
+        if isinstance(namespace[name], types.FunctionType):
+            self._add(namespace[name], reach, PartKind.IDENTITY)
+        else:
+            self._walk(namespace[name], reach)
 
 
 @dataclass(frozen=True, slots=True)
@@ -575,72 +586,6 @@ def _needs_plain_numbers(function: Callable[..., Any]) -> bool:
     called = function.forward if isinstance(function, nn.Module) else function
     code: Any = getattr(getattr(called, "__func__", called), "__code__", None)
     return code is not None and needs_plain_numbers(code)
-
-
-def _is_torchs(module: str | None) -> bool:
-    return (module or "").split(".")[0] == "torch"
-
-
-def _names(code: types.CodeType) -> Iterator[str]:
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from _names(constant)
-
-
-def _functions_of(cls: type, names: Iterable[str]) -> Iterator[types.FunctionType]:
-    """Yield the methods and properties of a class that have one of the names."""
-    for name in names:
-        for base in cls.__mro__:
-            member = vars(base).get(name)
-            if member is not None and not _is_torchs(base.__module__):
-                member = getattr(member, "__func__", getattr(member, "fget", member))
-                if isinstance(member, types.FunctionType):
-                    yield member
-                break
-
-
-@functools.cache
-def code_reached_by(cls: type) -> tuple[types.FunctionType, ...]:
-    """Find the functions that a module's forward can lead to, judging by the names it uses."""
-    found: dict[int, types.FunctionType] = {}
-    waiting = list(_functions_of(cls, ("forward", "__call__")))
-    while waiting:
-        function = waiting.pop()
-        if id(function) in found or _is_torchs(function.__module__):
-            continue
-        found[id(function)] = function
-        names = list(_names(function.__code__))
-        waiting += _functions_of(cls, names)
-        named = [function.__globals__.get(name) for name in names]
-        named += [getattr(cell, "cell_contents", None) for cell in _filled(function)]
-        waiting += [value for value in named if isinstance(value, types.FunctionType)]
-    return tuple(found.values())
-
-
-@functools.cache
-def globals_read_by(cls: type) -> tuple[tuple[dict[str, Any], str], ...]:
-    """Find the globals named by the code that a module's forward can lead to."""
-    found: dict[tuple[int, str], tuple[dict[str, Any], str]] = {}
-    for function in code_reached_by(cls):
-        namespace = function.__globals__
-        for name in _names(function.__code__):
-            value = namespace.get(name, function)
-            if not isinstance(value, (type, types.ModuleType, types.FunctionType)):
-                found[id(namespace), name] = (namespace, name)
-    return tuple(found.values())
-
-
-def _filled(function: types.FunctionType) -> list[types.CellType]:
-    """The cells of a closure that hold something."""
-    cells = []
-    for cell in function.__closure__ or ():
-        try:
-            cell.cell_contents  # noqa: B018 - reading it is the test
-        except ValueError:
-            continue
-        cells.append(cell)
-    return cells
 
 
 def identical(a: Any, b: Any) -> bool:

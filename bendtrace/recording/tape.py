@@ -178,6 +178,7 @@ class Test(Enum):
     LENGTH = "length"  # the op gave as many things
     RANK = "rank"  # the tensor has as many dimensions
     SAME = "same"  # the op gave back the very tensor that another op gave (expected: its index)
+    OTHER = "other"  # it gave another tensor than that
 
 
 @dataclass(slots=True, eq=False)

@@ -22,19 +22,22 @@ class Ambience(NamedTuple):
         dtype: the default dtype.
         modes: the active function modes, outermost first; a device context by its device.
         hooked: whether hooks are registered for all modules of the process.
+        fast_attention: whether fused layers may take their fast path.
     """
 
     context: Context
     dtype: torch.dtype
     modes: tuple[Any, ...]
     hooked: bool
+    fast_attention: bool
 
     @classmethod
     def current(cls) -> Ambience:
         """Return the state now."""
         modes = _modes() if _len_torch_function_stack() else ()
         hooked = bool(_module._global_forward_hooks or _module._global_forward_pre_hooks)
-        return cls(current_context(), torch.get_default_dtype(), modes, hooked)
+        fast = torch.backends.mha.get_fastpath_enabled()
+        return cls(current_context(), torch.get_default_dtype(), modes, hooked, fast)
 
     def difference(self) -> str | None:
         """Say what is different now, or None."""
@@ -50,6 +53,7 @@ _NAMES = {
     "dtype": "the default dtype",
     "modes": "the active function modes",
     "hooked": "whether there are global module hooks",
+    "fast_attention": "torch.backends.mha's fast path",
 }
 
 

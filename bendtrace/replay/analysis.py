@@ -115,7 +115,7 @@ class Analysis:
 
     def _sort(self, guard: Guard) -> tuple[GuardKind, int, int]:
         op = self._ops[guard.index]
-        if guard.index in self.computable and guard.test is not Test.SAME:
+        if guard.index in self.computable and guard.test not in (Test.SAME, Test.OTHER):
             return GuardKind.INPUT, 0, 0
         if counts(guard, self._ops) and all(
             self._ops[ref.index].kind in (OpKind.INPUT, OpKind.STATE) for ref in refs_in(op.args)
@@ -127,8 +127,10 @@ class Analysis:
             for index in refs:
                 sources |= self._sources[index]
             name = name_of(op.target)
-            if name in INHERITED and all(self._steady_type[index] for index in refs):
-                return GuardKind.IMPLIED, sources, 0
+            steady = all(self._steady_type[index] and self._steady_rank[index] for index in refs)
+            if name in INHERITED and steady:
+                # Which dtype a sum has depends on whether one of the two is a scalar tensor.
+                return GuardKind.IMPLIED, sources, sources
             is_rank = name in RANKS or (op.target in SHAPES and guard.test is Test.LENGTH)
             if is_rank and all(self._steady_rank[index] for index in refs):
                 return GuardKind.IMPLIED, 0, sources

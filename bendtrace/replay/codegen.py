@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import builtins
 import operator
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import chain
+from keyword import iskeyword
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from bendtrace.recording.contexts import Context, ContextSwitch
+from bendtrace.recording.functions import FLEETING, name_of
 from bendtrace.recording.recorder import Recording
 from bendtrace.recording.sites import Site
 from bendtrace.recording.statements import is_under_handler
@@ -30,7 +33,16 @@ from bendtrace.recording.surroundings import (
     PartKind,
     identical,
 )
-from bendtrace.recording.tape import Guard, ModuleCall, Op, OpKind, Ref, Test, refs_in
+from bendtrace.recording.tape import (
+    Guard,
+    ModuleCall,
+    Op,
+    OpKind,
+    Ref,
+    Tape,
+    Test,
+    refs_in,
+)
 from bendtrace.replay.analysis import Analysis, GuardKind, counts, is_read
 
 __all__ = [
@@ -114,6 +126,7 @@ class Source:
         self.op_of_line: dict[int, int] = {}
         self.emitted: set[int] = set()
         self.indent = 0
+        self.shared: frozenset[int] = frozenset()  # lists and dicts that are used twice
         self._constants: dict[int, str] = {}
         self._built: dict[int, str] = {}
 
@@ -168,11 +181,8 @@ class Source:
             return f"v{value.index}"
         if kind is tuple:
             return "(" + "".join(self.value(item) + "," for item in value) + ")"
-        if kind is list:
-            return "[" + ", ".join(map(self.value, value)) + "]"
-        if kind is dict:
-            items = (f"{self.constant(k)}: {self.value(v)}" for k, v in value.items())
-            return "{" + ", ".join(items) + "}"
+        if kind is list or kind is dict:
+            return self._container(value)
         if kind is slice and any(refs_in(value)):
             parts = ", ".join(map(self.value, (value.start, value.stop, value.step)))
             return f"slice({parts})"
@@ -183,6 +193,21 @@ class Source:
         if kind is Array:
             return f"{self.bound(value.value)}.copy()"
         return self.constant(value)
+
+    def _container(self, value: Any) -> str:
+        name = self._built.get(id(value))
+        if name is not None:
+            return name
+        if type(value) is list:
+            text = "[" + ", ".join(map(self.value, value)) + "]"
+        else:
+            items = (f"{self.constant(k)}: {self.value(v)}" for k, v in value.items())
+            text = "{" + ", ".join(items) + "}"
+        if id(value) not in self.shared:
+            return text
+        name = self._built[id(value)] = f"o{len(self._built)}"
+        self.line(f"{name} = {text}")
+        return name
 
     def _instance(self, instance: Instance) -> str:
         name = self._built.get(id(instance))
@@ -204,7 +229,7 @@ class Source:
         if target in _GETTERS and type(args[0]) is Ref:
             return f"{self.value(args[0])}.{_GETTERS[target]}"
         given = [self.value(value) for value in args]
-        if all(name.isidentifier() for name in op.kwargs):
+        if all(name.isidentifier() and not iskeyword(name) for name in op.kwargs):
             given += [f"{name}={self.value(value)}" for name, value in op.kwargs.items()]
         else:
             given.append(f"**{self.value(op.kwargs)}")
@@ -303,7 +328,8 @@ class CheckWriter:
         return (
             holder is not None
             and holder.access is Access.FIXED
-            and holder.kind is PartKind.DICT
+            and holder.kind in (PartKind.DICT, PartKind.IDENTITY)
+            and part.access is Access.ITEM
             and part.kind in (PartKind.PLAIN, PartKind.MODULE, PartKind.IDENTITY)
             and part not in self._ignored
         )
@@ -406,12 +432,12 @@ class CheckWriter:
         # In the tape's order: a condition may protect the arithmetic of a later one.
         events: list[tuple[int, int, Any]] = [(index, -1, ops[index]) for index in needed]
         events += [(guard.position - 1, number, guard) for number, guard in guards]
-        tested: set[tuple[int, Test]] = set()
+        tested: set[tuple[Any, ...]] = set()
         for _, number, event in sorted(events, key=lambda item: item[:2]):
             if number < 0:
                 define(source, event)
-            elif (event.index, event.test) not in tested:
-                tested.add((event.index, event.test))
+            elif _key(event) not in tested:
+                tested.add(_key(event))
                 failed = self._note("", guard=number)
                 source.line(f"if {_fails(source, event, ops)}: return {failed}", event.index)
 
@@ -437,16 +463,16 @@ def _check_tensor(
             f"{name}.device != {source.constant(facts.device)}",
             f"{label} is not on device {facts.device}",
         )
+        fail_if(
+            f"{name}.layout is not {source.constant(facts.layout)}",
+            f"{label} is not {facts.layout}",
+        )
     if part.is_argument or part in analysis.ranked_state:
         fail_if(f"{name}.dim() != {facts.rank}", f"{label} does not have {facts.rank} dimensions")
     if part.is_argument:
         fail_if(
             f"{name}.requires_grad is not {facts.requires_grad}",
             f"{label} {'does not require' if facts.requires_grad else 'requires'} grad",
-        )
-        fail_if(
-            f"{name}.layout is not {source.constant(facts.layout)}",
-            f"{label} is not {facts.layout}",
         )
 
 
@@ -458,10 +484,10 @@ def write_run(
     analysis: Analysis,
     entry: Context,
     start: int = 0,
-    after: int = -1,
+    before: Tape | None = None,
     available: frozenset[int] = frozenset(),
 ) -> Source:
-    """Write `run(A, E)`: the ops from `start` on, with the data guards after number `after`.
+    """Write `run(A, E)`: the ops from `start` on, with the data guards in between.
 
     Args:
         recording: the run to repeat.
@@ -469,10 +495,10 @@ def write_run(
         entry: grad mode and so on when the run begins.
         start: the first op to carry out; those before were, by another run, whose values
             come in `E`.
-        after: the guard at which the other run ended.
+        before: the tape of that other run, which tested the guards that it has.
         available: ops before `start` whose values are in `E`.
     """
-    return _RunWriter(recording, analysis, entry, start, after, available).write()
+    return _RunWriter(recording, analysis, entry, start, before, available).write()
 
 
 class _RunWriter:
@@ -482,7 +508,7 @@ class _RunWriter:
         analysis: Analysis,
         entry: Context,
         start: int,
-        after: int,
+        before: Tape | None,
         available: frozenset[int],
     ) -> None:
         self.recording = recording
@@ -495,11 +521,15 @@ class _RunWriter:
         # On the first path only what has to be tested in the run; further along a path that
         # branched off, the check before the run knew nothing of the guards.
         self.guards: dict[int, list[tuple[int, Guard]]] = {}
-        tested: set[tuple[int, Test]] = set()
+        tested: set[tuple[Any, ...]] = set()
+        passed = before.guards if before is not None else ()
+        known = {_key(guard) for guard in passed if guard.position < start}
         for number, guard in enumerate(self.tape.guards):
+            if guard.position < start and _key(guard) in known:
+                continue  # the other run tested it on its way
             in_run = start > 0 or analysis.kinds[number] is GuardKind.DATA
-            if number > after and in_run and (guard.index, guard.test) not in tested:
-                tested.add((guard.index, guard.test))
+            if in_run and _key(guard) not in tested:
+                tested.add(_key(guard))
                 # An op before `start` is tested first thing; a later one where it happened.
                 position = max(guard.position, start)
                 self.guards.setdefault(position, []).append((number, guard))
@@ -559,7 +589,7 @@ class _RunWriter:
         for listed in self.guards.values():
             for _, guard in listed:
                 roots.add(guard.index)
-                if guard.test is Test.SAME:
+                if guard.test in (Test.SAME, Test.OTHER):
                     roots.add(guard.expected)
         for op in self.tape.ops[self.start :]:
             if not self._droppable(op):
@@ -578,7 +608,11 @@ class _RunWriter:
 
     def _last_divergence(self) -> int:
         """The last position at which the run can depart; until there, all values are kept."""
-        caught = (op.index for op in self.tape.ops[self.start :] if may_be_caught(op))
+        caught = (
+            op.index
+            for op in self.tape.ops[self.start :]
+            if may_be_caught(op, self.recording) and op.kind in (OpKind.CALL, OpKind.SCALAR)
+        )
         return max(max(self.guards, default=-1), max(caught, default=-1))
 
     def _droppable(self, op: Op) -> bool:
@@ -586,6 +620,8 @@ class _RunWriter:
         if op.kind in (OpKind.INPUT, OpKind.STATE):
             return True
         if op.raised is not None or not self.analysis.fixed_metadata:
+            return False
+        if op.kind is OpKind.CALL and name_of(op.target) in FLEETING:
             return False
         return is_read(op) or (op.kind is OpKind.SCALAR and op.target in _HARMLESS)
 
@@ -597,8 +633,11 @@ class _RunWriter:
                 last[ref.index] = max(index, last.get(ref.index, -1))
         for position, listed in self.guards.items():
             for _, guard in listed:
-                for used in (guard.index, guard.expected if guard.test is Test.SAME else -1):
-                    last[used] = max(position, last.get(used, -1))
+                used = [guard.index]
+                if guard.test in (Test.SAME, Test.OTHER):
+                    used.append(guard.expected)
+                for index in used:
+                    last[index] = max(position, last.get(index, -1))
         for ref in refs_in(self.outputs):
             last[ref.index] = len(self.tape.ops) + 1
         return last
@@ -684,11 +723,33 @@ class _RunWriter:
 
     def _finish(self) -> None:
         source = self.source
+        source.shared = _shared_in(self.outputs)
         values = [source.value(change.value) for change in self.recording.changes]
         for change, value in zip(self.recording.changes, values, strict=True):
             source.line(_store(source, change, value))
         output = source.value(self.recording.root.output)
         source.line(f"return {output}")
+
+
+def _shared_in(value: Any) -> frozenset[int]:
+    """Find the lists and dicts that are in a value more than once."""
+    counts: Counter[int] = Counter()
+
+    def count(item: Any) -> None:
+        if isinstance(item, (list, dict)):
+            counts[id(item)] += 1
+        if isinstance(item, Instance):
+            count(item.items)
+            count(item.attributes)
+        elif isinstance(item, dict):
+            for inner in item.values():
+                count(inner)
+        elif isinstance(item, (tuple, list)):
+            for inner in item:
+                count(inner)
+
+    count(value)
+    return frozenset(key for key, times in counts.items() if times > 1)
 
 
 def _store(source: Source, change: Change, value: str) -> str:
@@ -738,14 +799,18 @@ def define(source: Source, op: Op) -> None:
         source.line(f"v{op.index} = {source.call(op)}", op.index)
 
 
-def may_be_caught(op: Op) -> bool:
-    """Whether the model has a handler around an op, so that raising is a path of its own."""
+def may_be_caught(op: Op, recording: Recording) -> bool:
+    """Whether the model goes on, or leaves traces, when an op raises.
+
+    That is so under a handler, and where it changes things outside: a replay changes them at
+    its end, the model's own Python before the error.
+    """
     if op.kind is OpKind.SCALAR:
         if op.target in _HARMLESS:
             return False
     elif op.kind is not OpKind.CALL:
         return False
-    if op.raised is not None:
+    if op.raised is not None or recording.changes:
         return True
     site: Site | None = op.site
     scope: ModuleCall | None = op.scope
@@ -757,6 +822,12 @@ def may_be_caught(op: Op) -> bool:
             return True
         site, scope = (scope.site, scope.parent) if scope is not None else (None, None)
     return False
+
+
+def _key(guard: Guard) -> tuple[Any, ...]:
+    """What makes two guards the same test."""
+    other = guard.expected if guard.test in (Test.SAME, Test.OTHER) else None
+    return guard.index, guard.test, other
 
 
 def _is_scalar(op: Op) -> bool:
@@ -780,6 +851,8 @@ def _fails(source: Source, guard: Guard, ops: list[Op] | None = None) -> str:
         return f"len({name}) != {guard.expected}"
     if guard.test is Test.SAME:
         return f"{name} is not v{guard.expected}"
+    if guard.test is Test.OTHER:
+        return f"{name} is v{guard.expected}"
     expected = source.constant(guard.expected)
     if type(guard.expected) in (bool, type(None), torch.dtype, torch.layout):
         return f"{name} is not {expected}"
@@ -794,4 +867,4 @@ def _outcome(guard: Guard) -> str:
         return str(not guard.expected)
     if guard.test is Test.LENGTH:
         return f"len({name})"
-    return "False" if guard.test is Test.SAME else name
+    return "None" if guard.test in (Test.SAME, Test.OTHER) else name

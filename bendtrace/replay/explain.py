@@ -72,13 +72,18 @@ def _of_guard(tape: Tape, number: int, new: Any, steps: FlowSteps) -> Mismatch:
     if guard.test in (Test.TRUTH, Test.LENGTH):
         recorded = guard.expected
     else:
-        recorded = "the same tensor" if guard.test is Test.SAME else guard.expected
+        recorded = _IDENTITY.get(guard.test, guard.expected)
+        if guard.test in _IDENTITY:
+            new = _IDENTITY[Test.OTHER if guard.test is Test.SAME else Test.SAME]
     if step is not None:
         what, where = f"{step.kind} `{step.text}`", str(step.place)
     else:
         what, where = _unstepped(guard)
     reason = f"{what} at {where} was {_short(recorded)} when traced and is {_short(new)} now"
     return Mismatch(reason, recorded, new, step, number)
+
+
+_IDENTITY = {Test.SAME: "the tensor it was given", Test.OTHER: "another tensor"}
 
 
 def _unstepped(guard: Guard) -> tuple[str, str]:

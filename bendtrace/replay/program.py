@@ -235,16 +235,13 @@ class Program:
     def grow(self, divergence: Divergence, recording: Recording) -> None:
         """Add the path that a resumed run took after `divergence`."""
         position, number = divergence.position, divergence.number
-        after = number
-        if divergence.guard is None:
-            after = sum(guard.position <= position for guard in recording.tape.guards) - 1
         parent = divergence.stretch
         target = None
         if not recording.tape.blockers:
             available = parent.available | {i for i in parent.code.emitted if i < position}
             source = write_run(
-                recording, Analysis(recording.tape), self.ambience.context, position, after,
-                frozenset(available),
+                recording, Analysis(recording.tape), self.ambience.context, position,
+                divergence.recording.tape, frozenset(available),
             )  # fmt: skip
             target = Stretch(recording, Code(source, "run"), frozenset(available))
         parent.sides.setdefault(number, []).append((divergence.outcome, target))
@@ -262,7 +259,7 @@ def _raised(error: Exception, stretch: Stretch) -> Departure | None:
     if index is None:
         return None
     op = stretch.recording.tape.ops[index]
-    if not may_be_caught(op):
+    if not may_be_caught(op, stretch.recording):
         if op.site is not None:
             error.add_note(f"raised in a replay of {op.site.place}: {op.site.place.text}")
         return None
