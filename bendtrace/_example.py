@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import inf
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -30,7 +32,7 @@ class AdaptiveBlock(nn.Module):
             x = F.pad(x, (0, missing))
         if x.max() > self.limit:  # values decide
             x = x / x.max()
-        new = self.mix(x).tanh()
-        while torch.dist(new, x, torch.inf) > self.tolerance:  # and how often: values again
-            x, new = new, self.mix(new).tanh()
+        new = torch.tanh(self.mix(x))
+        while torch.dist(new, x, inf) > self.tolerance:  # and how often: values again
+            x, new = new, torch.tanh(self.mix(new))
         return new

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable
 from functools import cached_property
@@ -204,7 +205,7 @@ class Trace:
             raise NotReplayableError(self.why_live)
 
     def __repr__(self) -> str:
-        counts = f"{len(self.ops)} ops, {len(self.flow_steps)} flow steps"
+        counts = f"{_counted(len(self.ops), 'op')}, {_counted(len(self.flow_steps), 'flow step')}"
         live = "" if not self.why_live else ", live only"
         return f"<Trace of {_name(self.function)}: {counts}{live}>"
 
@@ -262,6 +263,12 @@ class GuardTable:
         return tabulate(rows, headers, disable_numparse=True)
 
 
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' * (number != 1)}"
+
+
 def _name(function: Callable[..., Any]) -> str:
+    if isinstance(function, functools.partial):
+        return f"partial({_name(function.func)})"
     name = getattr(function, "__qualname__", None) or type(function).__name__
-    return str(name)
+    return str(name).rpartition("<locals>.")[2]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 import os
 from collections.abc import Sequence
@@ -13,8 +14,8 @@ from tabulate import tabulate
 
 from bendtrace.recording.functions import SHAPES
 from bendtrace.recording.iterations import Iterations, Mark, marks_of
-from bendtrace.recording.sites import Place
-from bendtrace.recording.statements import Loop
+from bendtrace.recording.sites import Place, Span
+from bendtrace.recording.statements import Loop, part_taken
 from bendtrace.recording.tape import Guard, Op, OpKind, Tape, Test
 
 __all__ = [
@@ -29,7 +30,11 @@ __all__ = [
     "flow_steps",
 ]
 
-_JSON = (bool, int, float, str, type(None))
+
+def _plain_json(value: Any) -> Any:
+    if type(value) is float and not math.isfinite(value):
+        return repr(value)  # JSON has no nan and no infinities
+    return value if type(value) in (bool, int, float, str, type(None)) else repr(value)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -74,7 +79,7 @@ class FlowStep:
             "step": type(self).__name__,
             "name": self.name,
             "kind": self.kind,
-            "value": self.value if type(self.value) in _JSON else repr(self.value),
+            "value": _plain_json(self.value),
             "file": self.file,
             "line": self.line,
             "column": self.place.span.column,
@@ -117,9 +122,10 @@ class LoopFlowStep(FlowStep):
     """A loop that was entered: `for`, `while` or a comprehension.
 
     Attributes:
-        bound: for loops over a range, the traced bound; over a tensor, its length; None for
-            `while`.
-        iterations: how often the body was begun.
+        bound: how many iterations the header provides for; None for `while`, and where that
+            depends on more than traced values.
+        iterations: how often the body was begun. For a loop that was left early: of how many
+            iterations anything was recorded.
     """
 
     bound: int | None = None
@@ -172,9 +178,7 @@ class FlowSteps(Sequence[FlowStep]):
         for step in self._steps:
             value = repr(step.value)
             if isinstance(step, LoopFlowStep):
-                value = f"{step.iterations} iterations"
-                if step.bound is not None:
-                    value += f" of {step.bound}"
+                value = _iterations(step)
             where = f"{os.path.basename(step.file)}:{step.line}"
             iteration = ".".join(map(str, step.iteration))
             text = shorten(step.text, 60, placeholder=" ...")
@@ -189,6 +193,13 @@ class FlowSteps(Sequence[FlowStep]):
         return self.table() if self._steps else "no flow steps"
 
 
+def _iterations(step: LoopFlowStep) -> str:
+    number, bound = step.iterations, step.bound
+    if bound is not None and bound != number:
+        return f"{number} of {bound} iterations"
+    return f"{number} iteration{'s' * (number != 1)}"
+
+
 def flow_steps(tape: Tape, names: list[str]) -> FlowSteps:
     """Derive the flow steps of a tape.
 
@@ -199,43 +210,75 @@ def flow_steps(tape: Tape, names: list[str]) -> FlowSteps:
     marks = list(marks_of(tape))
     iterations = Iterations(marks)
     steps: list[FlowStep] = []
-    header: list[Any] = []  # what the header of a loop over a range consumed so far
-    for previous, mark in zip([None, *marks], marks, strict=False):
+    header: _Header | None = None
+    for mark in marks:
+        if header is not None and mark.element_of is None and not header.holds(mark):
+            header = None
         chosen = _class_of(mark, tape)
         if chosen is None:
             continue
         cls, kind = chosen
-        record, loop = mark.record, mark.role.heads
-        index = record.index
-        number = mark.order[1] - 1
+        record = mark.record
         step = _Draft(
-            name=names[index],
+            name=names[record.index],
             value=record.expected if isinstance(record, Guard) else record.meta,
             kind=kind,
             place=mark.place,
-            text=mark.role.text,
+            text=mark.role.text if cls is not ShapeFlowStep else part_taken(mark.place),
             module_path=mark.scope.path,
-            guard=number if isinstance(record, Guard) else None,
+            guard=mark.order[1] - 1 if isinstance(record, Guard) else None,
             iteration=iterations.at(mark.order),
         )
-        if cls is not LoopFlowStep:
-            if loop is not None and iterations.begins_while(mark.order):
-                count = iterations.count(mark.order, loop, [])
-                steps.append(step.loop(loop, None, count))
-            steps.append(step.finish(cls))
+        loop = mark.role.heads
+        if cls is LoopFlowStep and loop is not None:
+            if header is None or header.is_complete:
+                header = _Header(loop, mark, len(steps))
+            steps.append(step.loop(None, 0))
+            header.take(mark, step.value, steps, iterations)
             continue
-        if not _same_header(previous, mark):
-            header = []
-        header.append(step.value)
-        bound = step.value if type(step.value) is int else None
-        if loop is None:
-            steps.append(step.loop(None, bound, bound or 0))
+        if cls is LoopFlowStep:  # a tensor walked by code that is not a loop of the source
+            steps.append(step.loop(step.value, step.value))
             continue
-        count = iterations.count(mark.order, loop, header)
-        if len(header) > 1:  # range(start, stop): one loop, of which each bound is a step
-            steps[-1] = replace(steps[-1], iterations=count)  # type: ignore[call-arg]
-        steps.append(step.loop(loop, bound, count))
+        if iterations.begins_while(mark.order) and (tests := mark.role.tests) is not None:
+            steps.append(step.whole(tests, iterations.count(mark.order)))
+        steps.append(step.finish(cls))
     return FlowSteps(steps)
+
+
+class _Header:
+    """The header of one `for`, entered once: several of its parts can be flow steps."""
+
+    def __init__(self, loop: Loop, mark: Mark, first: int) -> None:
+        self.loop = loop
+        self.last = mark
+        self.position = first
+        self.taken: dict[Span, list[int]] = {}
+
+    def holds(self, mark: Mark) -> bool:
+        """Whether a mark belongs to the same evaluation of the header."""
+        return (
+            mark.activation == self.last.activation
+            and mark.place.offset >= self.last.place.offset
+            and self.loop.header.holds(mark.place.span)
+        )
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all that the header can consume has been seen."""
+        return self.loop.length(self.taken) is not None
+
+    def take(self, mark: Mark, value: Any, steps: list[FlowStep], iterations: Iterations) -> None:
+        """Add what was consumed, and bring the steps of the header up to date."""
+        self.last = mark
+        self.taken.setdefault(mark.place.span, []).append(int(value))
+        bound = self.loop.length(self.taken)
+        count = iterations.count(mark.order)
+        if bound is not None:
+            count = min(count, bound) if self.loop.leaves_early else bound
+        for position in range(self.position, len(steps)):
+            step = steps[position]
+            if isinstance(step, LoopFlowStep):
+                steps[position] = replace(step, bound=bound, iterations=count)
 
 
 @dataclass
@@ -254,12 +297,15 @@ class _Draft:
     def finish(self, cls: type[FlowStep]) -> FlowStep:
         return cls(**vars(self))
 
-    def loop(self, loop: Loop | None, bound: int | None, iterations: int) -> LoopFlowStep:
-        fields = dict(vars(self))
-        if loop is not None and loop.kind == "while":
-            # The loop as a whole; its tests are steps, and have guards, of their own.
-            fields.update(kind="while", text=loop.text, guard=None)
-        return LoopFlowStep(**fields, bound=bound, iterations=iterations)
+    def loop(self, bound: int | None, iterations: int) -> LoopFlowStep:
+        return LoopFlowStep(**vars(self), bound=bound, iterations=iterations)
+
+    def whole(self, loop: Loop, iterations: int) -> LoopFlowStep:
+        """A `while` as a whole; its tests are steps, and have guards, of their own."""
+        outside = replace(
+            self, kind="while", text=loop.text, guard=None, iteration=self.iteration[:-1]
+        )
+        return outside.loop(None, iterations)
 
 
 def _class_of(mark: Mark, tape: Tape) -> tuple[type[FlowStep], str] | None:
@@ -273,15 +319,18 @@ def _class_of(mark: Mark, tape: Tape) -> tuple[type[FlowStep], str] | None:
     if record.test is Test.TRUTH or record.how == "in":
         if role.kind == "assert":
             return AssertFlowStep, "assert"
-        return LogicalFlowStep, role.kind or record.how
+        # Looking for a key compares it with those that are there.
+        return LogicalFlowStep, "key" if role.kind == "index" else role.kind or record.how
     if record.test is Test.LENGTH:
         # Otherwise: the several results of an op, taken apart by hand.
         return (LoopFlowStep, role.kind or "iteration") if walks or record.how == "iter" else None
-    if record.how == "index" and walks:
-        return LoopFlowStep, role.kind
-    if record.how == "index" and role.kind in ("index", "range"):
+    if record.how in ("index", "int", "len") and walks and not role.is_subscript:
+        # list(x) asks for the length as well as for the items.
+        is_hint = record.how == "len" and not mark.place.text.startswith("len(")
+        return None if is_hint else (LoopFlowStep, role.kind)
+    if record.how == "index" and (role.is_subscript or role.kind == "index"):
         return IndexFlowStep, "index"
-    return EscapeFlowStep, record.how
+    return EscapeFlowStep, "range" if role.kind == "range" else record.how
 
 
 def _is_used_size(op: Op, tape: Tape) -> bool:
@@ -292,12 +341,3 @@ def _is_used_size(op: Op, tape: Tape) -> bool:
         source = tape.ops[op.args[0].index]
         return source.kind is OpKind.CALL and source.target in SHAPES
     return False
-
-
-def _same_header(previous: Mark | None, mark: Mark) -> bool:
-    return (
-        previous is not None
-        and isinstance(previous.record, Guard)
-        and previous.record.how == "index"
-        and previous.place == mark.place
-    )

@@ -58,7 +58,14 @@ def _attributes(value: Any, seen: dict[int, int]) -> Any:
 
 
 def _bytes(tensor: torch.Tensor) -> Any:
-    flat = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
+    flat = (
+        tensor.detach()
+        .resolve_conj()
+        .resolve_neg()
+        .cpu()
+        .clone(memory_format=torch.contiguous_format)
+        .reshape(-1)
+    )
     if flat.is_complex():
         flat = torch.view_as_real(flat).reshape(-1)
     return flat.view(torch.uint8).tolist() if flat.numel() else []

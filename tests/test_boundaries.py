@@ -51,13 +51,17 @@ def test_the_fast_path_of_fused_layers_is_taken_as_in_eager() -> None:
     layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
     with torch.no_grad():
         trace = bt.trace(layer, torch.randn(2, 5, 8))
-    assert "_transformer_encoder_layer_fwd" in {getattr(op.target, "__name__", "") for op in trace.ops}
+    assert "_transformer_encoder_layer_fwd" in {
+        getattr(op.target, "__name__", "") for op in trace.ops
+    }
 
     def make() -> nn.Module:
         layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
         return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).eval()
 
-    bended = assert_promise(make, [randn_inputs(2, 5, 8), randn_inputs(3, 4, 8)], mode=torch.no_grad)
+    bended = assert_promise(
+        make, [randn_inputs(2, 5, 8), randn_inputs(3, 4, 8)], mode=torch.no_grad
+    )
     assert bended.stats.replays == 1
 
 

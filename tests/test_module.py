@@ -95,10 +95,10 @@ def test_explain_tells_from_the_inputs_alone_and_runs_nothing() -> None:
     assert str(bended.explain(torch.ones(3))) == "nothing has been traced for these arguments yet"
     bended(torch.ones(3))
     stats = dataclasses.replace(bended.stats)
+    five, one = torch.ones(5), torch.ones(1)
     counts.clear()
     with _Counted():
-        explanation = bended.explain(torch.ones(5))
-        refused = bended.explain(torch.ones(1))
+        explanation, refused = bended.explain(five), bended.explain(one)
     assert not counts
     assert len(explanation.serving) == 1
     assert explanation.nearest is None

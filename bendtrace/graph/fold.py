@@ -68,7 +68,29 @@ def folding(recording: Recording, is_leaf: Callable[[nn.Module], bool]) -> Foldi
             found.call_of.update(dict.fromkeys(inside, call))
             found.first[id(call)] = min(inside)
             done = call.stop
+    _take_in_shared_state(recording, found)
     return found
+
+
+def _take_in_shared_state(recording: Recording, found: Folding) -> None:
+    """Fold the state that several calls of a module use, if nothing else does."""
+    tape = recording.tape
+    elsewhere: set[int] = set()
+    outside: list[Any] = [(op.args, op.kwargs) for op in tape.ops if op.index not in found.call_of]
+    outside += [(call.args, call.kwargs, call.output) for call in found.calls()]
+    outside += [recording.root.output, [change.value for change in recording.changes]]
+    for value in outside:
+        elsewhere.update(ref.index for ref in refs_in(value))
+    users = {
+        ref.index: found.call_of[op.index]
+        for op in tape.ops
+        if op.index in found.call_of
+        for ref in refs_in((op.args, op.kwargs))
+    }
+    guarded = {guard.index for guard in tape.guards if guard.index not in found.call_of}
+    for op in tape.ops:
+        if op.kind is OpKind.STATE and op.index in users and op.index not in elsewhere | guarded:
+            found.call_of.setdefault(op.index, users[op.index])
 
 
 def _inside(tape: Tape, call: ModuleCall, users: dict[int, int]) -> set[int]:

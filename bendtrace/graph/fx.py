@@ -19,11 +19,11 @@ from bendtrace.graph.fold import Folding, folding, results
 from bendtrace.graph.mirror import Graph, NodeRef
 from bendtrace.recording.contexts import Context
 from bendtrace.recording.iterations import user_code
+from bendtrace.recording.objects import build
 from bendtrace.recording.recorder import Recording
-from bendtrace.recording.structure import Existing, Instance, Opaque, build
-from bendtrace.recording.surroundings import identical
+from bendtrace.recording.structure import Existing, Instance, Opaque
+from bendtrace.recording.surroundings import Access, AttributeKey, Part, PartKind, identical
 from bendtrace.recording.tape import ModuleCall, Op, OpKind, Test, map_refs
-from bendtrace.replay.analysis import Analysis, GuardKind
 
 __all__ = ["from_fx", "to_fx"]
 
@@ -42,7 +42,7 @@ def to_fx(
     """Convert the mirror of a trace to a runnable `torch.fx.GraphModule`.
 
     Args:
-        graph: the mirror, as `Trace.graph` gives it.
+        graph: the mirror, as `Trace.graph` gives it, or what `from_fx` made of a graph module.
         fold: whether calls of leaf modules become one `call_module` node each, as torch.fx
             has them; or a function that says which modules to fold.
         guards: whether the graph tests the guards of the trace and raises `DivergenceError`
@@ -54,7 +54,7 @@ def to_fx(
 
     Raises:
         ConversionError: the trace does something that an fx graph cannot express, such as
-            setting an attribute of the model.
+            setting an attribute of the model; or the graph is of another origin.
 
     Example:
         >>> import torch, bendtrace as bt
@@ -64,7 +64,7 @@ def to_fx(
     """
     recording: Recording | None = graph.graph.get("recording")
     if recording is None:
-        raise ConversionError("the graph is not the mirror of a trace")
+        return _back_to_fx(graph)
     if recording.changes:
         raise ConversionError(
             f"the run sets {recording.changes[0].label}, which an fx graph cannot express"
@@ -85,24 +85,29 @@ class _Writer:
         self.nodes: dict[str, fx.Node] = {}
         indices = {data.get("index"): name for name, data in graph.nodes(data=True)}
         self.names = [indices.get(op.index, "") for op in self.tape.ops]
+        self.guards = guards
         self.waiting = self._guards() if guards else []
+        self.arguments: list[fx.Node] = []
         self.context = self.entry = self._entry()
         root = graph.graph["root"]
         self.root: Any = root if isinstance(root, nn.Module) else nn.Module()
         self.holder = nn.Module()
 
     def write(self) -> fx.GraphModule:
-        for name, data in list(self.mirror.nodes(data=True)):
+        nodes = list(self.mirror.nodes(data=True))
+        for name, data in nodes:
+            if data["op"] == "placeholder":
+                self._placeholder(name, data)
+        if self.guards:
+            self._check_arguments()
+        for name, data in nodes:
             index = data.get("index")
+            if data["op"] == "placeholder":
+                continue
             if data["op"] == "output":
                 self._check(len(self.tape.ops))
                 self._switch(self.entry)
                 self.fx.output(self._value(data["args"][0]))
-            elif data["op"] == "placeholder":
-                label = str(data["target"]).replace("[", "_").replace("]", "")
-                # In code that fx generates, these mean something else.
-                label += "_" * (label in ("device", "torch", "inf", "nan"))
-                self._keep(name, data, self.fx.placeholder(label))
             elif index is None:
                 self._call(name, data)
             else:
@@ -111,6 +116,30 @@ class _Writer:
         module = fx.GraphModule(self.holder, self.fx, class_name="BendedGraph")
         module.training = getattr(self.root, "training", True)
         return module
+
+    def _placeholder(self, name: str, data: dict[str, Any]) -> None:
+        label = str(data["target"]).replace("[", "_").replace("]", "")
+        # In code that fx generates, these mean something else.
+        label += "_" * (label in ("device", "torch", "inf", "nan"))
+        node = self.fx.placeholder(label)
+        self.arguments.append(node)
+        self._keep(name, data, node)
+
+    def _check_arguments(self) -> None:
+        """Test what the path can depend on besides tensors and traced numbers."""
+        parts = [
+            part for part in self.mirror.graph["recording"].surroundings.parts if part.is_argument
+        ]
+        kinds = (PartKind.TENSOR, PartKind.NUMBER)
+        if all(part.kind in kinds and part.access is Access.ROOT for part in parts):
+            return
+
+        def check_arguments(*arguments: Any) -> None:
+            for part in parts:
+                _check_part(part, arguments)
+
+        check_arguments.__module__ = __name__
+        self.fx.call_function(check_arguments, tuple(self.arguments))
 
     def _entry(self) -> Context:
         inputs = [op.context for op in self.tape.ops if op.kind is OpKind.INPUT]
@@ -198,11 +227,10 @@ class _Writer:
 
     def _guards(self) -> list[tuple[int, int]]:
         """Return (position, number) of the guards to test, the last first."""
-        kinds = Analysis(self.tape).kinds
         listed = [
             (guard.position, number)
             for number, guard in enumerate(self.tape.guards)
-            if kinds[number] is not GuardKind.IMPLIED and guard.index not in self.folded.call_of
+            if guard.index not in self.folded.call_of
         ]
         return sorted(listed, reverse=True)
 
@@ -241,6 +269,48 @@ def _put(holder: nn.Module, target: str, value: Any) -> None:
         holder.register_buffer(last, value)
 
 
+def _check_part(part: Part, arguments: tuple[Any, ...]) -> None:
+    """Raise `DivergenceError` if something among the arguments is not as it was."""
+    if part.kind in (PartKind.NUMBER, PartKind.ALIAS):
+        return
+    try:
+        now = part.read(arguments)
+    except (LookupError, AttributeError, TypeError):
+        raise DivergenceError(
+            f"argument {part.label} was there when traced and is not now"
+        ) from None
+    if part.kind is PartKind.TENSOR:
+        if not isinstance(now, torch.Tensor):
+            raise DivergenceError(f"argument {part.label} was a tensor when traced and is none now")
+    elif part.kind is PartKind.PLAIN:
+        if not identical(now, part.value):
+            was = f"{part.value!r} when traced and is {now!r} now"
+            raise DivergenceError(f"argument {part.label} was {was}")
+    elif part.kind in (PartKind.MODULE, PartKind.IDENTITY):
+        if now is not part.value:
+            raise DivergenceError(
+                f"argument {part.label} is not the object that it was when traced"
+            )
+    elif type(now) is not part.type:
+        was, is_now = part.type.__name__, type(now).__name__
+        raise DivergenceError(
+            f"argument {part.label} was a {was} when traced and is a {is_now} now"
+        )
+    elif _content(part, now) != part.size:
+        raise DivergenceError(f"argument {part.label} has other content than when traced")
+
+
+def _content(part: Part, now: Any) -> Any:
+    """What `part.size` says of a container, for the one that is there now."""
+    if part.kind in (PartKind.LIST, PartKind.TUPLE):
+        return len(now)
+    if part.kind is PartKind.DICT:
+        return (*dict.keys(now), *(key for key in part.size if isinstance(key, AttributeKey)))
+    if part.kind is PartKind.LARGE:
+        return now if isinstance(now, dict) else dict(enumerate(now))
+    return part.size if part.kind is PartKind.OBJECT else now
+
+
 def check_guard(value: Any, test: str, expected: Any, place: str) -> None:
     """Raise `DivergenceError` if a value of a converted graph is not as recorded.
 
@@ -264,6 +334,34 @@ def check_guard(value: Any, test: str, expected: Any, place: str) -> None:
         raise DivergenceError(
             f"the value at {place} was {expected!r} when traced and is {now!r} now"
         )
+
+
+def _back_to_fx(graph: Graph) -> fx.GraphModule:
+    """Undo `from_fx`, with what was changed in the graph since."""
+    root = graph.graph.get("root")
+    if not isinstance(root, fx.GraphModule):
+        raise ConversionError("the graph is neither the mirror of a trace nor one from `from_fx`")
+    written = fx.Graph()
+    nodes: dict[str, fx.Node] = {}
+
+    def with_nodes(value: Any) -> Any:
+        if isinstance(value, NodeRef):
+            if value.name not in nodes:
+                raise ConversionError(f"{value} is used before it is defined, or is not there")
+            return nodes[value.name]
+        if isinstance(value, dict):
+            return {key: with_nodes(item) for key, item in value.items()}
+        if isinstance(value, (tuple, list)):
+            return type(value)(map(with_nodes, value))
+        if isinstance(value, slice):
+            return slice(*map(with_nodes, (value.start, value.stop, value.step)))
+        return value
+
+    for name, data in graph.nodes(data=True):
+        args, kwargs = with_nodes(data["args"]), with_nodes(data["kwargs"])
+        nodes[name] = written.create_node(data["op"], data["target"], args, kwargs, name)
+    written.lint()
+    return fx.GraphModule(root, written)
 
 
 def from_fx(module: fx.GraphModule) -> Graph:

@@ -49,7 +49,9 @@ class Graph(nx.MultiDiGraph):  # type: ignore[type-arg]  # not generic when runn
       "output"; `target`, `args` and `kwargs` as in torch.fx, with `NodeRef` for nodes;
     - `shape`, `dtype` and `device` for tensors, `value` for traced scalars;
     - `module_path` of the module call it happened in and the call's number, `pass_`;
-    - `site` ("file:line"), `text` (source of the expression), `index` (position on the tape).
+    - `site` ("file:line"), `text` (source of the expression), `index` (position on the tape);
+    - `context`, the grad, inference and autocast state that it ran under, and `raised`, the name
+      of the exception, for a call that raised one that the model caught.
 
     Edges carry `kind`: "data" with `argument`, the place in the arguments that the value goes
     to (`args[0]`, `kwargs['dim']`, `args[0][1]`), or "control" with `step`, the number of the
@@ -92,6 +94,10 @@ class Graph(nx.MultiDiGraph):  # type: ignore[type-arg]  # not generic when runn
             rows.append(row)
         return rows
 
+    def __repr__(self) -> str:
+        data, control = len(list(self.data_edges())), len(list(self.control_edges()))
+        return f"<Graph: {len(self)} nodes, {data} data edges, {control} control edges>"
+
     def __str__(self) -> str:
         lines = ["graph():"]
         used_by: dict[str, set[str]] = {}
@@ -101,7 +107,7 @@ class Graph(nx.MultiDiGraph):  # type: ignore[type-arg]  # not generic when runn
             users = len(used_by.get(name, ()))
             kind = _type_name(data)
             head = f"    %{name}{kind} [num_users={users}] = {data['op']}"
-            target = target_name(data["target"])
+            target = _on_one_line(target_name(data["target"]))
             if data["op"] in ("placeholder", "get_attr"):
                 lines.append(f"{head}[target={target}]")
             elif data["op"] == "output":
@@ -122,6 +128,10 @@ def target_name(target: Any) -> str:
     return f"{module}.{name}" if module else name
 
 
+def _on_one_line(name: str) -> str:
+    return name if name.isprintable() else repr(name)
+
+
 def _type_name(data: dict[str, Any]) -> str:
     if data.get("shape") is not None:
         return f" : Tensor{tuple(data['shape'])}"
@@ -137,7 +147,8 @@ def _show(value: Any) -> str:
     if isinstance(value, list):
         return f"[{', '.join(map(_show, value))}]"
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{key}: {_show(item)}" for key, item in value.items()) + "}"
+        items = (f"{_on_one_line(str(key))}: {_show(item)}" for key, item in value.items())
+        return "{" + ", ".join(items) + "}"
     if isinstance(value, slice):
         return f"slice({_show(value.start)}, {_show(value.stop)}, {_show(value.step)})"
     return repr(value)
@@ -224,6 +235,7 @@ def _taken(part: Part, nodes: dict[int, str]) -> dict[str, Any]:
 
 def _free(label: str, taken: set[str]) -> str:
     base = name = re.sub(r"\W+", "_", label).strip("_") or "arg"
+    base = name = f"_{name}" if name[0].isdigit() else name
     number = 0
     while name in taken:
         number += 1
@@ -277,7 +289,7 @@ def _called(op: Op, args: tuple[Any, ...]) -> tuple[str, Any, tuple[Any, ...]]:
 _METHODS = {
     member: name
     for cls in reversed(Tensor.__mro__)
-    for name, member in vars(cls).items()
+    for name, member in sorted(vars(cls).items())  # `abs` comes after `__abs__`
     if callable(member) and not isinstance(member, type)
 }
 

@@ -13,7 +13,8 @@ __all__ = ["base_name", "node_names"]
 def base_name(op: Op) -> str:
     """Return the name of an op before it is made unique: `conv1d`, `gt`, `fc_weight`, `x`."""
     if op.kind in (OpKind.INPUT, OpKind.STATE):
-        name = str(op.target).removeprefix("self.")
+        # `past[0]` is past_0, but an attribute called `weight_` keeps its name.
+        name = str(op.target).removeprefix("self.").rstrip("'\"]")
     elif op.kind is OpKind.UNKNOWN:
         name = "unknown"
     else:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import module as _module
 from torch.overrides import TorchFunctionMode
 
 from bendtrace.errors import NondeterminismError
@@ -31,16 +32,19 @@ from bendtrace.recording.functions import (
     entered,
     name_of,
 )
+from bendtrace.recording.objects import build, can_build, refill
 from bendtrace.recording.scalars import (
+    RETIRED,
     TRACED,
     TracedBool,
     TracedFloat,
     TracedInt,
     TracedScalar,
     plain,
+    retire,
 )
-from bendtrace.recording.sites import SiteTable, compares_identity, needs_plain_numbers
-from bendtrace.recording.structure import Existing, Instance, Opaque, build, can_build, refill
+from bendtrace.recording.sites import Site, SiteTable, compares_identity, needs_plain_numbers
+from bendtrace.recording.structure import Existing, Instance, Opaque
 from bendtrace.recording.surroundings import (
     PLAIN_TYPES,
     Array,
@@ -139,10 +143,13 @@ class Recorder(TorchFunctionMode):
         self._sites = SiteTable(BOUNDARY_CODES | {Recorder.run.__code__})
         self._calls_of: dict[int, int] = {}
         self._elements: dict[tuple[int, Any], Ref] = {}
+        self._scalars: list[TracedScalar] = []
         self._facts: set[tuple[int, Any]] = set()
         self._aliases: dict[int, int] = {}  # ops that gave a tensor another op had given first
         self._root = ModuleCall("", None, 0, None, 0)
         self._scope = self._root
+        self._plain_numbers = surroundings.tells_numbers
+        self._dtype = torch.get_default_dtype()
 
     # The run
 
@@ -155,29 +162,38 @@ class Recorder(TorchFunctionMode):
             Exception: whatever the function raises, as it is.
         """
         before = _python_random_states()
-        self._seed, self._entry = (
-            torch.initial_seed(),
-            (current_context(), torch.get_default_dtype()),
-        )
+        seeds = self._seeds()
+        self._entry = current_context(), torch.get_default_dtype()
+        if any(getattr(_module, f"_global_{name}") for name in _GLOBAL_HOOKS):
+            self.tape.block("hooks are registered for all modules")
         self.active = True
         try:
             with watching(self), self:
                 output = function(*args, **kwargs)
-            return self._finish(output, before)
+            return self._finish(output, before, seeds)
         except BaseException:
             self.active = False
             self._clean(list(self.surroundings.changes()))
             raise
         finally:
             self.active = False
+            for scalar in self._scalars:
+                retire(scalar)
+            self._scalars.clear()
 
-    def _finish(self, output: Any, random_states: tuple[Any, ...]) -> Recording:
+    def _seeds(self) -> list[int]:
+        """The seeds of the generators that the run knows; reseeding one is not always seen."""
+        parts = self.surroundings.parts
+        known = [part.value for part in parts if part.type is torch.Generator]
+        return [torch.initial_seed(), *(g.initial_seed() for g in known if g is not None)]
+
+    def _finish(self, output: Any, random_states: tuple[Any, ...], seeds: list[int]) -> Recording:
         if self.tape.calls and self.tape.calls[0].path == "":
             self._root = self.tape.calls[0]
         recording = Recording(self.tape, self.surroundings, self._root)
         if _python_random_states() != random_states:
             self.tape.block("the run draws from Python's or numpy's random generator")
-        if torch.initial_seed() != self._seed and not any(
+        if self._seeds() != seeds and not any(
             getattr(op.target, "__name__", "") == "manual_seed" for op in self.tape.ops
         ):
             self.tape.block("the run seeds torch's random generator unseen")
@@ -202,12 +218,19 @@ class Recorder(TorchFunctionMode):
     def _clean(self, changes: list[Change]) -> dict[int, Any]:
         """Make plain what the run left in its surroundings; return what is plain by now."""
         memo = {id(part.value): part.value for part in self.surroundings.parts}
+        # A trace made inside the run can lead here, by way of this run's scalars.
+        memo.update({id(own): own for own in (self, self.tape, self.surroundings, self._scalars)})
         for change in changes:
             change.key = without_traced(change.key)
             if not change.deleted:
                 change.store(without_traced(change.value, memo))
             if isinstance(change.part.value, dict):
                 _make_keys_plain(change.part.value)
+        for part in self.surroundings.parts:
+            if part.kind is PartKind.SET and isinstance(part.value, set):
+                traced = [member for member in part.value if type(member) in TRACED]
+                part.value.difference_update(traced)
+                part.value.update(map(without_traced, traced))
         return memo
 
     def argument(self, part: Part, value: Any) -> Any:
@@ -215,7 +238,7 @@ class Recorder(TorchFunctionMode):
         op = self._emit(OpKind.INPUT, part, (), {}, None)
         if part.kind is PartKind.NUMBER:
             op.meta = value
-            return _TRACED_AS[type(value)](value, self, Ref(op.index))
+            return self._scalar(_TRACED_AS[type(value)], value, Ref(op.index))
         self._bind_tensor(value, op)
         return value
 
@@ -247,10 +270,9 @@ class Recorder(TorchFunctionMode):
             with self:
                 return entered(func)(*args, **kwargs)
         if func in ESCAPES:
-            site = self._sites.find(frame)
             self.tape.block(
-                f"{name_of(func)} at {site.place} hands the content of a tensor to code that "
-                "cannot be watched"
+                f"{name_of(func)} at {_user_place(frame)} hands the content of a tensor to code "
+                "that cannot be watched"
             )
             return func(*args, **kwargs)
         assert func is Tensor.tolist
@@ -315,7 +337,7 @@ class Recorder(TorchFunctionMode):
 
     def _traced_list(self, value: Any, ref: Ref, frame: FrameType) -> Any:
         if type(value) is not list:
-            return _TRACED_AS[type(value)](value, self, ref)
+            return self._scalar(_TRACED_AS[type(value)], value, ref)
         self._guard(Test.LENGTH, ref.index, len(value), "length", frame)
         return [
             self._traced_list(item, self._element(ref, (i,), item), frame)
@@ -366,15 +388,16 @@ class Recorder(TorchFunctionMode):
         self._calls_of[id(module)] = number + 1
         outer = self._scope
         scope = ModuleCall(path, module, number, outer, len(self.tape.ops))
-        site = self._sites.find(sys._getframe(3))
-        scope.site = site if site.chain else None  # the model itself is called by no code of it
-        scope.args = tuple(self._encode_leniently(value) for value in args)
-        scope.kwargs = {name: self._encode_leniently(value) for name, value in kwargs.items()}
+        scope.site = self._site(sys._getframe(3))
+        with torch._C.DisableTorchFunction():  # what is read here is not the model's reading
+            scope.args = tuple(self._encode_leniently(value) for value in args)
+            scope.kwargs = {name: self._encode_leniently(value) for name, value in kwargs.items()}
         self.tape.calls.append(scope)
         self._scope = scope
         try:
             output = module._call_impl(*args, **kwargs)
-            scope.output = self._encode_leniently(output)
+            with torch._C.DisableTorchFunction():
+                scope.output = self._encode_leniently(output)
         finally:
             self._scope = outer
             scope.stop = len(self.tape.ops)
@@ -382,12 +405,19 @@ class Recorder(TorchFunctionMode):
 
     # The tape
 
+    def _site(self, frame: FrameType) -> Site | None:
+        """Where `frame` is; None for what no code of the model's called: the model itself."""
+        site = self._sites.find(frame)
+        return site if site.chain else None
+
     def _emit(
         self, kind: OpKind, target: Any, args: Any, kwargs: dict[str, Any], frame: FrameType | None
     ) -> Op:
         ops = self.tape.ops
-        site = None if frame is None else self._sites.find(frame)
+        site = None if frame is None else self._site(frame)
         op = Op(len(ops), kind, target, args, kwargs, self._scope, site, current_context())
+        if torch.get_default_dtype() is not self._dtype:
+            self.tape.block("the run changes the default dtype on its way")
         if op.index < self._resumed:
             assert self._prefix is not None
             before = self._prefix.ops[op.index]
@@ -417,7 +447,7 @@ class Recorder(TorchFunctionMode):
         )
 
     def _guard(self, test: Test, index: int, expected: Any, how: str, frame: FrameType) -> None:
-        site = self._sites.find(frame)
+        site = self._site(frame)
         position = len(self.tape.ops)
         self.tape.guards.append(Guard(position, index, test, expected, how, self._scope, site))
 
@@ -433,7 +463,7 @@ class Recorder(TorchFunctionMode):
                     # It gave back a tensor that has another name already. A replay in which
                     # it does not (because a copy was needed) must not mix the two up.
                     self._guard(Test.SAME, op.index, before.index, "", frame)
-            elif compares_identity(frame.f_code) and not _works_in_place(op):
+            elif not _works_in_place(op) and compares_identity(_users_code(frame)):
                 for ref in refs_in((op.args, op.kwargs)):
                     if isinstance(self.tape.ops[ref.index].meta, TensorMeta):
                         self._guard(Test.OTHER, op.index, ref.index, "", frame)
@@ -456,8 +486,8 @@ class Recorder(TorchFunctionMode):
             op.meta = tuple(out)
             self._guard(Test.LENGTH, op.index, len(out), "metadata", frame)
             ref = Ref(op.index)
-            sizes = [TracedInt(size, self, (ref, (i,))) for i, size in enumerate(out)]
-            if needs_plain_numbers(frame.f_code):
+            sizes = [self._scalar(TracedInt, size, (ref, (i,))) for i, size in enumerate(out)]
+            if self._plain_numbers or needs_plain_numbers(frame.f_code):
                 return kind([size._consume("type") for size in sizes])
             return kind(sizes)
         if isinstance(out, (tuple, list)):
@@ -473,7 +503,7 @@ class Recorder(TorchFunctionMode):
             self._guard(Test.VALUE, op.index, out, "metadata", frame)
         else:
             self.tape.block(
-                f"{name_of(op.target)} at {self._sites.find(frame).place} gives a "
+                f"{name_of(op.target)} at {_user_place(frame)} gives a "
                 f"{kind.__qualname__}, which cannot be followed"
             )
         return out
@@ -524,8 +554,19 @@ class Recorder(TorchFunctionMode):
         return (kind(bound) if kind in (tuple, list) else tuple(bound)), tuple(metas)
 
     def _traced(self, kind: Any, value: Any, source: Any, frame: FrameType) -> Any:
+        scalar = self._scalar(kind, value, source)
+        if kind is TracedBool and compares_identity(frame.f_code):
+            return scalar._consume("type")
+        return (
+            scalar._consume("type")
+            if self._plain_numbers or needs_plain_numbers(frame.f_code)
+            else scalar
+        )
+
+    def _scalar(self, kind: Any, value: Any, source: Any) -> Any:
         scalar = kind(value, self, source)
-        return scalar._consume("type") if needs_plain_numbers(frame.f_code) else scalar
+        self._scalars.append(scalar)
+        return scalar
 
     def _element(self, ref: Ref, path: tuple[Any, ...], value: Any) -> Ref:
         """Return the op that takes an element out of a result, emitting it on first use."""
@@ -604,8 +645,10 @@ class Recorder(TorchFunctionMode):
         return tuple(encoded), args if usable is None else tuple(usable)
 
     def _encode_argument(self, value: Any, kind: type) -> tuple[Any, Any]:
+        if kind in RETIRED:
+            return value._value, value._value
         if kind in TRACED:
-            if value._origin is not self:  # it outlived the run it came from
+            if value._origin is not self:  # of a run around this one
                 return value._value, value._value
             return self._scalar_ref(value), value._value
         if kind is tuple or kind is list or kind is torch.Size:
@@ -629,6 +672,8 @@ class Recorder(TorchFunctionMode):
         kind = type(value)
         if kind in PLAIN_TYPES or isinstance(value, Enum):
             return value
+        if kind in RETIRED:
+            return value._value
         if kind in TRACED:
             return self._scalar_ref(value) if value._origin is self else value._value
         if isinstance(value, Tensor):
@@ -728,6 +773,14 @@ def _outside_scalars() -> FrameType:
     return frame
 
 
+def _users_code(frame: FrameType) -> types.CodeType:
+    """The innermost code that is not torch's own."""
+    found: FrameType | None = frame
+    while found is not None and found.f_code.co_filename.startswith(_TORCH):
+        found = found.f_back
+    return (found or frame).f_code
+
+
 def _user_place(frame: FrameType | None) -> str:
     """Where the nearest code is that is neither ours nor torch's."""
     while frame is not None:
@@ -763,6 +816,9 @@ def _python_random_states() -> tuple[Any, ...]:
 
 
 _ITER_CODE = Tensor.__iter__.__code__
+_GLOBAL_HOOKS = (
+    "forward_hooks", "forward_pre_hooks", "backward_hooks", "backward_pre_hooks",
+)  # fmt: skip
 _OPTIONAL = frozenset(
     getattr(vars(torch._C.TensorBase)[name], "__get__")  # noqa: B009
     for name in ("grad", "_grad", "_base")

@@ -49,7 +49,8 @@ class Signature:
         if not kwargs:
             return bound
         last = len(self._order)
-        names = sorted(bound, key=lambda name: (self._order.get(name, last), name))
+        # Keyword arguments that the signature does not name keep the order they came in.
+        names = sorted(bound, key=lambda name: self._order.get(name, last))
         return {name: bound[name] for name in names}
 
 

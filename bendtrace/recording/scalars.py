@@ -16,7 +16,16 @@ from typing import Any, Protocol
 
 import torch
 
-__all__ = ["TRACED", "TracedBool", "TracedFloat", "TracedInt", "TracedScalar", "plain"]
+__all__ = [
+    "RETIRED",
+    "TRACED",
+    "TracedBool",
+    "TracedFloat",
+    "TracedInt",
+    "TracedScalar",
+    "plain",
+    "retire",
+]
 
 
 class Origin(Protocol):
@@ -153,7 +162,7 @@ class TracedScalar:
 
 def plain(value: Any) -> Any:
     """Return the plain number in a traced scalar, without guarding it; others as they are."""
-    return value._value if type(value) in TRACED else value
+    return value._value if isinstance(value, TracedScalar) else value
 
 
 _NUMBERS = (int, float, complex)  # isinstance holds for bools and for traced scalars too
@@ -176,8 +185,11 @@ def _unary(function: Callable[[Any], Any]) -> Callable[..., Any]:
 def _binary(function: Callable[[Any, Any], Any], reflected: bool) -> Callable[..., Any]:
     def method(self: TracedScalar, other: Any) -> Any:
         if not isinstance(other, _NUMBERS):
-            # Tensors, arrays and other number types know how to take the plain value.
-            return NotImplemented
+            # Tensors, arrays and other number types know how to take a traced value; of one
+            # whose run is over they only know the plain value.
+            if type(self) in TRACED:
+                return NotImplemented
+            return function(other, self._value) if reflected else function(self._value, other)
         return _arithmetic(function, (other, self) if reflected else (self, other))
 
     return method
@@ -226,20 +238,43 @@ def _attribute(name: str) -> property:
     return property(lambda self: getattr(self._consume(name), name))
 
 
-def _traced(name: str, symbolic: type, kind: type) -> Any:
+class _NotSymbolic:
+    """Takes the place of torch's class, with the same layout, once the run is over."""
+
+
+def _kind(name: str, base: type, plain_kind: type) -> Any:
     # Methods such as bit_length() or is_integer(), some of which torch's classes have too.
-    public = {attribute: _attribute(attribute) for attribute in dir(kind) if attribute[0] != "_"}
+    public = {
+        attribute: _attribute(attribute) for attribute in dir(plain_kind) if attribute[0] != "_"
+    }
     body = dict(
         public,
         __slots__=("_origin", "_source", "_value"),
-        __class__=kind,
-        __doc__=f"A {kind.__name__} that knows the op it came from.",
+        __class__=plain_kind,
+        __doc__=f"A {plain_kind.__name__} that knows the op it came from.",
         __module__=__name__,
     )
-    return type(name, (TracedScalar, symbolic), body)
+    return type(name, (TracedScalar, base), body)
 
 
-TracedInt = _traced("TracedInt", torch.SymInt, int)
-TracedFloat = _traced("TracedFloat", torch.SymFloat, float)
-TracedBool = _traced("TracedBool", torch.SymBool, bool)
+TracedInt = _kind("TracedInt", torch.SymInt, int)
+TracedFloat = _kind("TracedFloat", torch.SymFloat, float)
+TracedBool = _kind("TracedBool", torch.SymBool, bool)
 TRACED: frozenset[type] = frozenset({TracedInt, TracedFloat, TracedBool})
+_RETIRED = {
+    TracedInt: _kind("RetiredInt", _NotSymbolic, int),
+    TracedFloat: _kind("RetiredFloat", _NotSymbolic, float),
+    TracedBool: _kind("RetiredBool", _NotSymbolic, bool),
+}
+RETIRED: frozenset[type] = frozenset(_RETIRED.values())
+_set_class: Any = vars(object)["__class__"].__set__
+
+
+def retire(scalar: TracedScalar) -> None:
+    """Make a scalar whose run is over an ordinary object with a number's protocols.
+
+    Most are exchanged for plain numbers by then. Of those that nobody can reach - in the
+    variables of a generator, say - torch must not think that they are symbolic: it would
+    compute with a placeholder instead of their value.
+    """
+    _set_class(scalar, _RETIRED[type(scalar)])

@@ -89,6 +89,15 @@ class Site:
         """Index in `chain` of the innermost code outside torch (0 if there is none)."""
         return next((i for i, place in enumerate(self.places) if not place.in_torch), 0)
 
+    @cached_property
+    def guarded(self) -> tuple[Place, ...]:
+        """The places outside torch that the exception table of their code covers."""
+        return tuple(
+            place
+            for (code, offset), place in zip(self.chain, self.places, strict=True)
+            if not place.in_torch and _is_covered(code, offset)
+        )
+
     @property
     def place(self) -> Place:
         """The innermost position outside torch, or simply the innermost."""
@@ -135,6 +144,14 @@ def _place(code: CodeType, offset: int) -> Place:
     line = positions[0] or code.co_firstlineno
     span = Span(line, positions[2] or 0, positions[1] or line, positions[3] or 0)
     return Place(code.co_filename, code.co_name, span, offset)
+
+
+def _is_covered(code: CodeType, offset: int) -> bool:
+    if not code.co_exceptiontable:
+        return False
+    # Private to dis, but the only reader of the table (Python 3.11 to 3.14).
+    entries = dis._parse_exception_table(code)  # type: ignore[attr-defined]
+    return any(entry.start <= offset < entry.end for entry in entries)
 
 
 _identity: dict[int, tuple[CodeType, bool]] = {}

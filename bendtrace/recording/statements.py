@@ -245,21 +245,35 @@ def part_taken(place: Place) -> str:
 
 @functools.cache
 def is_under_handler(place: Place) -> bool:
-    """Whether a `try` of the same function would catch what is raised at `place`."""
+    """Whether the same function might go on after what is raised at `place`.
+
+    Asked for places that the exception table of their code covers. Of these, the source can
+    only rule out blocks under torch's own context managers.
+    """
     file = _file(place.file)
     node: ast.AST | None = file.expressions.get(place.span) or file.statements.get(place.span)
     if node is None:
-        return False
+        return True
     for child, parent in file.ancestors(node):
         if isinstance(parent, _FUNCTIONS):
             return False
         if isinstance(parent, (ast.Try, ast.TryStar)):
-            if parent.handlers and child in parent.body:
+            # A finally block can leave the function, or the loop, and so drop the error.
+            ends = any(_ends(statement, False) for statement in parent.finalbody)
+            if ends or (parent.handlers and child in parent.body):
                 return True
-        elif isinstance(parent, (ast.With, ast.AsyncWith)) and child in parent.body:
-            if any("suppress" in file.text(item.context_expr) for item in parent.items):
-                return True
+        elif isinstance(parent, (ast.With, ast.AsyncWith)) and not all(
+            file.text(item.context_expr).startswith(_LET_THROUGH) for item in parent.items
+        ):
+            return True
     return False
+
+
+# Context managers that never swallow an error.
+_LET_THROUGH = (
+    "torch.", "no_grad", "enable_grad", "inference_mode", "autocast", "nullcontext",
+    "contextlib.nullcontext",
+)  # fmt: skip
 
 
 @functools.cache
@@ -350,18 +364,18 @@ def _side(file: _File, branch: ast.If | ast.IfExp | ast.While, outcome: bool) ->
         return (_span(branch.body if outcome else branch.orelse),)
     taken, other = (branch.body, branch.orelse) if outcome else (branch.orelse, branch.body)
     spans = _spans(taken)
-    if isinstance(branch, ast.If) and _leaves(other):
+    if isinstance(branch, ast.If) and _closes(other):
         spans += _rest_of_block(file, branch)
     return spans
 
 
-def _leaves(block: list[ast.stmt]) -> bool:
+def _closes(block: list[ast.stmt]) -> bool:
     """Whether what follows a block is only reached on the other side."""
     if not block:
         return False
     last = block[-1]
     if isinstance(last, ast.If):
-        return _leaves(last.body) and _leaves(last.orelse)
+        return _closes(last.body) and _closes(last.orelse)
     return isinstance(last, _LEAVING)
 
 
@@ -388,7 +402,7 @@ def _of_case(file: _File, case: ast.match_case, outcome: bool) -> tuple[Span, ..
     for other in match.cases[match.cases.index(case) + 1 :]:
         guard = [other.guard] if other.guard else []
         spans += (_span(other.pattern), *_spans([*guard, *other.body]))
-    return spans + (_rest_of_block(file, match) if _leaves(case.body) else ())
+    return spans + (_rest_of_block(file, match) if _closes(case.body) else ())
 
 
 def _of_generator(file: _File, generator: ast.comprehension, passed: int) -> tuple[Span, ...]:
@@ -499,20 +513,22 @@ def _number(node: ast.expr, call: ast.Call, taken: Mapping[Span, Iterator[int]])
 
 
 def _leaves_early(loop: ast.For | ast.AsyncFor | ast.While) -> bool:
-    def leaves(node: ast.AST, inner: bool) -> bool:
-        if isinstance(node, (*_FUNCTIONS, ast.ClassDef)):
-            return False
-        if isinstance(node, (ast.Return, ast.Raise)):
-            return True
-        if isinstance(node, ast.Break):
-            return not inner
-        if isinstance(node, _LOOPS):  # a break in its else belongs to the loop around it
-            return any(leaves(child, True) for child in node.body) or any(
-                leaves(child, inner) for child in node.orelse
-            )
-        return any(leaves(child, inner) for child in ast.iter_child_nodes(node))
+    return any(_ends(statement, False) for statement in loop.body)
 
-    return any(leaves(statement, False) for statement in loop.body)
+
+def _ends(node: ast.AST, inner: bool) -> bool:
+    """Whether a statement can end the loop, or function, around it."""
+    if isinstance(node, (*_FUNCTIONS, ast.ClassDef)):
+        return False
+    if isinstance(node, (ast.Return, ast.Raise)):
+        return True
+    if isinstance(node, ast.Break):
+        return not inner
+    if isinstance(node, _LOOPS):  # a break in its else belongs to the loop around it
+        return any(_ends(child, True) for child in node.body) or any(
+            _ends(child, inner) for child in node.orelse
+        )
+    return any(_ends(child, inner) for child in ast.iter_child_nodes(node))
 
 
 def _span(node: ast.AST) -> Span:

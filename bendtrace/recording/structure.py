@@ -6,16 +6,13 @@ with `Ref`s inside. The classes here stand for everything else.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any
-
-import torch
 
 from bendtrace.recording.surroundings import AttributeKey, Part
 from bendtrace.recording.tape import Ref, map_refs, refs_in
 
-__all__ = ["Existing", "Instance", "Opaque", "build", "can_build", "refill"]
+__all__ = ["Existing", "Instance", "Opaque"]
 
 
 class Existing:
@@ -96,43 +93,3 @@ class Instance:
         inside = [] if self.items is None else [repr(self.items)]
         inside += [f"{name}={value!r}" for name, value in self.attributes.items()]
         return f"{self.cls.__name__}({', '.join(inside)})"
-
-
-_BASES = frozenset({object, tuple, list, dict, OrderedDict, set, frozenset})
-_HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: made by a class statement, so no state of its own in C
-
-
-def can_build(cls: type) -> bool:
-    """Whether an object of the class is fully described by its content and attributes."""
-    if issubclass(cls, tuple):
-        return True
-    base = next(base for base in cls.__mro__ if not base.__flags__ & _HEAP_TYPE)
-    return base in _BASES and cls is not object
-
-
-def refill(container: dict[Any, Any], items: dict[Any, Any]) -> None:
-    """Give a dict, past methods of its own, exactly these items in this order."""
-    base: Any = OrderedDict if isinstance(container, OrderedDict) else dict
-    base.clear(container)
-    for key, value in items.items():
-        base.__setitem__(container, key, value)
-
-
-def build(cls: type, items: Any, attributes: dict[AttributeKey, Any]) -> Any:
-    """Make the object that an `Instance` describes, without running its constructor."""
-    made: Any
-    if issubclass(cls, tuple):
-        # torch.Size and torch's named results check their content in their constructor.
-        special = hasattr(cls, "n_sequence_fields") or cls is torch.Size
-        made = cls(items) if special else tuple.__new__(cls, items)
-    elif issubclass(cls, (set, frozenset)):
-        made = cls(items)
-    else:
-        made = cls.__new__(cls)
-        if issubclass(cls, dict):
-            refill(made, items)
-        elif issubclass(cls, list):
-            list.extend(made, items)
-    for name, value in attributes.items():
-        name.put(made, value)
-    return made

@@ -7,7 +7,10 @@ what is there after the run - what the run changed.
 
 from __future__ import annotations
 
+import argparse
+import collections
 import functools
+import random
 import sys
 import types
 from collections.abc import Callable, Iterator, Mapping
@@ -18,7 +21,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from bendtrace.recording.reach import is_torchs, names_in, reach_of
+from bendtrace.recording.objects import can_build
+from bendtrace.recording.reach import is_torchs, reach_of
 from bendtrace.recording.sites import needs_plain_numbers
 
 __all__ = [
@@ -31,6 +35,8 @@ __all__ = [
     "PartKind",
     "Surroundings",
     "attributes_of",
+    "exact_items",
+    "exact_members",
     "identical",
     "is_array",
 ]
@@ -126,6 +132,7 @@ class TensorFacts(NamedTuple):
     rank: int
     requires_grad: bool
     layout: torch.layout
+    attributes: int  # how many it has of its own, set by Python
 
 
 @dataclass(slots=True, eq=False)
@@ -233,6 +240,8 @@ class Surroundings:
         blockers: what was found that no guard can watch, one line each.
         module_paths: qualified name of each module, by identity.
         hook_dicts: the modules' own tables of hooks.
+        names: all names that the code of the model uses, as far as it is known.
+        tells_numbers: whether some of that code asks for the exact type of a number.
     """
 
     def __init__(self, function: Callable[..., Any], arguments: dict[str, Any]) -> None:
@@ -241,13 +250,20 @@ class Surroundings:
         self.module_paths: dict[int, str] = {}
         self.hook_dicts: list[dict[Any, Any]] = []
         self._by_id: dict[int, Part] = {}
-        self._walked: set[int] = set()
-        self._classes: set[type] = set()
-        self._global_names: set[tuple[int, str]] = set()
-        self._plain_numbers = _needs_plain_numbers(function)
+        self.names: frozenset[str] = frozenset()
+        self.tells_numbers = False
+        self._walked: set[Any] = set()
+        self._names_walked: set[tuple[int, str]] = set()
+        self._unwatched: list[Part] = []
+        self._plain_numbers = _needs_plain_numbers(function) or _tells_numbers(function)
         for position, (name, value) in enumerate(arguments.items()):
             self._walk(value, _Reach(None, Access.ROOT, position, name, True))
-        self._walk_callable(function, _is_any)
+        self._walk_callable(function)
+        for part in self._unwatched:
+            if str(part.label).rsplit(".", 1)[-1] in self.names:
+                self.blockers.append(
+                    f"{part.label} is a {part.type.__qualname__}, whose content cannot be guarded"
+                )
 
     def find(self, thing: Any) -> Part | None:
         """Return the part that `thing` is, or None if the run did not begin with it."""
@@ -258,13 +274,22 @@ class Surroundings:
         """Yield what is different now from when the parts were listed."""
         for part in self.parts:
             before = part.content
-            if part.kind is PartKind.SET and part.value != part.size:
+            if part.kind is PartKind.SET and exact_members(part.value) != part.size:
                 self.blockers.append(f"the run changes the set {part.label}")
+            if part.kind is PartKind.LARGE and exact_items(part.value) != part.size:
+                self.blockers.append(f"the run changes {part.label}, which is too large to watch")
             if part.kind is PartKind.ARRAY and part.size != part.value:
                 self.blockers.append(f"the run changes the array {part.label}")
             if before is None:
                 continue
             now = _content(part)
+            if part.kind is PartKind.IDENTITY and not isinstance(part.value, dict):
+                if any(now.get(key) is not value for key, value in before.items()):
+                    self.blockers.append(f"the run changes {', '.join(before)}")
+                continue
+            if part.kind is not PartKind.IDENTITY and list(before) != list(now):
+                if set(before) == set(now):
+                    self.blockers.append(f"the run changes the order of {part.label}")
             if part.kind is PartKind.LIST and len(before) != len(now):
                 yield Change(part, None, list(part.value))
                 continue
@@ -285,21 +310,18 @@ class Surroundings:
 
     # The walk. Every `_walk...` adds parts; `_Reach` says how the thing was come by.
 
-    def _walk_callable(self, function: Callable[..., Any], wanted: Callable[[Any], bool]) -> None:
+    def _walk_callable(self, function: Callable[..., Any]) -> None:
         fixed = _Reach(None, Access.FIXED, None, "self", False)
-        if isinstance(function, nn.Module):
-            self._walk(function, fixed)
-        elif isinstance(function, types.MethodType):
+        if isinstance(function, types.MethodType):
             self._walk(function.__self__, fixed)
-            if isinstance(function.__func__, types.FunctionType):
-                self._walk_function(function.__func__, wanted)
-        elif isinstance(function, types.FunctionType):
-            self._walk_function(function, wanted)
+            function = function.__func__
+        if isinstance(function, types.FunctionType):
+            self._walk_code(function, everything=True)
         elif isinstance(function, functools.partial):
-            self._walk_callable(function.func, wanted)
+            self._walk_callable(function.func)
             self._walk(function.args, fixed)
             self._walk(function.keywords, fixed)
-        else:
+        elif not isinstance(function, types.BuiltinFunctionType):
             self._walk(function, fixed)
 
     def _add(self, value: Any, reach: _Reach, kind: PartKind) -> Part:
@@ -322,13 +344,19 @@ class Surroundings:
         elif issubclass(kind, torch.Tensor):
             part = self._add(value, reach, PartKind.TENSOR)
             part.size = TensorFacts(
-                value.dtype, value.device, value.dim(), value.requires_grad, value.layout
-            )
+                value.dtype, value.device, value.dim(), value.requires_grad, value.layout,
+                len(value.__dict__),
+            )  # fmt: skip
+            if reach.is_argument:
+                for key, item in attributes_of(value).items():
+                    self._walk(item, reach.into(part, key))
         elif issubclass(kind, nn.Module):
             self._add(value, reach, PartKind.MODULE)
             self._walk_module(value, reach.label)
         elif issubclass(kind, (set, frozenset)):
-            self._add(value, reach, PartKind.SET).size = kind(value)
+            self._add(value, reach, PartKind.SET).size = exact_members(value)
+        elif is_array(value) and value.dtype.hasobject:
+            self._unwatched.append(self._add(value, reach, PartKind.IDENTITY))
         elif is_array(value):
             self._add(value, reach, PartKind.ARRAY).size = Array(value)
         elif not reach.is_argument and _is_plain_object(kind, reach) and _is_settings(value):
@@ -339,9 +367,13 @@ class Surroundings:
         elif issubclass(kind, (list, tuple, dict)) or _is_plain_object(kind, reach):
             self._walk_container(value, reach)
         else:
-            self._add(value, reach, PartKind.IDENTITY)
-            if isinstance(value, (types.FunctionType, types.MethodType, functools.partial)):
-                self._walk_callable(value, _is_plain_data)
+            part = self._add(value, reach, PartKind.IDENTITY)
+            if isinstance(value, types.FunctionType):
+                self._walk_code(value)
+            elif isinstance(value, (types.MethodType, functools.partial)):
+                self._walk_callable(value)
+            elif _changes_unwatched(value):
+                self._unwatched.append(part)
             elif reach.is_argument and not callable(value) and kind is not torch.Generator:
                 self.blockers.append(
                     f"argument {reach.label} is a {kind.__qualname__}, "
@@ -352,7 +384,7 @@ class Surroundings:
         part = self._add(value, reach, _container_kind(type(value)))
         content = _content(part)
         if len(content) > _LARGE and all(type(item) in PLAIN_TYPES for item in content.values()):
-            part.kind, part.size = PartKind.LARGE, content
+            part.kind, part.size = PartKind.LARGE, exact_items(value)
             return
         by_key = part.kind is PartKind.OBJECT or (
             part.kind is PartKind.DICT and part.access is not Access.FIXED
@@ -365,7 +397,7 @@ class Surroundings:
 
     def _walk_module(self, module: nn.Module, label: str) -> None:
         self.module_paths[id(module)] = label.removeprefix("self").removeprefix(".")
-        self._walk_class(type(module))
+        self._walk_code(type(module))
         attributes = vars(module)
         for name in _HOOKS:
             hooks = attributes.get(name)
@@ -389,15 +421,40 @@ class Surroundings:
         for key, item in part.content.items():
             self._walk(item, _Reach(part, Access.ITEM, key, f"{label}.{key}", False))
 
-    def _walk_function(self, function: types.FunctionType, wanted: Callable[[Any], bool]) -> None:
-        """Walk what a plain function closes over, and the wanted globals that it names."""
-        if id(function) in self._walked or is_torchs(function.__module__):
+    def _walk_code(self, subject: type | types.FunctionType, everything: bool = False) -> None:
+        """Walk what code can read besides its arguments.
+
+        Args:
+            subject: a module's class, or a function.
+            everything: whether to walk all globals that it names itself, not only plain data
+                and modules.
+        """
+        if subject in self._walked or is_torchs(subject.__module__):
             return
-        self._walked.add(id(function))
-        self._walk_closure(function)
-        for name in names_in(function.__code__):
-            if name in function.__globals__ and wanted(function.__globals__[name]):
-                self._walk_global(function.__globals__, name)
+        self._walked.add(subject)
+        reach = reach_of(subject)
+        self.names |= reach.names
+        self.tells_numbers = self.tells_numbers or reach.tells_numbers
+        own = (
+            subject.__globals__ if everything and isinstance(subject, types.FunctionType) else None
+        )
+        for namespace, name in reach.globals:
+            if name in namespace and (namespace is own or _is_watched(namespace[name])):
+                self._walk_name(namespace, name)
+        for namespace, name in reach.members:
+            if name in namespace:
+                self._walk_name(namespace, name)
+        for function in reach.functions:
+            self._walk_closure(function)
+            if set(vars(function)) - {"__wrapped__"}:
+                self._walk_mapping(vars(function), function.__name__, frozenset({"__wrapped__"}))
+            for value in (
+                *(function.__defaults__ or ()),
+                *(function.__kwdefaults__ or {}).values(),
+            ):
+                if isinstance(value, (list, dict, set, torch.Tensor)) and not self.find(value):
+                    label = f"a default of {function.__name__}"
+                    self._walk(value, _Reach(None, Access.FIXED, None, label, False))
 
     def _walk_closure(self, function: types.FunctionType) -> None:
         for name, cell in zip(
@@ -410,39 +467,27 @@ class Surroundings:
             if name != "__class__" and id(cell) not in self._by_id:
                 fixed = _Reach(None, Access.FIXED, None, name, False)
                 holder = self._add(cell, fixed, PartKind.IDENTITY)
+                holder.content = {name: value}
                 self._walk(value, _Reach(holder, Access.CELL, None, name, False))
 
-    def _walk_class(self, cls: type) -> None:
-        """Walk what the code of a module's forward can read besides the module itself."""
-        if cls in self._classes or is_torchs(cls.__module__):
-            return
-        self._classes.add(cls)
-        reach = reach_of(cls)
-        for namespace, name in reach.globals:
-            if name in namespace:
-                value = namespace[name]
-                if _is_plain_data(value) or isinstance(value, types.FunctionType):
-                    self._walk_global(namespace, name)
-        for owner, name in reach.members:
-            if name in owner:
-                self._walk_global(owner, name)
-        for function in reach.functions:
-            self._walk_closure(function)
-
-    def _walk_global(self, namespace: Mapping[str, Any], name: str) -> None:
+    def _walk_name(self, namespace: Mapping[str, Any], name: str) -> None:
         """Walk one name of a module's globals, or of a class."""
-        if (id(namespace), name) in self._global_names or name.startswith("__"):
+        if (id(namespace), name) in self._names_walked or name.startswith("__"):
             return
-        self._global_names.add((id(namespace), name))
+        self._names_walked.add((id(namespace), name))
+        value = namespace[name]
         holder = self._by_id.get(id(namespace))
         if holder is None:
             fixed = _Reach(None, Access.FIXED, None, "globals", False)
             holder = self._add(namespace, fixed, PartKind.IDENTITY)
+            holder.content = {}
+        if holder.content is not None:
+            holder.content[name] = value
         reach = _Reach(holder, Access.ITEM, name, name, False)
-        if isinstance(namespace[name], types.FunctionType):
-            self._add(namespace[name], reach, PartKind.IDENTITY)
+        if isinstance(value, types.FunctionType) or type(value) is types.MethodDescriptorType:
+            self._add(value, reach, PartKind.IDENTITY)
         else:
-            self._walk(namespace[name], reach)
+            self._walk(value, reach)
 
 
 @dataclass(frozen=True, slots=True)
@@ -510,11 +555,18 @@ def _container_kind(kind: type) -> PartKind:
 def _content(part: Part) -> dict[Any, Any]:
     """What a container holds now, by key; attributes have `AttributeKey`s."""
     value = part.value
+    if part.kind is PartKind.IDENTITY:  # names of a module's globals or a class, or a cell
+        names = part.content or {}
+        if isinstance(value, types.CellType):
+            return dict.fromkeys(names, value.cell_contents)
+        return {name: value[name] for name in names if name in value}
     content: dict[Any, Any] = {}
     if isinstance(value, (list, tuple)):
         content.update(enumerate(value))
     elif isinstance(value, dict):
-        content.update(dict.items(value))  # past a `__getitem__` of its own
+        # Past methods of its own, but in the order it is iterated in.
+        base: Any = collections.OrderedDict if isinstance(value, collections.OrderedDict) else dict
+        content.update(base.items(value))
         for key in part.hidden:
             content.pop(key, None)
     if part.access is not Access.FIXED or part.kind is PartKind.OBJECT:
@@ -529,6 +581,8 @@ def attributes_of(value: Any) -> dict[AttributeKey, Any]:
     for cls in type(value).__mro__:
         slots = vars(cls).get("__slots__", ())
         for name in (slots,) if isinstance(slots, str) else slots:
+            if name.startswith("__") and not name.endswith("__"):
+                name = f"_{cls.__name__.lstrip('_')}{name}"
             if name not in ("__dict__", "__weakref__") and hasattr(value, name):
                 found[AttributeKey(name, Access.ATTRIBUTE)] = getattr(value, name)
     return found
@@ -544,8 +598,10 @@ def _is_plain_object(kind: type, reach: _Reach) -> bool:
     """Whether the attributes of an instance are worth guarding one by one."""
     if reach.depth > _DEEP or issubclass(kind, (type, types.ModuleType)):
         return False
+    if kind in (types.SimpleNamespace, argparse.Namespace):
+        return True
     package = kind.__module__.split(".")[0]
-    if package in sys.stdlib_module_names or package in ("torch", "numpy"):
+    if package in sys.stdlib_module_names or package in ("torch", "numpy") or not can_build(kind):
         return False
     return bool(kind.__dictoffset__) or any("__slots__" in vars(cls) for cls in kind.__mro__[:-1])
 
@@ -570,16 +626,51 @@ def _is_plain(value: slice) -> bool:
     return all(type(part) in PLAIN_TYPES for part in (value.start, value.stop, value.step))
 
 
-def _is_any(value: Any) -> bool:
-    return not isinstance(value, (type, types.ModuleType))
+def _is_watched(value: Any) -> bool:
+    """Whether a global that code deep down names is worth walking."""
+    if isinstance(value, (types.FunctionType, nn.Module)) or _is_plain_data(value):
+        return True
+    kind = type(value)
+    fixed = _Reach(None, Access.FIXED, None, "", False)
+    return _is_plain_object(kind, fixed) and not callable(value) and _is_settings(value)
 
 
-def _is_plain_data(value: Any) -> bool:
-    if isinstance(value, (list, tuple, set)) and len(value) <= 32:
-        return all(type(item) in PLAIN_TYPES for item in value)
-    if type(value) is dict and len(value) <= 32:
-        return all(type(item) in PLAIN_TYPES for item in value.values())
+def _changes_unwatched(value: Any) -> bool:
+    """Whether a thing has content that decides what it does, and that no guard can see."""
+    numpy_random = sys.modules.get("numpy.random")
+    kinds: tuple[type, ...] = (collections.deque, collections.abc.Iterator, random.Random)
+    if numpy_random is not None:
+        kinds += (numpy_random.Generator, numpy_random.RandomState)
+    return isinstance(value, kinds)
+
+
+def exact_members(values: Any) -> frozenset[Any]:
+    """Return a set's members with their types, since 1 == 1.0 == True."""
+    return frozenset((type(value), value) for value in values)
+
+
+def exact_items(container: Any) -> dict[Any, Any]:
+    """Return the items of a container of plain values with their types."""
+    pairs = dict.items(container) if isinstance(container, dict) else enumerate(container)
+    return {key: (type(value), value) for key, value in pairs}
+
+
+def _is_plain_data(value: Any, depth: int = 0) -> bool:
+    """Whether a value is plain or a tensor, or a container of such."""
+    if isinstance(value, (list, tuple, set)):
+        return depth < 4 and all(_is_plain_data(item, depth + 1) for item in value)
+    if type(value) is dict:
+        return depth < 4 and all(_is_plain_data(item, depth + 1) for item in value.values())
     return type(value) in PLAIN_TYPES or isinstance(value, torch.Tensor)
+
+
+def _tells_numbers(function: Callable[..., Any]) -> bool:
+    """Whether the code of a model asks for the exact type of a number."""
+    if isinstance(function, nn.Module):
+        classes: set[Any] = {type(module) for module in function.modules()}
+        return any(reach_of(cls).tells_numbers for cls in classes)
+    called = getattr(function, "__func__", function)
+    return isinstance(called, types.FunctionType) and reach_of(called).tells_numbers
 
 
 def _needs_plain_numbers(function: Callable[..., Any]) -> bool:

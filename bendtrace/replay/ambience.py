@@ -35,7 +35,12 @@ class Ambience(NamedTuple):
     def current(cls) -> Ambience:
         """Return the state now."""
         modes = _modes() if _len_torch_function_stack() else ()
-        hooked = bool(_module._global_forward_hooks or _module._global_forward_pre_hooks)
+        hooked = bool(
+            _module._global_forward_hooks
+            or _module._global_forward_pre_hooks
+            or _module._global_backward_hooks
+            or _module._global_backward_pre_hooks
+        )
         fast = torch.backends.mha.get_fastpath_enabled()
         return cls(current_context(), torch.get_default_dtype(), modes, hooked, fast)
 

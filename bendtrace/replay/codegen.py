@@ -20,10 +20,11 @@ from torch import Tensor
 
 from bendtrace.recording.contexts import Context, ContextSwitch
 from bendtrace.recording.functions import FLEETING, name_of
+from bendtrace.recording.objects import build
 from bendtrace.recording.recorder import Recording
 from bendtrace.recording.sites import Site
 from bendtrace.recording.statements import is_under_handler
-from bendtrace.recording.structure import Existing, Instance, build
+from bendtrace.recording.structure import Existing, Instance
 from bendtrace.recording.surroundings import (
     Access,
     Array,
@@ -31,6 +32,8 @@ from bendtrace.recording.surroundings import (
     Change,
     Part,
     PartKind,
+    exact_items,
+    exact_members,
     identical,
 )
 from bendtrace.recording.tape import (
@@ -300,11 +303,11 @@ class CheckWriter:
         for part in surroundings.parts:
             if id(part) not in skipped and part not in self._ignored:
                 self._write_part(source, part)
-        tensors = [p for p in surroundings.parts if p.is_argument and p.kind is PartKind.TENSOR]
-        if len(tensors) > 1:
-            same = ", ".join(f"id({source.part(part)})" for part in tensors)
-            number = self._note("two arguments are now one and the same tensor")
-            source.line(f"if len({{{same}}}) != {len(tensors)}: return {number}")
+        distinct = [p for p in surroundings.parts if p.is_argument and p.kind in _DISTINCT]
+        if len(distinct) > 1:
+            same = ", ".join(f"id({source.part(part)})" for part in distinct)
+            number = self._note("two arguments are now one and the same object")
+            source.line(f"if len({{{same}}}) != {len(distinct)}: return {number}")
         if surroundings.hook_dicts:
             source.names["hooks"] = surroundings.hook_dicts
             if any(surroundings.hook_dicts):  # live until they are removed
@@ -412,11 +415,11 @@ class CheckWriter:
             held = sum(1 for key in part.size if key.access is Access.DICT)
             if held:
                 fail_if(f"len({name}.__dict__) != {held}", f"{label} has gained or lost attributes")
-        elif kind in (PartKind.SET, PartKind.ARRAY):
-            fail_if(f"{source.constant(part.size)} != {name}", f"{label} has other content")
-        elif kind is PartKind.LARGE:
-            items = f"dict(enumerate({name}))" if issubclass(part.type, (list, tuple)) else name
-            fail_if(f"{items} != {source.constant(part.size)}", f"{label} has other content")
+        elif kind in _WHOLE:
+            reader = source.constant(_WHOLE[kind])
+            fail_if(
+                f"{source.constant(part.size)} != {reader}({name})", f"{label} has other content"
+            )
 
     def _write_conditions(self, source: Source) -> None:
         ops = self._recording.tape.ops
@@ -442,11 +445,15 @@ class CheckWriter:
                 source.line(f"if {_fails(source, event, ops)}: return {failed}", event.index)
 
 
+_WHOLE = {PartKind.SET: exact_members, PartKind.LARGE: exact_items, PartKind.ARRAY: Array}
+
+
 def _call(getter: Callable[[Any], Any], holder: Any) -> Any:
     return getter(holder)
 
 
 _call = getattr(operator, "call", _call)  # since Python 3.11
+_DISTINCT = (PartKind.TENSOR, PartKind.LIST, PartKind.DICT, PartKind.OBJECT)
 _SAME_FOR_EVER = frozenset({PartKind.MODULE, PartKind.IDENTITY, PartKind.ALIAS, PartKind.TUPLE})
 
 
@@ -470,6 +477,8 @@ def _check_tensor(
     if part.is_argument or part in analysis.ranked_state:
         fail_if(f"{name}.dim() != {facts.rank}", f"{label} does not have {facts.rank} dimensions")
     if part.is_argument:
+        held = f"len({name}.__dict__) != {facts.attributes}"
+        fail_if(held if facts.attributes else f"{name}.__dict__", f"{label} has other attributes")
         fail_if(
             f"{name}.requires_grad is not {facts.requires_grad}",
             f"{label} {'does not require' if facts.requires_grad else 'requires'} grad",
@@ -815,9 +824,9 @@ def may_be_caught(op: Op, recording: Recording) -> bool:
     site: Site | None = op.site
     scope: ModuleCall | None = op.scope
     while site is not None:
-        # Most code has no exception table at all, which saves reading its source.
+        # Most code has no exception table at all, which saves looking any further.
         if any(code.co_exceptiontable for code, _ in site.chain) and any(
-            is_under_handler(place) for place in site.places if not place.in_torch
+            map(is_under_handler, site.guarded)
         ):
             return True
         site, scope = (scope.site, scope.parent) if scope is not None else (None, None)

@@ -1,0 +1,8 @@
+"""`python -m bendtrace`."""
+
+import sys
+
+from bendtrace._cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

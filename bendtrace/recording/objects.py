@@ -1,0 +1,49 @@
+"""Making objects from their content, past their constructors."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Any
+
+import torch
+
+__all__ = ["build", "can_build", "refill"]
+
+_BASES = frozenset({object, tuple, list, dict, OrderedDict, set, frozenset})
+_HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: made by a class statement, so no state of its own in C
+
+
+def can_build(cls: type) -> bool:
+    """Whether an object of the class is fully described by its content and attributes."""
+    if issubclass(cls, tuple):
+        return True
+    base = next(base for base in cls.__mro__ if not base.__flags__ & _HEAP_TYPE)
+    return base in _BASES and cls is not object
+
+
+def refill(container: dict[Any, Any], items: dict[Any, Any]) -> None:
+    """Give a dict, past methods of its own, exactly these items in this order."""
+    base: Any = OrderedDict if isinstance(container, OrderedDict) else dict
+    base.clear(container)
+    for key, value in items.items():
+        base.__setitem__(container, key, value)
+
+
+def build(cls: type, items: Any, attributes: dict[Any, Any]) -> Any:
+    """Make the object that an `Instance` describes, without running its constructor."""
+    made: Any
+    if issubclass(cls, tuple):
+        # torch.Size and torch's named results check their content in their constructor.
+        special = hasattr(cls, "n_sequence_fields") or cls is torch.Size
+        made = cls(items) if special else tuple.__new__(cls, items)
+    elif issubclass(cls, (set, frozenset)):
+        made = cls(items)
+    else:
+        made = cls.__new__(cls)
+        if issubclass(cls, dict):
+            refill(made, items)
+        elif issubclass(cls, list):
+            list.extend(made, items)
+    for name, value in attributes.items():
+        name.put(made, value)
+    return made

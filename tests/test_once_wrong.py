@@ -1,0 +1,288 @@
+"""Programs that were once silently wrong, each the smallest that showed it."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import bendtrace as bt
+from tests.promise import Inputs, assert_promise, bits, state
+
+
+def calls(*arguments: Callable[[], Any]) -> list[Callable[[], Inputs]]:
+    def one(make: Callable[[], Any]) -> Callable[[], Inputs]:
+        def inputs() -> Inputs:
+            made = make()
+            return (made if isinstance(made, tuple) else (made,)), {}
+
+        return inputs
+
+    return [one(make) for make in arguments]
+
+
+def flat(k: float) -> Callable[[], torch.Tensor]:
+    return lambda: torch.full((3, 2), k)
+
+
+def turned(k: float) -> Callable[[], torch.Tensor]:
+    return lambda: torch.full((2, 3), k).t()
+
+
+def test_guards_after_one_on_identity_are_kept() -> None:
+    def model(x: torch.Tensor) -> torch.Tensor:
+        y = x.contiguous()
+        z = x * 2
+        return z + y if x.sum() > 0 else z - y
+
+    order = [flat(1), turned(1), turned(-1), flat(-1), turned(1), turned(-1)]
+    assert_promise(lambda: model, calls(*order, *order))
+    assert_promise(lambda: model, calls(*reversed(order), *order))
+
+
+def test_a_model_that_asks_whether_it_got_a_copy() -> None:
+    def model(x: torch.Tensor) -> torch.Tensor:
+        return x * 2 if x.contiguous() is x else x * 3
+
+    assert_promise(lambda: model, calls(turned(1), flat(1), turned(2), flat(2)))
+
+
+def test_a_dtype_depends_on_which_operand_is_a_scalar_tensor() -> None:
+    def model(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        z = x + y.squeeze()
+        return z * 2 if z.dtype == torch.float64 else z * 3
+
+    def pair(n: int) -> Callable[[], Any]:
+        return lambda: (torch.ones(3), torch.ones(n).double())
+
+    assert_promise(lambda: model, calls(pair(3), pair(1), pair(3), pair(1)))
+
+
+def test_metadata_is_read_where_the_model_read_it_also_in_a_resumed_run() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.full((3,), 2.0))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            flag = x.requires_grad
+            x.mul_(self.w)
+            y = x * 2 if x.sum() > 0 else x * 3
+            return y * (5 if flag else 7)
+
+    plus, minus = (lambda: torch.ones(3)), (lambda: -torch.ones(3))
+    assert_promise(Model, calls(plus, minus, plus, minus))
+
+
+def test_the_sign_of_an_exponent_decides_the_type() -> None:
+    def model(x: torch.Tensor) -> Any:
+        power = 2 ** (x.shape[0] - 2)
+        return (x * 2 if isinstance(power, int) else x * 3), power
+
+    assert_promise(lambda: model, calls(*(lambda n=n: torch.ones(n) for n in (3, 1, 3, 1))))
+
+
+def test_no_grad_inside_autocast_keeps_its_cache_of_weights() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                y = self.fc(x)
+                with torch.no_grad():
+                    z = self.fc(x) * 2
+                return self.fc(y + z).float().sum()
+
+    torch.manual_seed(0)
+    eager = Model()
+    model = copy.deepcopy(eager)
+    bended, x = bt.BendedModule(model), torch.randn(4, 8)
+    for _ in range(3):
+        eager(x).backward()
+        bended(x).backward()
+    assert bended.stats.replays == 2
+    assert torch.equal(eager.fc.weight.grad, model.fc.weight.grad)
+
+
+class _Square(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient * ctx.saved_tensors[0] * 2
+
+
+square = _Square.apply  # bound before any run: the common way to write it
+
+
+def test_an_autograd_function_bound_before_the_run_keeps_its_gradient() -> None:
+    bended = bt.BendedModule(lambda x: square(x).sum())
+    for _ in range(3):
+        x = torch.tensor([1.0, 2.0], requires_grad=True)
+        bended(x).backward()
+        assert torch.equal(x.grad, torch.tensor([2.0, 4.0]))
+
+
+class _Counts(nn.Module):
+    """Keeps something between calls; `kind` says what and how."""
+
+    shared = 0
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.queue: deque[float] = deque(maxlen=3)
+        self.seen: set[int] = set()
+        self.order = OrderedDict(a=1, b=2)
+        self.large = [0] * 600
+        if kind == "iterator":
+            self.steps = iter(range(1, 100))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.kind == "deque":
+            self.queue.append(float(x.sum()))
+            return x * len(self.queue)
+        if self.kind == "set":
+            self.seen.add(x.shape[0] + len(self.seen))
+            return x * len(self.seen)
+        if self.kind == "order":
+            self.order.move_to_end(next(iter(self.order)))
+            return x * next(iter(self.order.values()))
+        if self.kind == "large":
+            self.large[5] += 1
+            return x * self.large[5]
+        if self.kind == "iterator":
+            return x * next(self.steps)
+        if self.kind == "class":
+            type(self).shared += 1
+            return x * type(self).shared
+        raise AssertionError(self.kind)
+
+
+@pytest.mark.parametrize("kind", ["deque", "set", "order", "large", "iterator", "class"])
+def test_what_a_model_keeps_between_calls(kind: str) -> None:
+    x = torch.ones(2)
+    _Counts.shared = 0
+    eager = _Counts(kind)
+    wanted = [eager(x) for _ in range(7)]
+    _Counts.shared = 0
+    bended = bt.BendedModule(_Counts(kind))
+    assert [bits(bended(x)) for _ in range(7)] == [bits(value) for value in wanted]
+
+
+class _Fails(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.n = x.shape[0]
+        self.last = x
+        return torch.zeros(3) + x
+
+
+def test_what_was_assigned_before_an_error_stays_assigned() -> None:
+    good, bad = (lambda: torch.ones(3)), (lambda: torch.ones(4))
+    bended = assert_promise(_Fails, calls(good, bad, good, bad, good))
+    assert bended.stats.replays >= 1
+    model = _Fails()
+    with pytest.raises(RuntimeError):
+        bt.trace(model, torch.ones(4))
+    assert type(model.n) is int
+    assert state(model) is not None
+
+
+def test_one_list_in_two_places_of_the_output_is_one_list() -> None:
+    class Model(nn.Module):
+        def forward(self, x: torch.Tensor) -> Any:
+            both = [x + 1]
+            self.last = both
+            return both, both
+
+    ones = [lambda: torch.ones(2)] * 3
+    bended = bt.BendedModule(Model())
+    for inputs in calls(*ones):
+        first, second = bended(*inputs()[0])
+        assert first is second
+        assert bended.model.last is first
+
+
+def test_one_list_as_two_arguments_is_not_two_lists() -> None:
+    def model(a: list[int], b: list[int], x: torch.Tensor) -> torch.Tensor:
+        a.append(1)
+        return x * len(b)
+
+    def same() -> Any:
+        one = [1]
+        return one, one, torch.ones(1)
+
+    assert_promise(lambda: model, calls(lambda: ([1], [1], torch.ones(1)), same) * 2)
+
+
+def test_a_helper_that_asks_for_the_exact_type_of_an_argument() -> None:
+    bended = bt.BendedModule(_scaled)
+    for n in (2, 2.5, 2, 3):
+        assert torch.equal(bended(torch.ones(2), n), _scaled(torch.ones(2), n))
+
+
+def _is_int(n: Any) -> bool:
+    return type(n) is int
+
+
+def _scaled(x: torch.Tensor, n: float) -> torch.Tensor:
+    return x * 2 if _is_int(n) else x * -1
+
+
+def test_an_error_that_a_finally_block_drops() -> None:
+    def model(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        z = x
+        try:
+            z = x + y
+        finally:
+            return z * 2  # noqa: B012 - that is the point
+
+    short, long = (lambda: (torch.ones(3), torch.ones(3))), (lambda: (torch.ones(3), torch.ones(2)))
+    assert_promise(lambda: model, calls(short, long, short, long))
+
+
+def test_keywords_as_names_of_keyword_arguments() -> None:
+    bended = bt.BendedModule(lambda x: x.random_(**{"from": 1, "to": 5}))
+    for _ in range(3):
+        torch.manual_seed(1)
+        wanted = torch.ones(4).random_(1, 5)
+        torch.manual_seed(1)
+        assert torch.equal(bended(torch.ones(4)), wanted)
+
+
+def test_a_copy_of_a_bended_module_is_on_its_own() -> None:
+    bended = bt.BendedModule(nn.BatchNorm1d(2).eval())
+    x = torch.ones(3, 2)
+    bended(x)
+    twin = copy.deepcopy(bended)
+    twin.model.running_mean.fill_(7.0)
+    assert torch.equal(twin(x), twin.model(x))
+    assert not torch.equal(twin(x), bended(x))
+    again = pickle.loads(pickle.dumps(bended))
+    assert torch.equal(again(x), bended(x))
+
+
+def test_a_gradient_that_is_there_or_not() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.ones(3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if self.w.grad is not None:
+                self.w.grad.zero_()
+            (self.w * x).sum().backward()
+            return self.w.grad * 2
+
+    assert_promise(Model, calls(*[lambda: torch.ones(3)] * 4))
