@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -192,6 +193,19 @@ def test_a_while_not_has_the_values_of_what_is_negated() -> None:
     ]
 
 
+def test_an_assignment_in_place_is_in_the_loop_too() -> None:
+    def model(x: Tensor) -> Tensor:
+        x = x.clone()
+        n = x.sum().item()
+        while n:
+            n //= 2
+        while x.max() > 3:
+            x /= 2
+        return x
+
+    assert loops(model, ONES * 8) == [("while", "n", None, 6), ("while", "x.max() > 3", None, 2)]
+
+
 def test_a_while_with_two_operands_counts_what_was_begun() -> None:
     def both(x: Tensor) -> Tensor:
         while x.sum() < 100 and x.max() < 4:
@@ -221,6 +235,20 @@ def test_a_while_with_two_operands_counts_what_was_begun() -> None:
         ("while", True, (2,)),
         ("or", False, (3,)),
         ("while", False, (3,)),
+    ]
+
+
+def test_a_while_with_a_chained_comparison_is_entered_once() -> None:
+    def model(x: Tensor) -> Tensor:
+        while not 30 < x.sum() < 1000 and x.max() > 0:
+            x = x * 2
+        while 20 < x.sum() < 100:
+            x = x * 2
+        return x
+
+    assert loops(model, ONES) == [
+        ("while", "not 30 < x.sum() < 1000 and x.max() > 0", None, 3),
+        ("while", "20 < x.sum() < 100", None, 2),
     ]
 
 
@@ -567,13 +595,13 @@ def test_loops_over_zip_enumerate_reversed_and_list() -> None:
             total = total + a.sum() * i
         for a in reversed(x):
             total = total + a.sum()
-        for i, (a, b) in enumerate(zip(y, x)):
+        for i, (a, b) in enumerate(zip(y, x)):  # noqa: B905
             total = total + a.sum()
         for a in list(x):
             total = total + a.sum()
-        for a, name in zip(x, ("a", "b")):
+        for a, name in zip(x, ("a", "b")):  # noqa: B905
             total = total + a.sum()
-        for i, a in zip(range(y.shape[0]), x):
+        for i, a in zip(range(y.shape[0]), x):  # noqa: B905
             total = total + a.sum()
         return total
 
@@ -1103,3 +1131,47 @@ def test_steps_are_a_list_that_can_be_sliced_and_filtered() -> None:
     assert steps[2] in steps
     with pytest.raises(IndexError):
         steps[6]
+
+
+# Against what Python counts
+
+BODIES = ("x = x + 1", "x = x * 1", "break", "continue")
+HEADERS = (
+    "for _ in x:", "for _ in range(n):", "for _ in range(1, n):", "for _ in range(x.shape[0]):",
+    "for _ in range(2):", "for _, _ in zip(x, x):", "while x.sum() < limit:",
+)  # fmt: skip
+
+
+def program(seed: int) -> str:
+    """A function of nested loops that notes the iteration before each of its tests."""
+    draw = random.Random(seed)
+    lines = ["def model(x, n, notes):"]
+
+    def block(indent: str, counters: tuple[str, ...]) -> None:
+        for _ in range(draw.randint(1, 2)):
+            if draw.random() < 0.5 or len(counters) == 3:
+                lines.append(f"{indent}notes.append(({''.join(c + ',' for c in counters)}))")
+                lines.append(f"{indent}if x.sum() > {draw.choice((-100, 0, 2, 5, 9, 30, 1e9))}:")
+                lines.append(f"{indent}    {draw.choice(BODIES if counters else BODIES[:2])}")
+                continue
+            counter, header = f"c{len(lines)}", draw.choice(HEADERS)
+            lines.append(f"{indent}{counter} = -1; limit = x.sum() + {draw.randint(0, 3)}")
+            lines.append(f"{indent}{header.replace('limit', f'l{counter}')}")
+            lines[-2] = lines[-2].replace("limit", f"l{counter}")
+            lines.append(f"{indent}    {counter} += 1")
+            lines.append(f"{indent}    x = x + 1")
+            notes = "".join(c + "," for c in (*counters, counter))
+            lines.append(f"{indent}    notes.append(({notes}))")
+            lines.append(f"{indent}    if x.sum() > 1e6: pass")
+            block(indent + "    ", (*counters, counter))
+
+    block("    ", ())
+    return "\n".join([*lines, "    return x"]) + "\n"
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_iterations_are_those_that_python_counts(tmp_path: Path, seed: int) -> None:
+    model = written(tmp_path, program(seed))
+    notes: list[tuple[int, ...]] = []
+    steps = steps_of(lambda x, n: model(x, n, notes), torch.zeros(2, 1), 3)
+    assert [step.iteration for step in steps if step.kind == "if"] == notes

@@ -18,6 +18,8 @@ from torch.nn import functional as F
 
 import bendtrace as bt
 from bendtrace import NodeRef
+from tests.corpus import CASES
+from tests.corpus._case import Case
 
 ONES = torch.ones(3, 2)
 
@@ -529,6 +531,26 @@ def test_ops_that_ran_regardless_have_no_control_edges() -> None:
         return y.relu()
 
     assert controls(model, ONES) == {}
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_the_graphs_of_the_corpus_can_run_in_order(case: Case) -> None:
+    for inputs in case.paths.values():
+        args, kwargs = inputs()
+        try:
+            trace = bt.trace(case.make(), *args, **kwargs)
+        except Exception:  # the model's own
+            continue
+        order = {name: position for position, name in enumerate(trace.graph)}
+        assert all(order[source] < order[target] for source, target in trace.graph.edges())
+        for step in trace.flow_steps:
+            assert trace.graph.nodes[step.name]["value"] is not None
+            if isinstance(step, bt.LoopFlowStep) and step.bound is not None:
+                assert step.iterations <= step.bound
+        for _, node, number in trace.graph.control_edges():
+            step = trace.flow_steps[number]
+            assert order[step.name] < order[node]
+        json.loads(trace.to_json())
 
 
 # Printing

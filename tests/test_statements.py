@@ -91,6 +91,8 @@ def texts(place: Place, spans: tuple[Span, ...]) -> list[str]:
         ("x = int(n)", "int(n)", "int", "int(n)"),
         ("x = a.sum()", "a.sum()", "", "a.sum()"),
         ("x = a + b", "a + b", "", "a + b"),
+        ("x = a < b < c", "a < b < c", "and", "a < b < c"),
+        ("if a < b < c: d()", "a < b < c", "if", "a < b < c"),
         ("if max(a, b) > 1: c()", "max(a, b)", "max", "max(a, b)"),
         ("if (\n    a\n    > 0\n): b()", "a\n    > 0", "if", "a > 0"),
     ],
@@ -118,6 +120,13 @@ def test_what_asks_for_many_values_at_once_knows_it(locate: Locate) -> None:
 def test_a_place_that_is_no_expression_has_no_role(locate: Locate) -> None:
     role = role_of(locate("for i in x:\n    pass", "for i in x:\n    pass"))
     assert (role.kind, role.text, role.heads, role.loops) == ("", "for i in x: pass", None, ())
+
+
+def test_a_place_that_is_no_expression_has_loops_around_it(locate: Locate) -> None:
+    assert around(locate("while a:\n    b /= 2", "b /= 2")) == [("while", "a")]
+    assert around(locate("while a:\n    b, c = d", "b, c = d")) == [("while", "a")]
+    # Not an expression of the tree either: a part of one.
+    assert around(locate("for a in x:\n    b = c + d + e", "+ d")) == [("for", "x")]
 
 
 def test_a_whole_assert_stands_for_its_test(locate: Locate) -> None:
@@ -300,6 +309,8 @@ def test_a_while_has_no_length(locate: Locate) -> None:
         ("while not all(a): b()", "all(a)", None, True),
         ("while a in b: c()", "a in b", True, None),
         ("while a not in b: c()", "a not in b", False, None),
+        ("while a < b < c: d()", "a < b < c", None, False),
+        ("while not a < b < c: d()", "a < b < c", None, True),
         ("if a: b()", "a", None, None),
         ("while f(@a): b()", "a", None, None),
     ],
@@ -320,6 +331,8 @@ def test_a_side_that_breaks_leaves_the_loop(locate: Locate) -> None:
     place = locate(source, "b")
     assert texts(place, leaves_loop(place, True)) == ["break"]
     assert leaves_loop(locate("for a in x:\n    if @b: continue", "b"), True) == ()
+    place = locate("for a in x:\n    if all(b): break", "all(b)")
+    assert texts(place, leaves_loop(place, True)) == ["break", "all(b)"]  # it may go on asking
 
 
 # What runs because of it

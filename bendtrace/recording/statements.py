@@ -117,6 +117,11 @@ class _File:
             elif isinstance(node, ast.stmt):
                 self.statements.setdefault(_span(node), node)
 
+    def statement_at(self, span: Span) -> ast.stmt | None:
+        """Return the innermost statement that holds a stretch of source."""
+        holding = [node for around, node in self.statements.items() if around.holds(span)]
+        return max(holding, key=lambda node: _span(node)[:2], default=None)
+
     def ancestors(self, node: ast.AST) -> Iterator[tuple[ast.AST, ast.AST]]:
         """Yield (child, parent) from `node` outwards."""
         while (parent := self.parents.get(node)) is not None:
@@ -223,7 +228,9 @@ def role_of(place: Place) -> Role:
         statement = file.statements.get(place.span)
         node = statement.test if isinstance(statement, ast.Assert) else None
     if node is None:
-        return Role("", place.text, None, None, ())
+        around = file.statement_at(place.span)
+        loops = () if around is None else file.loops_around(around)
+        return Role("", place.text, None, None, loops)
     several = _is_containment(node) or (isinstance(node, ast.Call) and _called(node) in _SEVERAL)
     kind, text, loop = _classify(file, node)
     heads = None if loop is None else file.loop(loop)
@@ -286,7 +293,7 @@ def decides(place: Place, outcome: bool) -> bool | None:
     node = file.expressions.get(place.span)
     if node is None:
         return None
-    if _is_one_of_several(node) and outcome is (_called_any_or_all(node) == "all"):
+    if _is_one_of_several(node) and outcome is _needs_all(node):
         return None
     test, value = _conclude(file, node, outcome)
     return value if isinstance(test.parent, ast.While) and _is_test(test) else None
@@ -337,7 +344,8 @@ def leaves_loop(place: Place, outcome: bool) -> tuple[Span, ...]:
     if isinstance(test.parent, ast.If) and _is_test(test):
         taken = test.parent.body if value else test.parent.orelse
         if taken and isinstance(taken[-1], ast.Break):
-            return _spans(taken)
+            # Unless the test has more to ask.
+            return (*_spans(taken), *([place.span] if _is_one_of_several(node) else []))
     return ()
 
 
@@ -347,7 +355,16 @@ def _is_test(test: _Test) -> bool:
 
 def _is_one_of_several(node: ast.expr) -> bool:
     """Whether an expression asks for the truth of several things in turn."""
-    return _called_any_or_all(node) != "" or _is_containment(node)
+    return _called_any_or_all(node) != "" or (
+        isinstance(node, ast.Compare) and (_is_containment(node) or len(node.ops) > 1)
+    )
+
+
+def _needs_all(node: ast.expr) -> bool:
+    """Whether such an expression is true only if all of them are."""
+    return _called_any_or_all(node) == "all" or not (
+        isinstance(node, ast.Call) or _is_containment(node)
+    )
 
 
 def _called_any_or_all(node: ast.expr) -> str:
@@ -442,6 +459,8 @@ def _classify(file: _File, node: ast.expr) -> tuple[str, str, ast.AST | None]:
         return "comprehension filter", text, None
     if test.inverted:
         return "not", text, None
+    if isinstance(node, ast.Compare) and len(node.ops) > 1:
+        return "and", text, None  # a < b < c, of which the value is used
     return _classify_walk(file, node)
 
 

@@ -9,7 +9,7 @@ from bendtrace.flow import FlowStep, FlowSteps
 from bendtrace.recording.iterations import user_code
 from bendtrace.recording.surroundings import Part
 from bendtrace.recording.tape import Guard, Tape, Test
-from bendtrace.replay.codegen import Check
+from bendtrace.replay.check import Check
 from bendtrace.replay.program import Divergence, Program
 
 __all__ = ["Mismatch", "explain_check", "explain_divergence"]

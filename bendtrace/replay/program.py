@@ -10,18 +10,9 @@ from bendtrace.recording.surroundings import Access, Part, identical
 from bendtrace.recording.tape import Guard, Ref, Test, refs_in
 from bendtrace.replay.ambience import Ambience
 from bendtrace.replay.analysis import Analysis, counts
-from bendtrace.replay.codegen import (
-    Check,
-    CheckWriter,
-    Code,
-    Departure,
-    Source,
-    define,
-    gives_nothing,
-    may_be_caught,
-    needed_for,
-    write_run,
-)
+from bendtrace.replay.check import Check, CheckWriter
+from bendtrace.replay.codegen import may_be_caught, write_run
+from bendtrace.replay.source import Code, Departure, Source, define, gives_nothing, needed_for
 
 __all__ = ["Divergence", "Finished", "Program", "Stretch"]
 

@@ -1,0 +1,285 @@
+"""Generated Python: lines, the names bound in them, and how an op is written.
+
+Names that come from a model never reach the generated source: values are `v<op>`, parts
+`p<part>`, and everything else - functions, constants, keys - is bound by a generated name.
+"""
+
+from __future__ import annotations
+
+import builtins
+import operator
+from collections.abc import Callable, Iterable
+from keyword import iskeyword
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bendtrace.recording.contexts import ContextSwitch
+from bendtrace.recording.objects import build
+from bendtrace.recording.structure import Existing, Instance
+from bendtrace.recording.surroundings import (
+    Access,
+    Array,
+    Part,
+    PartKind,
+    identical,
+)
+from bendtrace.recording.tape import (
+    Guard,
+    Op,
+    OpKind,
+    Ref,
+    Test,
+    refs_in,
+)
+from bendtrace.replay.analysis import counts
+
+__all__ = [
+    "Code",
+    "Departure",
+    "Source",
+    "define",
+    "fails",
+    "gives_nothing",
+    "needed_for",
+    "outcome",
+    "test_of",
+]
+
+_INFIX: dict[Any, str] = {
+    operator.add: "+", operator.sub: "-", operator.mul: "*", operator.truediv: "/",
+    operator.floordiv: "//", operator.mod: "%", operator.lshift: "<<", operator.rshift: ">>",
+    operator.and_: "&", operator.or_: "|", operator.xor: "^", operator.eq: "==",
+    operator.ne: "!=", operator.lt: "<", operator.le: "<=", operator.gt: ">", operator.ge: ">=",
+}  # fmt: skip
+_LITERALS = frozenset({type(None), bool, int, str, type(...)})
+_GETTERS = {
+    getattr(Tensor, name).__get__: name
+    for name in ("shape", "dtype", "device", "ndim", "requires_grad", "T", "mT", "data")
+}
+
+
+class Departure:
+    """How a run ends that does not reach its end: a guard does not hold.
+
+    Attributes:
+        guard: number of the guard on the tape of the run's recording.
+        outcome: what the test gave instead of what was recorded.
+        values: the names and values of the run so far.
+    """
+
+    __slots__ = ("guard", "outcome", "values")
+
+    def __init__(self, guard: int, outcome: Any, values: dict[str, Any]) -> None:
+        self.guard = guard
+        self.outcome = outcome
+        self.values = values
+
+
+class Code:
+    """A generated function.
+
+    Attributes:
+        source: its text.
+        function: the function.
+        op_of_line: for each line of the text, the op that it carries out.
+        emitted: how many lines stand before each op that has one.
+    """
+
+    def __init__(self, source: Source, name: str) -> None:
+        self.text = "\n".join(source.lines) + "\n"
+        code = compile(self.text, f"<bendtrace {name}>", "exec")
+        exec(code, source.names)
+        self.function: Callable[..., Any] = source.names[name]
+        self.op_of_line = source.op_of_line
+        self.emitted = source.emitted
+
+
+class Source:
+    """Lines of generated Python and the names bound in them."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+        self.names: dict[str, Any] = {
+            "__builtins__": builtins, "build": build, "Departure": Departure,
+            "identical": identical, "Switch": ContextSwitch,
+        }  # fmt: skip
+        self.op_of_line: dict[int, int] = {}
+        self.emitted: set[int] = set()
+        self.indent = 0
+        self.shared: frozenset[int] = frozenset()  # lists and dicts that are used twice
+        self._constants: dict[int, str] = {}
+        self._built: dict[int, str] = {}
+
+    def line(self, text: str, op: int | None = None) -> None:
+        """Add a line, carrying out `op`."""
+        self.lines.append("    " * self.indent + text)
+        if op is not None:
+            self.op_of_line[len(self.lines)] = op
+
+    def constant(self, value: Any) -> str:
+        """Return an expression for a value that does not change."""
+        return repr(value) if type(value) in _LITERALS else self.bound(value)
+
+    def bound(self, value: Any) -> str:
+        """Return a name that is bound to the value itself."""
+        name = self._constants.get(id(value))
+        if name is None:
+            name = self._constants[id(value)] = f"c{len(self._constants)}"
+            self.names[name] = value
+        return name
+
+    def part(self, part: Part) -> str:
+        """Return the name of a part (which a line has to define unless it is fixed)."""
+        if part.kind is PartKind.ALIAS:
+            return self.part(part.value)
+        name = f"p{part.index}"
+        if part.access is Access.FIXED:
+            self.names[name] = part.value
+        return name
+
+    def reach(self, part: Part) -> str:
+        """Return an expression that takes a part from its parent."""
+        if part.access is Access.ROOT:
+            return f"A[{part.key}]"
+        assert part.parent is not None
+        parent = self.part(part.parent)
+        if part.access is Access.ITEM:
+            kind = part.parent.type
+            if issubclass(kind, dict) and kind.__getitem__ is not dict.__getitem__:
+                return f"dict.__getitem__({parent}, {self.constant(part.key)})"
+            return f"{parent}[{self.constant(part.key)}]"
+        if part.access is Access.DICT:
+            return f"{parent}.__dict__[{str(part.key)!r}]"
+        if part.access is Access.CELL:
+            return f"{parent}.cell_contents"
+        return f"getattr({parent}, {str(part.key)!r})"
+
+    def value(self, value: Any) -> str:
+        """Return an expression for recorded arguments."""
+        kind = type(value)
+        if kind is Ref:
+            return f"v{value.index}"
+        if kind is tuple:
+            return "(" + "".join(self.value(item) + "," for item in value) + ")"
+        if kind is list or kind is dict:
+            return self._container(value)
+        if kind is slice and any(refs_in(value)):
+            parts = ", ".join(map(self.value, (value.start, value.stop, value.step)))
+            return f"slice({parts})"
+        if kind is Existing:
+            return self.part(value.part)
+        if kind is Instance:
+            return self._instance(value)
+        if kind is Array:
+            return f"{self.bound(value.value)}.copy()"
+        return self.constant(value)
+
+    def _container(self, value: Any) -> str:
+        name = self._built.get(id(value))
+        if name is not None:
+            return name
+        if type(value) is list:
+            text = "[" + ", ".join(map(self.value, value)) + "]"
+        else:
+            items = (f"{self.constant(k)}: {self.value(v)}" for k, v in value.items())
+            text = "{" + ", ".join(items) + "}"
+        if id(value) not in self.shared:
+            return text
+        name = self._built[id(value)] = f"o{len(self._built)}"
+        self.line(f"{name} = {text}")
+        return name
+
+    def _instance(self, instance: Instance) -> str:
+        name = self._built.get(id(instance))
+        if name is None:
+            items, attributes = self.value(instance.items), self.value(instance.attributes)
+            name = self._built[id(instance)] = f"o{len(self._built)}"
+            self.line(f"{name} = build({self.constant(instance.cls)}, {items}, {attributes})")
+        return name
+
+    def call(self, op: Op) -> str:
+        """Return an expression (or, for an item assignment, a statement) that does an op."""
+        args, target = op.args, op.target
+        if op.kind is OpKind.SCALAR and target in _INFIX:
+            return f"({self.value(args[0])} {_INFIX[target]} {self.value(args[1])})"
+        if target is operator.getitem or (target is Tensor.__getitem__ and not op.kwargs):
+            return f"{self.value(args[0])}[{self.value(args[1])}]"
+        if target is Tensor.__setitem__ and type(args[0]) is Ref:
+            return f"{self.value(args[0])}[{self.value(args[1])}] = {self.value(args[2])}"
+        if target in _GETTERS and type(args[0]) is Ref:
+            return f"{self.value(args[0])}.{_GETTERS[target]}"
+        given = [self.value(value) for value in args]
+        if all(name.isidentifier() and not iskeyword(name) for name in op.kwargs):
+            given += [f"{name}={self.value(value)}" for name, value in op.kwargs.items()]
+        else:
+            given.append(f"**{self.value(op.kwargs)}")
+        return f"{self.constant(target)}({', '.join(given)})"
+
+
+def needed_for(ops: list[Op], roots: Iterable[int]) -> set[int]:
+    """Return the ops that the values of some depend on, these included."""
+    needed: set[int] = set()
+    waiting = list(roots)
+    while waiting:
+        index = waiting.pop()
+        if index not in needed:
+            needed.add(index)
+            waiting += [ref.index for ref in refs_in((ops[index].args, ops[index].kwargs))]
+    return needed
+
+
+def define(source: Source, op: Op) -> None:
+    """Add the line that gives an op its value."""
+    if op.kind in (OpKind.INPUT, OpKind.STATE):
+        source.line(f"v{op.index} = {source.part(op.target)}", op.index)
+    else:
+        source.line(f"v{op.index} = {source.call(op)}", op.index)
+
+
+def gives_nothing(op: Op) -> bool:
+    """Whether an op is written as a statement, without a value."""
+    return op.target is Tensor.__setitem__ and type(op.args[0]) is Ref
+
+
+def test_of(guard: Guard) -> tuple[Any, ...]:
+    """What makes two guards the same test."""
+    other = guard.expected if guard.test in (Test.SAME, Test.OTHER) else None
+    return guard.index, guard.test, other
+
+
+def fails(source: Source, guard: Guard, ops: list[Op] | None = None) -> str:
+    """Return an expression that is true if a guard does not hold.
+
+    With `ops`, the guard is tested before the run, from what it counts alone.
+    """
+    if ops is not None and counts(guard, ops):
+        tensor, *dim = ops[guard.index].args
+        dim = dim or [ops[guard.index].kwargs.get("dim", 0)]
+        return f"{source.value(tensor)}.size({source.value(dim[0])}) != {guard.expected}"
+    name = f"v{guard.index}"
+    if guard.test is Test.TRUTH:
+        return f"not {name}" if guard.expected else name
+    if guard.test is Test.LENGTH:
+        return f"len({name}) != {guard.expected}"
+    if guard.test is Test.SAME:
+        return f"{name} is not v{guard.expected}"
+    if guard.test is Test.OTHER:
+        return f"{name} is v{guard.expected}"
+    expected = source.constant(guard.expected)
+    if type(guard.expected) in (bool, type(None), torch.dtype, torch.layout):
+        return f"{name} is not {expected}"
+    if type(guard.expected) is int:
+        return f"{name} != {expected} or type({name}) is not int"
+    return f"not identical({name}, {expected})"
+
+
+def outcome(guard: Guard) -> str:
+    """Return an expression for what a guard that does not hold came to instead."""
+    name = f"v{guard.index}"
+    if guard.test is Test.TRUTH:
+        return str(not guard.expected)
+    if guard.test is Test.LENGTH:
+        return f"len({name})"
+    return "None" if guard.test in (Test.SAME, Test.OTHER) else name
