@@ -968,6 +968,23 @@ def test_steps_know_their_function_line_and_module() -> None:
     assert {step.file for step in tests} == {__file__}
 
 
+def test_steps_and_nodes_inside_of_attention_are_where_the_model_calls_it() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = nn.MultiheadAttention(4, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.attention(x, x, x)[0]
+
+    trace = bt.trace(Model(), torch.ones(3, 1, 4))
+    line = Model.forward.__code__.co_firstlineno + 1
+    assert len(trace.flow_steps) > 3
+    assert {(s.file, s.line, s.module_path) for s in trace.flow_steps} == {(__file__, line, "")}
+    sites = {data.get("site") for _, data in trace.graph.nodes(data=True)} - {None}
+    assert sites == {f"{__file__}:{line}"}
+
+
 def test_steps_know_their_exact_span() -> None:
     step = steps_of(Gate(), ONES)[0]
     line = line_of("# in Gate")

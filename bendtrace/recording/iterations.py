@@ -12,6 +12,7 @@ things, only the records tell when an outer one goes on.
 from __future__ import annotations
 
 import dis
+import os
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -24,6 +25,7 @@ from bendtrace.recording.tape import Guard, ModuleCall, Op, OpKind, Ref, Tape, T
 __all__ = ["Iterations", "Mark", "marks_of", "running_code", "user_code"]
 
 Order = tuple[int, int]
+_PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _COMPREHENSIONS = frozenset({"<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>"})
 
 
@@ -59,18 +61,25 @@ def user_code(scope: ModuleCall, site: Site) -> tuple[Place, object, ModuleCall]
     Returns:
         The place, a key of the running function, and the module call that it belongs to.
     """
-    found, owner = _user_site(scope, site)
-    return _tested(found), (id(owner), found.chain[found.level + 1 :]), owner
+    found, level, owner = _user_site(scope, site)
+    return _tested(found, level), (id(owner), found.chain[level + 1 :]), owner
 
 
-def _user_site(scope: ModuleCall, site: Site) -> tuple[Site, ModuleCall]:
-    found = site
+def _user_site(scope: ModuleCall, site: Site) -> tuple[Site, int, ModuleCall]:
+    """Return the site whose chain has the user's code in it, at which level, and its scope."""
+    found: Site | None = site
     owner: ModuleCall | None = scope
-    while found.place.in_torch and owner is not None and owner.site is not None:
+    while found is not None and owner is not None:
+        level = next((i for i, place in enumerate(found.places) if _is_users(place)), None)
+        if level is not None:
+            return found, level, owner
         found, owner = owner.site, owner.parent
-    if found.place.in_torch or owner is None:
-        return site, scope
-    return found, owner
+    return site, site.level, scope
+
+
+def _is_users(place: Place) -> bool:
+    # The tracer itself runs those of torch's functions that it looks inside of.
+    return not place.in_torch and not place.file.startswith(_PACKAGE)
 
 
 def running_code(scope: ModuleCall, site: Site) -> Iterator[tuple[Place, object]]:
@@ -83,7 +92,7 @@ def running_code(scope: ModuleCall, site: Site) -> Iterator[tuple[Place, object]
     found: Site | None = site
     while found is not None and owner is not None:
         for level, place in enumerate(found.places):
-            if not place.in_torch:
+            if _is_users(place):
                 yield place, (id(owner), found.chain[level + 1 :])
                 if place.function in _COMPREHENSIONS:
                     yield place, (id(owner), found.chain[level + 2 :])
@@ -96,10 +105,10 @@ _ASKING = ("POP_JUMP", "JUMP_IF", "UNARY_NOT", "GET_ITER", "TO_BOOL")
 _BETWEEN = ("STORE_", "COPY", "NOP", "TO_BOOL", "EXTENDED_ARG")  # of a walrus, and such
 
 
-def _tested(site: Site) -> Place:
-    """Return the place of a site; where it asks for a truth value, that of what is asked."""
-    place = site.place
-    span = _asked(site.chain[site.level][0]).get(place.offset)
+def _tested(site: Site, level: int) -> Place:
+    """Return a place of a site; where it asks for a truth value, that of what is asked."""
+    place = site.places[level]
+    span = _asked(site.chain[level][0]).get(place.offset)
     return place if span is None else place._replace(span=span)
 
 
@@ -133,8 +142,8 @@ def marks_of(tape: Tape) -> Iterator[Mark]:
             place, activation, scope = user_code(record.scope, record.site)
             outer = None
             if place.function in _COMPREHENSIONS:
-                found, owner = _user_site(record.scope, record.site)
-                outer = (id(owner), found.chain[found.level + 2 :])
+                found, level, owner = _user_site(record.scope, record.site)
+                outer = (id(owner), found.chain[level + 2 :])
             yield Mark(
                 order, record, place, role_of(place), activation, outer, scope,
                 _element_of(tape, record),
@@ -336,7 +345,8 @@ def _within(mark: Mark) -> tuple[ModuleCall | None, tuple[tuple[CodeType, int], 
     site, scope = mark.record.site, mark.record.scope
     assert site is not None
     if scope is mark.scope:
-        return None, site.chain[: site.level][::-1]
+        _, level, _ = _user_site(scope, site)
+        return None, site.chain[:level][::-1]
     while scope.parent is not None and scope.parent is not mark.scope:
         scope = scope.parent
     return scope, ()
