@@ -199,19 +199,21 @@ def test_what_was_assigned_before_an_error_stays_assigned() -> None:
     assert state(model) is not None
 
 
-def test_one_list_in_two_places_of_the_output_is_one_list() -> None:
+def test_one_container_in_two_places_of_the_output_is_one_container() -> None:
     class Model(nn.Module):
         def forward(self, x: torch.Tensor) -> Any:
             both = [x + 1]
+            pair = (both, both)
             self.last = both
-            return both, both
+            return pair, pair
 
     ones = [lambda: torch.ones(2)] * 3
     bended = bt.BendedModule(Model())
     for inputs in calls(*ones):
         first, second = bended(*inputs()[0])
         assert first is second
-        assert bended.model.last is first
+        assert first[0] is first[1]
+        assert bended.model.last is first[0]
 
 
 def test_one_list_as_two_arguments_is_not_two_lists() -> None:

@@ -16,6 +16,7 @@ import torch
 __all__ = ["Place", "Site", "SiteTable", "Span", "compares_identity", "needs_plain_numbers"]
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
+_TRACER = os.path.dirname(__file__) + os.sep
 
 
 class Span(NamedTuple):
@@ -55,8 +56,8 @@ class Place(NamedTuple):
 
     @property
     def in_torch(self) -> bool:
-        """Whether the code is torch's own."""
-        return self.file.startswith(_TORCH)
+        """Whether the code is torch's own, or the tracer's where it enters torch's."""
+        return self.file.startswith((_TORCH, _TRACER))
 
     @property
     def text(self) -> str:

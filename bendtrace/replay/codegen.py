@@ -297,11 +297,11 @@ class _RunWriter:
 
 
 def _shared_in(value: Any) -> frozenset[int]:
-    """Find the lists and dicts that are in a value more than once."""
+    """Find the containers that are in a value more than once."""
     counts: Counter[int] = Counter()
 
     def count(item: Any) -> None:
-        if isinstance(item, (list, dict)):
+        if isinstance(item, (tuple, list, dict)):
             counts[id(item)] += 1
         if isinstance(item, Instance):
             count(item.items)

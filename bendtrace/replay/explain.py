@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from torch import Tensor
+
 from bendtrace.flow import FlowStep, FlowSteps
 from bendtrace.recording.iterations import user_code
-from bendtrace.recording.surroundings import Part
+from bendtrace.recording.surroundings import Access, Part, PartKind
 from bendtrace.recording.tape import Guard, Tape, Test
 from bendtrace.replay.check import Check
 from bendtrace.replay.program import Divergence, Program
@@ -48,10 +50,12 @@ def explain_check(
         except Exception as error:  # what the condition is about cannot even be computed now
             new = error
         return _of_guard(program.recording.tape, check.guard, new, steps)
-    if check.part is not None and check.part.value is not None:
-        new = _part_now(check.part, arguments)
-        return Mismatch(f"{check.text}: it is {_short(new)} now", check.part.value, new)
-    return Mismatch(check.text)
+    part = check.part
+    if part is None or (part.kind is PartKind.DICT and part.access is Access.FIXED):
+        return Mismatch(check.text)
+    new = _part_now(part, arguments)
+    recorded = part.size if part.kind is PartKind.TENSOR else part.value
+    return Mismatch(f"{check.text}: it is {_short(new)} now", recorded, new)
 
 
 def explain_divergence(divergence: Divergence, steps: FlowSteps) -> Mismatch:
@@ -102,5 +106,9 @@ def _part_now(part: Part, arguments: tuple[Any, ...]) -> Any:
 
 
 def _short(value: Any) -> str:
+    if isinstance(value, Tensor):
+        grad = ", requires grad" if value.requires_grad else ""
+        dtype = str(value.dtype).removeprefix("torch.")
+        return f"{dtype}{list(value.shape)} on {value.device}{grad}"
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."

@@ -108,7 +108,7 @@ class Source:
         self.op_of_line: dict[int, int] = {}
         self.emitted: set[int] = set()
         self.indent = 0
-        self.shared: frozenset[int] = frozenset()  # lists and dicts that are used twice
+        self.shared: frozenset[int] = frozenset()  # containers that are used twice
         self._constants: dict[int, str] = {}
         self._built: dict[int, str] = {}
 
@@ -161,9 +161,7 @@ class Source:
         kind = type(value)
         if kind is Ref:
             return f"v{value.index}"
-        if kind is tuple:
-            return "(" + "".join(self.value(item) + "," for item in value) + ")"
-        if kind is list or kind is dict:
+        if kind is tuple or kind is list or kind is dict:
             return self._container(value)
         if kind is slice and any(refs_in(value)):
             parts = ", ".join(map(self.value, (value.start, value.stop, value.step)))
@@ -180,7 +178,9 @@ class Source:
         name = self._built.get(id(value))
         if name is not None:
             return name
-        if type(value) is list:
+        if type(value) is tuple:
+            text = "(" + "".join(self.value(item) + "," for item in value) + ")"
+        elif type(value) is list:
             text = "[" + ", ".join(map(self.value, value)) + "]"
         else:
             items = (f"{self.constant(k)}: {self.value(v)}" for k, v in value.items())
