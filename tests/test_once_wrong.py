@@ -288,3 +288,34 @@ def test_a_gradient_that_is_there_or_not() -> None:
             return self.w.grad * 2
 
     assert_promise(Model, calls(*[lambda: torch.ones(3)] * 4))
+
+
+def test_a_resumed_run_that_goes_another_way_is_an_error_also_if_the_model_catches_it() -> None:
+    class Hidden:
+        """Out of reach of the walk: what it gives is in no attribute."""
+
+        __slots__ = ()
+
+        def __call__(self) -> int:
+            return next(_ways[0])
+
+    _ways[0] = iter([1])
+    hidden = Hidden()
+
+    def model(x: torch.Tensor) -> torch.Tensor:
+        way = hidden()
+        try:
+            y = x + 1 if way == 1 else x * 5
+        except Exception:
+            y = x
+        return y * 2 if y.sum() > 0 else y
+
+    bended = bt.BendedModule(model)
+    bended(torch.ones(2))
+    bended(torch.ones(2))  # a replay: asks nobody
+    _ways[0] = iter([2])
+    with pytest.raises(bt.NondeterminismError, match="with all guards equal"):
+        bended(-3 * torch.ones(2))
+
+
+_ways: list[Any] = [None]

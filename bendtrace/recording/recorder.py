@@ -150,6 +150,7 @@ class Recorder(TorchFunctionMode):
         self._scope = self._root
         self._plain_numbers = surroundings.tells_numbers
         self._dtype = torch.get_default_dtype()
+        self._gone_astray: NondeterminismError | None = None
 
     # The run
 
@@ -209,6 +210,8 @@ class Recorder(TorchFunctionMode):
             recording.changes.append(Change(change.part, change.key, encoded, change.deleted))
         self._root.output = self._encode_output(output, "the output", memo)
         self._root.stop = len(self.tape.ops)
+        if self._gone_astray is not None:  # and the model caught it
+            raise self._gone_astray
         if self._resumed > len(self.tape.ops):
             raise NondeterminismError("resumed, the run ended before the point where it diverged")
         self.active = False
@@ -422,10 +425,11 @@ class Recorder(TorchFunctionMode):
             assert self._prefix is not None
             before = self._prefix.ops[op.index]
             if not before.does_the_same_as(op) and not self._means_the_same(before, op):
-                raise NondeterminismError(
+                self._gone_astray = NondeterminismError(
                     f"resumed, the run did {op} where it had done {before}, with all guards equal"
                     + (f" (at {site.place})" if site is not None else "")
                 )
+                raise self._gone_astray
         ops.append(op)
         return op
 
