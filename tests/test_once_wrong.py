@@ -319,3 +319,19 @@ def test_a_resumed_run_that_goes_another_way_is_an_error_also_if_the_model_catch
 
 
 _ways: list[Any] = [None]
+
+
+def test_a_view_that_torch_refuses_to_talk_about() -> None:
+    def model(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            view = x.view(-1)
+        y = y + 1
+        x.copy_(y)
+        with torch.no_grad():
+            view.add_(1)  # its base was changed under grad mode: its graph is undefined
+        return y * 2
+
+    def both() -> Any:
+        return torch.ones(2, 2), torch.ones(2, 2, requires_grad=True)
+
+    assert_promise(lambda: model, calls(both, both, both))

@@ -54,6 +54,7 @@ from bendtrace.recording.surroundings import (
     Surroundings,
     attributes_of,
     is_array,
+    requires_grad,
 )
 from bendtrace.recording.tape import (
     Guard,
@@ -521,8 +522,9 @@ class Recorder(TorchFunctionMode):
     def _bind_tensor(self, tensor: Tensor, op: Op) -> None:
         known = self._known[id(tensor)] = _Known(tensor)
         known.ref = Ref(op.index)
-        known.graphless = op.kind is OpKind.CALL and not op.context.grad and tensor.is_leaf
-        known.graphless = known.graphless and not tensor.requires_grad
+        known.graphless = (
+            op.kind is OpKind.CALL and not op.context.grad and not requires_grad(tensor)
+        )
         op.meta = TensorMeta(tuple(tensor.shape), tensor.dtype, tensor.device)
 
     def _bind_elements(
@@ -596,7 +598,7 @@ class Recorder(TorchFunctionMode):
         if known is not None and known() is tensor:
             if known.ref is None:
                 known.ref = self._element(known.parent, known.key, tensor)
-            if known.graphless and tensor.requires_grad:
+            if known.graphless and requires_grad(tensor):
                 self._block_unseen_graph(known)
             return known.ref
         part = self.surroundings.find(tensor)

@@ -39,6 +39,7 @@ __all__ = [
     "exact_members",
     "identical",
     "is_array",
+    "requires_grad",
 ]
 
 PLAIN_TYPES: frozenset[type] = frozenset(
@@ -116,6 +117,18 @@ class Array:
 
     def __repr__(self) -> str:
         return f"array{self.value.shape}"
+
+
+def requires_grad(tensor: torch.Tensor) -> bool:
+    """Whether a tensor requires grad; False where torch refuses to say.
+
+    It does so for a view that was made under no_grad and whose base was changed since. The
+    model may have one, as long as it asks nothing of it.
+    """
+    try:
+        return tensor.requires_grad
+    except RuntimeError:
+        return False
 
 
 def is_array(value: Any) -> bool:
@@ -344,7 +357,7 @@ class Surroundings:
         elif issubclass(kind, torch.Tensor):
             part = self._add(value, reach, PartKind.TENSOR)
             part.size = TensorFacts(
-                value.dtype, value.device, value.dim(), value.requires_grad, value.layout,
+                value.dtype, value.device, value.dim(), requires_grad(value), value.layout,
                 len(value.__dict__),
             )  # fmt: skip
             if reach.is_argument:
