@@ -14,7 +14,6 @@ from bendtrace.errors import (
     InputError,
     NondeterminismError,
     NotReplayableError,
-    UnknownNodeError,
 )
 from bendtrace.flow import (
     AssertFlowStep,
@@ -51,7 +50,6 @@ __all__ = [
     "ShapeFlowStep",
     "Stats",
     "Trace",
-    "UnknownNodeError",
     "from_fx",
     "to_fx",
     "trace",

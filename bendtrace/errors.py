@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from difflib import get_close_matches
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from bendtrace.flow import FlowStep
@@ -16,7 +15,6 @@ __all__ = [
     "InputError",
     "NondeterminismError",
     "NotReplayableError",
-    "UnknownNodeError",
 ]
 
 
@@ -64,21 +62,3 @@ class NondeterminismError(BendtraceError, RuntimeError):
     It depends on something bendtrace could not see (a clock, a file, a global that changes).
     Operations of the run may already have been carried out, so it cannot simply start anew.
     """
-
-
-class UnknownNodeError(BendtraceError, KeyError):
-    """No node, module or step has the name that was asked for.
-
-    Attributes:
-        name: what was asked for.
-        near: existing names that look like it.
-    """
-
-    def __init__(self, name: str, known: Iterable[Any]) -> None:
-        self.name = name
-        self.near = tuple(get_close_matches(name, [str(k) for k in known], n=5, cutoff=0.4))
-        hint = f"; did you mean {', '.join(self.near)}?" if self.near else ""
-        super().__init__(f"no node is called {name!r}{hint}")
-
-    def __str__(self) -> str:
-        return str(self.args[0])
