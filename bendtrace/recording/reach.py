@@ -36,7 +36,7 @@ class Reach(NamedTuple):
     tells_numbers: bool
 
 
-@functools.cache
+@functools.lru_cache(maxsize=1024)  # bounded: a function keeps what it closes over alive
 def reach_of(subject: type | types.FunctionType) -> Reach:
     """Find what a module's class, through its forward, or a function can reach."""
     bases = subject.__mro__ if isinstance(subject, type) else ()
