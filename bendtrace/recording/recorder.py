@@ -9,7 +9,6 @@ import sys
 import types
 import weakref
 from collections.abc import Callable
-from enum import Enum
 from types import FrameType
 from typing import Any
 
@@ -22,6 +21,7 @@ from bendtrace.errors import NondeterminismError
 from bendtrace.recording import scalars
 from bendtrace.recording.boundaries import BOUNDARY_CODES, watching
 from bendtrace.recording.contexts import current_context
+from bendtrace.recording.encoding import Encoder, make_keys_plain, without_traced
 from bendtrace.recording.functions import (
     CONTEXT,
     DESCEND,
@@ -32,9 +32,7 @@ from bendtrace.recording.functions import (
     entered,
     name_of,
 )
-from bendtrace.recording.objects import build, can_build, refill
 from bendtrace.recording.scalars import (
-    RETIRED,
     TRACED,
     TracedBool,
     TracedFloat,
@@ -44,16 +42,12 @@ from bendtrace.recording.scalars import (
     retire,
 )
 from bendtrace.recording.sites import Site, SiteTable, compares_identity, needs_plain_numbers
-from bendtrace.recording.structure import Existing, Instance, Opaque
 from bendtrace.recording.surroundings import (
     PLAIN_TYPES,
-    Array,
     Change,
     Part,
     PartKind,
     Surroundings,
-    attributes_of,
-    is_array,
     requires_grad,
 )
 from bendtrace.recording.tape import (
@@ -149,6 +143,7 @@ class Recorder(TorchFunctionMode):
         self._aliases: dict[int, int] = {}  # ops that gave a tensor another op had given first
         self._root = ModuleCall("", None, 0, None, 0)
         self._scope = self._root
+        self._encoder = Encoder(self)
         self._plain_numbers = surroundings.tells_numbers
         self._dtype = torch.get_default_dtype()
         self._gone_astray: NondeterminismError | None = None
@@ -207,9 +202,11 @@ class Recorder(TorchFunctionMode):
         memo: dict[int, Any] = {}
         for change in changes:
             change.key = without_traced(change.key)
-            encoded = self._encode_output(change.value, f"what is assigned to {change.label}", memo)
+            encoded = self._encoder.output(
+                change.value, f"what is assigned to {change.label}", memo
+            )
             recording.changes.append(Change(change.part, change.key, encoded, change.deleted))
-        self._root.output = self._encode_output(output, "the output", memo)
+        self._root.output = self._encoder.output(output, "the output", memo)
         self._root.stop = len(self.tape.ops)
         if self._gone_astray is not None:  # and the model caught it
             raise self._gone_astray
@@ -229,7 +226,7 @@ class Recorder(TorchFunctionMode):
             if not change.deleted:
                 change.store(without_traced(change.value, memo))
             if isinstance(change.part.value, dict):
-                _make_keys_plain(change.part.value)
+                make_keys_plain(change.part.value)
         for part in self.surroundings.parts:
             if part.kind is PartKind.SET and isinstance(part.value, set):
                 traced = [member for member in part.value if type(member) in TRACED]
@@ -299,10 +296,10 @@ class Recorder(TorchFunctionMode):
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType
     ) -> tuple[Op, Any]:
         """Put a call on the tape and carry it out (or, resumed, take what it gave before)."""
-        encoded, args = self._encode_arguments(args)
+        encoded, args = self._encoder.arguments(args)
         named: dict[str, Any] = {}
         if kwargs:
-            values, usable = self._encode_arguments(tuple(kwargs.values()))
+            values, usable = self._encoder.arguments(tuple(kwargs.values()))
             named = dict(zip(kwargs, values, strict=True))
             kwargs = dict(zip(kwargs, usable, strict=True))
         op = self._emit(OpKind.CALL, func, encoded, named, frame)
@@ -352,7 +349,7 @@ class Recorder(TorchFunctionMode):
 
     def consume(self, scalar: TracedScalar, how: str) -> Any:
         """Guard the value of a traced scalar that Python needs (see `scalars.Origin`)."""
-        index, value = self._scalar_ref(scalar).index, scalar._value
+        index, value = self.scalar_ref(scalar).index, scalar._value
         if how == "bool":
             self._guard(Test.TRUTH, index, bool(value), how, _outside_scalars())
         else:
@@ -378,7 +375,7 @@ class Recorder(TorchFunctionMode):
             for operand in operands:
                 if type(operand) in TRACED:
                     bool(operand >= 0)
-        encoded, _ = self._encode_arguments(operands)
+        encoded, _ = self._encoder.arguments(operands)
         op = self._emit(OpKind.SCALAR, function, encoded, {}, frame)
         op.meta = result
         return self._traced(traced, result, Ref(op.index), frame)
@@ -394,14 +391,14 @@ class Recorder(TorchFunctionMode):
         scope = ModuleCall(path, module, number, outer, len(self.tape.ops))
         scope.site = self._site(sys._getframe(3))
         with torch._C.DisableTorchFunction():  # what is read here is not the model's reading
-            scope.args = tuple(self._encode_leniently(value) for value in args)
-            scope.kwargs = {name: self._encode_leniently(value) for name, value in kwargs.items()}
+            scope.args = tuple(self._encoder.leniently(value) for value in args)
+            scope.kwargs = {name: self._encoder.leniently(value) for name, value in kwargs.items()}
         self.tape.calls.append(scope)
         self._scope = scope
         try:
             output = module._call_impl(*args, **kwargs)
             with torch._C.DisableTorchFunction():
-                scope.output = self._encode_leniently(output)
+                scope.output = self._encoder.leniently(output)
         finally:
             self._scope = outer
             scope.stop = len(self.tape.ops)
@@ -623,153 +620,14 @@ class Recorder(TorchFunctionMode):
             "not let a tracer see (an autograd.Function whose apply was taken before the run?)"
         )
 
-    def _scalar_ref(self, scalar: TracedScalar) -> Ref:
+    def scalar_ref(self, scalar: TracedScalar) -> Ref:
+        """Return the value number of a traced scalar of this run."""
         source = scalar._source
         if type(source) is Ref:
             return source
         parent, path = source
         ref = scalar._source = self._element(parent, path, scalar)
         return ref
-
-    def _encode_arguments(self, args: tuple[Any, ...]) -> tuple[tuple[Any, ...], Any]:
-        """Return arguments as recorded, and as the function is to be called with them."""
-        encoded: list[Any] = []
-        usable: list[Any] | None = None
-        for position, value in enumerate(args):
-            kind = type(value)
-            if kind is Tensor or kind is nn.Parameter:
-                encoded.append(self.ref(value))
-            elif kind in PLAIN_TYPES:
-                encoded.append(value)
-            else:
-                recorded, use = self._encode_argument(value, kind)
-                encoded.append(recorded)
-                if use is not value:
-                    if usable is None:
-                        usable = list(args)
-                    usable[position] = use
-        return tuple(encoded), args if usable is None else tuple(usable)
-
-    def _encode_argument(self, value: Any, kind: type) -> tuple[Any, Any]:
-        if kind in RETIRED:
-            return value._value, value._value
-        if kind in TRACED:
-            if value._origin is not self:  # of a run around this one
-                return value._value, value._value
-            return self._scalar_ref(value), value._value
-        if kind is tuple or kind is list or kind is torch.Size:
-            recorded, use = self._encode_arguments(value)
-            if use is not value:
-                use = kind(use)
-            return (list(recorded) if kind is list else recorded), use
-        if kind is dict:
-            recorded, use = self._encode_arguments(tuple(value.values()))
-            return dict(zip(value, recorded, strict=True)), dict(zip(value, use, strict=True))
-        if kind is slice:
-            parts = (value.start, value.stop, value.step)
-            recorded, use = self._encode_arguments(parts)
-            return slice(*recorded), (value if use is parts else slice(*use))
-        if isinstance(value, Tensor):
-            return self.ref(value), value
-        return self._encode_output(value, "an argument", {}), value
-
-    def _encode_output(self, value: Any, what: str, memo: dict[int, Any]) -> Any:
-        """Write down a value so that a replay can build it again."""
-        kind = type(value)
-        if kind in PLAIN_TYPES or isinstance(value, Enum):
-            return value
-        if kind in RETIRED:
-            return value._value
-        if kind in TRACED:
-            return self._scalar_ref(value) if value._origin is self else value._value
-        if isinstance(value, Tensor):
-            return self.ref(value)
-        if (part := self.surroundings.find(value)) is not None:
-            return Existing(part)
-        if id(value) in memo:
-            known = memo[id(value)]
-            if known is None:
-                self.tape.block(f"{what} contains itself")
-            return known
-        memo[id(value)] = None
-        encoded = memo[id(value)] = self._encode_new(value, kind, what, memo)
-        return encoded
-
-    def _encode_new(self, value: Any, kind: type, what: str, memo: dict[int, Any]) -> Any:
-        def inside(item: Any) -> Any:
-            return self._encode_output(item, what, memo)
-
-        if kind is tuple or kind is list:
-            return kind(inside(item) for item in value)
-        if kind is dict:
-            # A traced key was guarded when it was hashed.
-            return {without_traced(key): inside(item) for key, item in value.items()}
-        if kind is slice:
-            return slice(inside(value.start), inside(value.stop), inside(value.step))
-        if _is_constant(value):
-            return value
-        if is_array(value):
-            # What the run makes of guarded values in numpy is as constant as they are; content
-            # of tensors and random numbers do not get here (see ESCAPES and `_finish`).
-            return Array(value)
-        if isinstance(value, nn.Module) or not can_build(kind):
-            self.tape.block(f"{what} holds a {kind.__qualname__}, which a replay could not rebuild")
-            return Opaque(value)
-        instance = Instance(kind)
-        if isinstance(value, dict):
-            instance.items = {without_traced(key): inside(v) for key, v in dict.items(value)}
-        elif isinstance(value, (tuple, list, set, frozenset)):
-            instance.items = [inside(item) for item in value]
-        instance.attributes = {name: inside(item) for name, item in attributes_of(value).items()}
-        return instance
-
-    def _encode_leniently(self, value: Any) -> Any:
-        """Write down what a module was given, as far as ops have seen it."""
-        kind = type(value)
-        if isinstance(value, Tensor) or kind in TRACED or kind in PLAIN_TYPES:
-            return self._encode_output(value, "a module's argument", {})
-        if kind is tuple or kind is list:
-            return kind(self._encode_leniently(item) for item in value)
-        if isinstance(value, dict):
-            return {key: self._encode_leniently(item) for key, item in value.items()}
-        part = self.surroundings.find(value)
-        return Opaque(value) if part is None else Existing(part)
-
-
-def without_traced(value: Any, memo: dict[int, Any] | None = None) -> Any:
-    """Return a value with every traced scalar in it made plain; mutable ones are changed."""
-    kind = type(value)
-    if kind in TRACED:
-        return value._value
-    if kind in PLAIN_TYPES or isinstance(value, (Tensor, nn.Module, type)):
-        return value
-    memo = {} if memo is None else memo
-    if id(value) in memo:
-        return memo[id(value)]
-    memo[id(value)] = value
-    if isinstance(value, (tuple, set, frozenset)):
-        items = [without_traced(item, memo) for item in value]
-        if any(new is not old for new, old in zip(items, value, strict=True)):
-            memo[id(value)] = value = build(kind, items, attributes_of(value))
-    elif isinstance(value, list):
-        for position, item in enumerate(value):
-            value[position] = without_traced(item, memo)
-    elif isinstance(value, dict):
-        before = [part for pair in dict.items(value) for part in pair]
-        after = [without_traced(part, memo) for part in before]
-        if any(new is not old for new, old in zip(after, before, strict=True)):
-            refill(value, dict(zip(after[::2], after[1::2], strict=True)))
-    if can_build(kind):
-        for name, item in attributes_of(value).items():
-            new = without_traced(item, memo)
-            if new is not item:
-                name.put(value, new)
-    return value
-
-
-def _make_keys_plain(container: dict[Any, Any]) -> None:
-    if any(without_traced(key) is not key for key in container):
-        refill(container, {without_traced(key): v for key, v in dict.items(container)})
 
 
 def _outside_scalars() -> FrameType:
@@ -801,16 +659,6 @@ def _works_in_place(op: Op) -> bool:
     return "out" in op.kwargs or (
         name.endswith("_") and (not name.endswith("__") or name.startswith("__i"))
     )
-
-
-def _is_constant(value: Any) -> bool:
-    """Whether a thing without tensors in it means the same in every run."""
-    if isinstance(value, (type, types.BuiltinFunctionType, types.MethodDescriptorType)):
-        return True
-    if isinstance(value, types.FunctionType):
-        held = (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values())
-        return value.__closure__ is None and all(type(item) in PLAIN_TYPES for item in held)
-    return isinstance(value, (torch._ops.OpOverload, torch._ops.OpOverloadPacket))
 
 
 def _python_random_states() -> tuple[Any, ...]:

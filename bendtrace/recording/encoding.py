@@ -1,0 +1,201 @@
+"""Writing values down as references to ops, and making them plain again after the run."""
+
+from __future__ import annotations
+
+import types
+from enum import Enum
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from bendtrace.recording.objects import build, can_build, refill
+from bendtrace.recording.scalars import RETIRED, TRACED, TracedScalar
+from bendtrace.recording.structure import Existing, Instance, Opaque
+from bendtrace.recording.surroundings import (
+    PLAIN_TYPES,
+    Array,
+    Surroundings,
+    attributes_of,
+    is_array,
+)
+from bendtrace.recording.tape import Ref, Tape
+
+__all__ = ["Encoder", "make_keys_plain", "without_traced"]
+
+
+class Values(Protocol):
+    """What knows which op gave a value: the recorder."""
+
+    tape: Tape
+    surroundings: Surroundings
+
+    def ref(self, tensor: Tensor) -> Ref:
+        """Return the value number of a tensor."""
+
+    def scalar_ref(self, scalar: TracedScalar) -> Ref:
+        """Return the value number of a traced scalar."""
+
+
+class Encoder:
+    """Writes down arguments and outputs.
+
+    Args:
+        values: knows which op gave a value.
+    """
+
+    def __init__(self, values: Values) -> None:
+        self._values = values
+
+    def arguments(self, args: tuple[Any, ...]) -> tuple[tuple[Any, ...], Any]:
+        """Return arguments as recorded, and as the function is to be called with them."""
+        encoded: list[Any] = []
+        usable: list[Any] | None = None
+        for position, value in enumerate(args):
+            kind = type(value)
+            if kind is Tensor or kind is nn.Parameter:
+                encoded.append(self._values.ref(value))
+            elif kind in PLAIN_TYPES:
+                encoded.append(value)
+            else:
+                recorded, use = self._argument(value, kind)
+                encoded.append(recorded)
+                if use is not value:
+                    if usable is None:
+                        usable = list(args)
+                    usable[position] = use
+        return tuple(encoded), args if usable is None else tuple(usable)
+
+    def _argument(self, value: Any, kind: type) -> tuple[Any, Any]:
+        if kind in RETIRED:
+            return value._value, value._value
+        if kind in TRACED:
+            if value._origin is not self._values:  # of a run around this one
+                return value._value, value._value
+            return self._values.scalar_ref(value), value._value
+        if kind is tuple or kind is list or kind is torch.Size:
+            recorded, use = self.arguments(value)
+            if use is not value:
+                use = kind(use)
+            return (list(recorded) if kind is list else recorded), use
+        if kind is dict:
+            recorded, use = self.arguments(tuple(value.values()))
+            return dict(zip(value, recorded, strict=True)), dict(zip(value, use, strict=True))
+        if kind is slice:
+            parts = (value.start, value.stop, value.step)
+            recorded, use = self.arguments(parts)
+            return slice(*recorded), (value if use is parts else slice(*use))
+        if isinstance(value, Tensor):
+            return self._values.ref(value), value
+        return self.output(value, "an argument", {}), value
+
+    def output(self, value: Any, what: str, memo: dict[int, Any]) -> Any:
+        """Write down a value so that a replay can build it again."""
+        kind = type(value)
+        if kind in PLAIN_TYPES or isinstance(value, Enum):
+            return value
+        if kind in RETIRED:
+            return value._value
+        if kind in TRACED:
+            return self._values.scalar_ref(value) if value._origin is self._values else value._value
+        if isinstance(value, Tensor):
+            return self._values.ref(value)
+        if (part := self._values.surroundings.find(value)) is not None:
+            return Existing(part)
+        if id(value) in memo:
+            known = memo[id(value)]
+            if known is None:
+                self._values.tape.block(f"{what} contains itself")
+            return known
+        memo[id(value)] = None
+        encoded = memo[id(value)] = self._new(value, kind, what, memo)
+        return encoded
+
+    def _new(self, value: Any, kind: type, what: str, memo: dict[int, Any]) -> Any:
+        def inside(item: Any) -> Any:
+            return self.output(item, what, memo)
+
+        if kind is tuple or kind is list:
+            return kind(inside(item) for item in value)
+        if kind is dict:
+            # A traced key was guarded when it was hashed.
+            return {without_traced(key): inside(item) for key, item in value.items()}
+        if kind is slice:
+            return slice(inside(value.start), inside(value.stop), inside(value.step))
+        if _is_constant(value):
+            return value
+        if is_array(value):
+            # What the run makes of guarded values in numpy is as constant as they are; content
+            # of tensors and random numbers do not get here (see ESCAPES and `_finish`).
+            return Array(value)
+        if isinstance(value, nn.Module) or not can_build(kind):
+            self._values.tape.block(
+                f"{what} holds a {kind.__qualname__}, which a replay could not rebuild"
+            )
+            return Opaque(value)
+        instance = Instance(kind)
+        if isinstance(value, dict):
+            instance.items = {without_traced(key): inside(v) for key, v in dict.items(value)}
+        elif isinstance(value, (tuple, list, set, frozenset)):
+            instance.items = [inside(item) for item in value]
+        instance.attributes = {name: inside(item) for name, item in attributes_of(value).items()}
+        return instance
+
+    def leniently(self, value: Any) -> Any:
+        """Write down what a module was given, as far as ops have seen it."""
+        kind = type(value)
+        if isinstance(value, Tensor) or kind in TRACED or kind in PLAIN_TYPES:
+            return self.output(value, "a module's argument", {})
+        if kind is tuple or kind is list:
+            return kind(self.leniently(item) for item in value)
+        if isinstance(value, dict):
+            return {key: self.leniently(item) for key, item in value.items()}
+        part = self._values.surroundings.find(value)
+        return Opaque(value) if part is None else Existing(part)
+
+
+def without_traced(value: Any, memo: dict[int, Any] | None = None) -> Any:
+    """Return a value with every traced scalar in it made plain; mutable ones are changed."""
+    kind = type(value)
+    if kind in TRACED:
+        return value._value
+    if kind in PLAIN_TYPES or isinstance(value, (Tensor, nn.Module, type)):
+        return value
+    memo = {} if memo is None else memo
+    if id(value) in memo:
+        return memo[id(value)]
+    memo[id(value)] = value
+    if isinstance(value, (tuple, set, frozenset)):
+        items = [without_traced(item, memo) for item in value]
+        if any(new is not old for new, old in zip(items, value, strict=True)):
+            memo[id(value)] = value = build(kind, items, attributes_of(value))
+    elif isinstance(value, list):
+        for position, item in enumerate(value):
+            value[position] = without_traced(item, memo)
+    elif isinstance(value, dict):
+        before = [part for pair in dict.items(value) for part in pair]
+        after = [without_traced(part, memo) for part in before]
+        if any(new is not old for new, old in zip(after, before, strict=True)):
+            refill(value, dict(zip(after[::2], after[1::2], strict=True)))
+    if can_build(kind):
+        for name, item in attributes_of(value).items():
+            new = without_traced(item, memo)
+            if new is not item:
+                name.put(value, new)
+    return value
+
+
+def make_keys_plain(container: dict[Any, Any]) -> None:
+    """Exchange the traced scalars among the keys of a dict, in place."""
+    if any(without_traced(key) is not key for key in container):
+        refill(container, {without_traced(key): v for key, v in dict.items(container)})
+
+
+def _is_constant(value: Any) -> bool:
+    """Whether a thing without tensors in it means the same in every run."""
+    if isinstance(value, (type, types.BuiltinFunctionType, types.MethodDescriptorType)):
+        return True
+    if isinstance(value, types.FunctionType):
+        held = (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values())
+        return value.__closure__ is None and all(type(item) in PLAIN_TYPES for item in held)
+    return isinstance(value, (torch._ops.OpOverload, torch._ops.OpOverloadPacket))
