@@ -20,9 +20,9 @@ from bendtrace.graph.mirror import Graph, NodeRef
 from bendtrace.recording.contexts import Context
 from bendtrace.recording.iterations import user_code
 from bendtrace.recording.objects import build
+from bendtrace.recording.parts import Access, AttributeKey, Part, PartKind, identical
 from bendtrace.recording.recorder import Recording
 from bendtrace.recording.structure import Existing, Instance, Opaque
-from bendtrace.recording.surroundings import Access, AttributeKey, Part, PartKind, identical
 from bendtrace.recording.tape import ModuleCall, Op, OpKind, Test, map_refs
 
 __all__ = ["from_fx", "to_fx"]

@@ -14,9 +14,9 @@ from bendtrace.flow import FlowSteps
 from bendtrace.graph.control import controlling
 from bendtrace.recording.functions import name_of
 from bendtrace.recording.iterations import user_code
+from bendtrace.recording.parts import Access, Part
 from bendtrace.recording.recorder import Recording
 from bendtrace.recording.structure import Existing
-from bendtrace.recording.surroundings import Access, Part
 from bendtrace.recording.tape import Op, OpKind, TensorMeta, map_refs
 
 __all__ = ["Graph", "NodeRef", "mirror"]

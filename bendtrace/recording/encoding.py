@@ -10,15 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from bendtrace.recording.objects import build, can_build, refill
+from bendtrace.recording.parts import PLAIN_TYPES, Array, attributes_of, is_array
 from bendtrace.recording.scalars import RETIRED, TRACED, TracedScalar
 from bendtrace.recording.structure import Existing, Instance, Opaque
-from bendtrace.recording.surroundings import (
-    PLAIN_TYPES,
-    Array,
-    Surroundings,
-    attributes_of,
-    is_array,
-)
+from bendtrace.recording.surroundings import Surroundings
 from bendtrace.recording.tape import Ref, Tape
 
 __all__ = ["Encoder", "make_keys_plain", "without_traced"]

@@ -32,6 +32,7 @@ from bendtrace.recording.functions import (
     entered,
     name_of,
 )
+from bendtrace.recording.parts import PLAIN_TYPES, Change, Part, PartKind, requires_grad
 from bendtrace.recording.scalars import (
     TRACED,
     TracedBool,
@@ -42,14 +43,7 @@ from bendtrace.recording.scalars import (
     retire,
 )
 from bendtrace.recording.sites import Site, SiteTable, compares_identity, needs_plain_numbers
-from bendtrace.recording.surroundings import (
-    PLAIN_TYPES,
-    Change,
-    Part,
-    PartKind,
-    Surroundings,
-    requires_grad,
-)
+from bendtrace.recording.surroundings import Surroundings
 from bendtrace.recording.tape import (
     Guard,
     ModuleCall,

@@ -8,8 +8,9 @@ from typing import Any
 
 from torch import nn
 
+from bendtrace.recording.parts import Access, Part, PartKind
 from bendtrace.recording.recorder import Prefix, Recorder, Recording
-from bendtrace.recording.surroundings import Access, Part, PartKind, Surroundings
+from bendtrace.recording.surroundings import Surroundings
 
 __all__ = ["Signature", "record"]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from bendtrace.recording.surroundings import AttributeKey, Part
+from bendtrace.recording.parts import AttributeKey, Part
 from bendtrace.recording.tape import Ref, map_refs, refs_in
 
 __all__ = ["Existing", "Instance", "Opaque"]

@@ -16,38 +16,33 @@ import types
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 
 from bendtrace.recording.objects import can_build
+from bendtrace.recording.parts import (
+    PLAIN_TYPES,
+    Access,
+    Array,
+    AttributeKey,
+    Change,
+    Part,
+    PartKind,
+    TensorFacts,
+    attributes_of,
+    child_label,
+    content_of,
+    exact_items,
+    exact_members,
+    is_array,
+    requires_grad,
+)
 from bendtrace.recording.reach import is_torchs, reach_of
 from bendtrace.recording.sites import needs_plain_numbers
 
-__all__ = [
-    "PLAIN_TYPES",
-    "Access",
-    "Array",
-    "AttributeKey",
-    "Change",
-    "Part",
-    "PartKind",
-    "Surroundings",
-    "attributes_of",
-    "exact_items",
-    "exact_members",
-    "identical",
-    "is_array",
-    "requires_grad",
-]
-
-PLAIN_TYPES: frozenset[type] = frozenset(
-    {
-        type(None), bool, int, float, complex, str, bytes, range, type(...), type(NotImplemented),
-        torch.dtype, torch.device, torch.layout, torch.memory_format,
-    }
-)  # fmt: skip
+__all__ = ["Surroundings"]
 
 _HOOKS = (
     "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks",
@@ -64,181 +59,6 @@ _MODULE_INTERNALS = frozenset(
 )  # fmt: skip
 _LARGE = 512  # a container with more plain entries than this is compared as one
 _DEEP = 8  # plain objects nested deeper than this are guarded by identity
-
-
-class Access(Enum):
-    """How a part is reached from its parent."""
-
-    ROOT = "root"  # an argument, by its position among the bound ones
-    FIXED = "fixed"  # the object itself, known since the trace
-    ITEM = "item"  # parent[key]
-    DICT = "dict"  # parent.__dict__[key]
-    ATTRIBUTE = "attribute"  # getattr(parent, key), for __slots__
-    CELL = "cell"  # parent.cell_contents
-
-
-class PartKind(Enum):
-    """What a part is, and so how it is guarded."""
-
-    TENSOR = "tensor"
-    NUMBER = "number"  # an int or float argument: traced, guarded only where consumed
-    PLAIN = "plain"  # guarded by value
-    LIST = "list"
-    TUPLE = "tuple"
-    DICT = "dict"
-    OBJECT = "object"  # guarded by type; its attributes are parts
-    SET = "set"  # guarded by equality
-    LARGE = "large"  # a big container of plain values: guarded by equality
-    ARRAY = "array"  # a numpy array: guarded by its bytes
-    MODULE = "module"  # guarded by identity
-    IDENTITY = "identity"  # functions, classes, foreign objects: guarded by identity
-    ALIAS = "alias"  # the very object that another part is
-
-
-class Array:
-    """The content of a numpy array, as it was."""
-
-    __slots__ = ("value",)
-
-    def __init__(self, array: Any) -> None:
-        self.value = array.copy()
-
-    def __eq__(self, other: object) -> bool:
-        """Whether an array, or another such content, is the same bit by bit."""
-        array: Any = other.value if isinstance(other, Array) else other
-        return bool(
-            is_array(array)
-            and array.dtype == self.value.dtype
-            and array.shape == self.value.shape
-            and array.tobytes() == self.value.tobytes()
-        )
-
-    __hash__ = None  # type: ignore[assignment]
-
-    def __repr__(self) -> str:
-        return f"array{self.value.shape}"
-
-
-def requires_grad(tensor: torch.Tensor) -> bool:
-    """Whether a tensor requires grad; False where torch refuses to say.
-
-    It does so for a view that was made under no_grad and whose base was changed since. The
-    model may have one, as long as it asks nothing of it.
-    """
-    try:
-        return tensor.requires_grad
-    except RuntimeError:
-        return False
-
-
-def is_array(value: Any) -> bool:
-    """Whether a value is a numpy array, without importing numpy."""
-    numpy = sys.modules.get("numpy")
-    return numpy is not None and isinstance(value, numpy.ndarray)
-
-
-class TensorFacts(NamedTuple):
-    """What is guarded of a tensor among the arguments."""
-
-    dtype: torch.dtype
-    device: torch.device
-    rank: int
-    requires_grad: bool
-    layout: torch.layout
-    attributes: int  # how many it has of its own, set by Python
-
-
-@dataclass(slots=True, eq=False)
-class Part:
-    """One thing that the run could read.
-
-    Attributes:
-        index: position in the list; parents come before children.
-        parent: the part it is reached from.
-        access: how.
-        key: key or attribute name for that.
-        kind: see `PartKind`.
-        value: the thing itself. Tensors are let go after the run (None), alias parts hold
-            the part they are the same as, LARGE and SET parts a copy.
-        type: the exact type of the thing.
-        label: how a person would write it: `x`, `past[0]`, `self.fc.weight`.
-        is_argument: whether it is, or is held by, an argument.
-        content: for containers: what they held before the run, by key.
-        size: what is guarded of a container: its length (lists, tuples, modules' dicts), its
-            keys (dicts, objects), a copy of it (sets and large containers); for a tensor its
-            `TensorFacts`.
-        hidden: keys of a module's attributes that are no parts of it.
-    """
-
-    index: int
-    parent: Part | None
-    access: Access
-    key: Any
-    kind: PartKind
-    value: Any
-    type: type
-    label: str
-    is_argument: bool
-    content: dict[Any, Any] | None = None
-    size: Any = None
-    hidden: frozenset[str] = frozenset()
-
-    def __str__(self) -> str:
-        return self.label
-
-    def read(self, arguments: tuple[Any, ...]) -> Any:
-        """Read the thing as it is now.
-
-        Args:
-            arguments: the bound arguments of a call.
-
-        Raises:
-            LookupError: if it is not there any more; also AttributeError or TypeError.
-        """
-        if self.kind is PartKind.ALIAS:
-            return self.value.read(arguments)
-        if self.access is Access.ROOT:
-            return arguments[self.key]
-        if self.parent is None:
-            return self.value
-        parent = self.parent.read(arguments)
-        if self.access is Access.CELL:
-            return parent.cell_contents
-        if isinstance(self.key, AttributeKey):
-            return getattr(parent, self.key)
-        return dict.__getitem__(parent, self.key) if isinstance(parent, dict) else parent[self.key]
-
-
-@dataclass(slots=True)
-class Change:
-    """Something a run changed in its surroundings.
-
-    Attributes:
-        part: the container that was changed.
-        key: what in it; for a list whose length changed, None for the whole content.
-        value: the new value.
-        deleted: whether the key is gone.
-    """
-
-    part: Part
-    key: Any
-    value: Any
-    deleted: bool = False
-
-    def store(self, value: Any) -> None:
-        """Put `value` where the change was made."""
-        container = self.part.value
-        if self.key is None:
-            container[:] = value
-        elif isinstance(self.key, AttributeKey):
-            self.key.put(container, value)
-        else:
-            container[self.key] = value
-
-    @property
-    def label(self) -> str:
-        """How a person would write the changed place."""
-        return self.part.label if self.key is None else _child_label(self.part, self.key)
 
 
 class Surroundings:
@@ -295,7 +115,7 @@ class Surroundings:
                 self.blockers.append(f"the run changes the array {part.label}")
             if before is None:
                 continue
-            now = _content(part)
+            now = content_of(part)
             if part.kind is PartKind.IDENTITY and not isinstance(part.value, dict):
                 if any(now.get(key) is not value for key, value in before.items()):
                     self.blockers.append(f"the run changes {', '.join(before)}")
@@ -395,7 +215,7 @@ class Surroundings:
 
     def _walk_container(self, value: Any, reach: _Reach) -> None:
         part = self._add(value, reach, _container_kind(type(value)))
-        content = _content(part)
+        content = content_of(part)
         if len(content) > _LARGE and all(type(item) in PLAIN_TYPES for item in content.values()):
             part.kind, part.size = PartKind.LARGE, exact_items(value)
             return
@@ -429,7 +249,7 @@ class Surroundings:
         """Walk one of the dicts that a module consists of: they live as long as it does."""
         part = self._add(mapping, _Reach(None, Access.FIXED, None, label, False), PartKind.DICT)
         part.hidden = hidden
-        part.content = _content(part)
+        part.content = content_of(part)
         part.size = len(mapping)
         for key, item in part.content.items():
             self._walk(item, _Reach(part, Access.ITEM, key, f"{label}.{key}", False))
@@ -516,7 +336,7 @@ class _Reach:
 
     def into(self, part: Part, key: Any) -> _Reach:
         access = key.access if isinstance(key, AttributeKey) else Access.ITEM
-        label = _child_label(part, key)
+        label = child_label(part, key)
         return _Reach(part, access, key, label, self.is_argument, self.depth + 1)
 
     def traceable(self, kind: type) -> bool:
@@ -533,25 +353,6 @@ class _Reach:
         return parent is None
 
 
-class AttributeKey(str):
-    """A key that is an attribute name, to tell it from a dict's key."""
-
-    __slots__ = ("access",)
-    access: Access
-
-    def __new__(cls, name: str, access: Access) -> AttributeKey:  # noqa: D102
-        key = super().__new__(cls, name)
-        key.access = access
-        return key
-
-    def put(self, owner: Any, value: Any) -> None:
-        """Set the attribute of `owner`, past properties and frozen classes."""
-        if self.access is Access.DICT:
-            owner.__dict__[str(self)] = value
-        else:
-            object.__setattr__(owner, self, value)
-
-
 # Tuples, not sets: hashing an Enum member takes longer than comparing a few.
 _NOT_FOUND = (PartKind.PLAIN, PartKind.NUMBER, PartKind.ALIAS)
 _LET_GO = (PartKind.TENSOR, PartKind.LIST, PartKind.TUPLE, PartKind.DICT, PartKind.OBJECT)
@@ -563,48 +364,6 @@ def _container_kind(kind: type) -> PartKind:
     if issubclass(kind, tuple):
         return PartKind.TUPLE
     return PartKind.DICT if issubclass(kind, dict) else PartKind.OBJECT
-
-
-def _content(part: Part) -> dict[Any, Any]:
-    """What a container holds now, by key; attributes have `AttributeKey`s."""
-    value = part.value
-    if part.kind is PartKind.IDENTITY:  # names of a module's globals or a class, or a cell
-        names = part.content or {}
-        if isinstance(value, types.CellType):
-            return dict.fromkeys(names, value.cell_contents)
-        return {name: value[name] for name in names if name in value}
-    content: dict[Any, Any] = {}
-    if isinstance(value, (list, tuple)):
-        content.update(enumerate(value))
-    elif isinstance(value, dict):
-        # Past methods of its own, but in the order it is iterated in.
-        base: Any = collections.OrderedDict if isinstance(value, collections.OrderedDict) else dict
-        content.update(base.items(value))
-        for key in part.hidden:
-            content.pop(key, None)
-    if part.access is not Access.FIXED or part.kind is PartKind.OBJECT:
-        content.update(attributes_of(value))
-    return content
-
-
-def attributes_of(value: Any) -> dict[AttributeKey, Any]:
-    """What an object itself holds, past properties and `__getattr__`."""
-    own = getattr(value, "__dict__", {})
-    found = {AttributeKey(name, Access.DICT): item for name, item in own.items()}
-    for cls in type(value).__mro__:
-        slots = vars(cls).get("__slots__", ())
-        for name in (slots,) if isinstance(slots, str) else slots:
-            if name.startswith("__") and not name.endswith("__"):
-                name = f"_{cls.__name__.lstrip('_')}{name}"
-            if name not in ("__dict__", "__weakref__") and hasattr(value, name):
-                found[AttributeKey(name, Access.ATTRIBUTE)] = getattr(value, name)
-    return found
-
-
-def _child_label(part: Part, key: Any) -> str:
-    if isinstance(key, AttributeKey) or part.access is Access.FIXED:
-        return f"{part.label}.{key}"
-    return f"{part.label}[{key!r}]"
 
 
 def _is_plain_object(kind: type, reach: _Reach) -> bool:
@@ -657,17 +416,6 @@ def _changes_unwatched(value: Any) -> bool:
     return isinstance(value, kinds)
 
 
-def exact_members(values: Any) -> frozenset[Any]:
-    """Return a set's members with their types, since 1 == 1.0 == True."""
-    return frozenset((type(value), value) for value in values)
-
-
-def exact_items(container: Any) -> dict[Any, Any]:
-    """Return the items of a container of plain values with their types."""
-    pairs = dict.items(container) if isinstance(container, dict) else enumerate(container)
-    return {key: (type(value), value) for key, value in pairs}
-
-
 def _is_plain_data(value: Any, depth: int = 0) -> bool:
     """Whether a value is plain or a tensor, or a container of such."""
     if isinstance(value, (list, tuple, set)):
@@ -690,18 +438,3 @@ def _needs_plain_numbers(function: Callable[..., Any]) -> bool:
     called = function.forward if isinstance(function, nn.Module) else function
     code: Any = getattr(getattr(called, "__func__", called), "__code__", None)
     return code is not None and needs_plain_numbers(code)
-
-
-def identical(a: Any, b: Any) -> bool:
-    """Whether two plain values are the same for every purpose: type, sign of zero, nan."""
-    if a is b:
-        return True
-    if type(a) is not type(b):
-        return False
-    if type(a) is float:
-        return bool(a.hex() == b.hex())
-    if type(a) is complex:
-        return identical(a.real, b.real) and identical(a.imag, b.imag)
-    if isinstance(a, (list, tuple)):
-        return len(a) == len(b) and all(map(identical, a, b))
-    return bool(a == b)

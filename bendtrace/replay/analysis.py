@@ -16,7 +16,7 @@ from bendtrace.recording.functions import (
     SHAPES,
     name_of,
 )
-from bendtrace.recording.surroundings import Part
+from bendtrace.recording.parts import Part
 from bendtrace.recording.tape import Guard, Op, OpKind, Tape, Test, refs_in
 
 __all__ = ["Analysis", "GuardKind", "counts", "is_read"]

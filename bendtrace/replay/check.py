@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
-from bendtrace.recording.recorder import Recording
-from bendtrace.recording.surroundings import (
+from bendtrace.recording.parts import (
     Access,
     Array,
     AttributeKey,
@@ -18,6 +17,7 @@ from bendtrace.recording.surroundings import (
     exact_items,
     exact_members,
 )
+from bendtrace.recording.recorder import Recording
 from bendtrace.recording.tape import (
     refs_in,
 )

@@ -11,16 +11,11 @@ import torch
 
 from bendtrace.recording.contexts import Context
 from bendtrace.recording.functions import FLEETING, name_of
+from bendtrace.recording.parts import Access, AttributeKey, Change, PartKind
 from bendtrace.recording.recorder import Recording
 from bendtrace.recording.sites import Site
 from bendtrace.recording.statements import is_under_handler
 from bendtrace.recording.structure import Existing, Instance
-from bendtrace.recording.surroundings import (
-    Access,
-    AttributeKey,
-    Change,
-    PartKind,
-)
 from bendtrace.recording.tape import (
     Guard,
     ModuleCall,

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from bendtrace.flow import FlowStep, FlowSteps
 from bendtrace.recording.iterations import user_code
-from bendtrace.recording.surroundings import Access, Part, PartKind
+from bendtrace.recording.parts import Access, Part, PartKind
 from bendtrace.recording.tape import Guard, Tape, Test
 from bendtrace.replay.check import Check
 from bendtrace.replay.program import Divergence, Program

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from bendtrace.recording.parts import Access, Part, identical
 from bendtrace.recording.recorder import Prefix, Recording
-from bendtrace.recording.surroundings import Access, Part, identical
 from bendtrace.recording.tape import Guard, Ref, Test, refs_in
 from bendtrace.replay.ambience import Ambience
 from bendtrace.replay.analysis import Analysis, counts

@@ -17,14 +17,8 @@ from torch import Tensor
 
 from bendtrace.recording.contexts import ContextSwitch
 from bendtrace.recording.objects import build
+from bendtrace.recording.parts import Access, Array, Part, PartKind, identical
 from bendtrace.recording.structure import Existing, Instance
-from bendtrace.recording.surroundings import (
-    Access,
-    Array,
-    Part,
-    PartKind,
-    identical,
-)
 from bendtrace.recording.tape import (
     Guard,
     Op,

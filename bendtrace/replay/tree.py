@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
+from bendtrace.recording.parts import Part, identical
 from bendtrace.recording.recorder import Recording
-from bendtrace.recording.surroundings import Part, identical
 from bendtrace.recording.tape import Guard
 from bendtrace.replay.ambience import Ambience
 from bendtrace.replay.program import Divergence, Finished, Program
