@@ -65,7 +65,7 @@ class Trace:
     Attributes:
         recording: what the recorder left.
         function: what was run.
-        output: what it returned.
+        output: what it returned; None for a trace that a `BendedModule` made when called.
     """
 
     def __init__(

@@ -129,7 +129,7 @@ class BendedModule(nn.Module):
         names, arguments = tuple(bound), tuple(bound.values())
         program = self._tree.find(names, arguments)
         if program is None:
-            return self._record_new(args, kwargs, names, arguments).result
+            return self._record_new(args, kwargs, names, arguments)
         if program.live_only:
             self.stats.live += 1
             return self._model(*args, **kwargs)
@@ -137,7 +137,7 @@ class BendedModule(nn.Module):
         if isinstance(result, Finished):
             self.stats.replays += 1
             return result.output
-        return self._resume(args, kwargs, program, result).result
+        return self._resume(args, kwargs, program, result)
 
     def trace(self, *args: Any, _return_out: bool = False, **kwargs: Any) -> Any:
         """Run the model under the tracer, and remember the path it takes.
@@ -158,9 +158,11 @@ class BendedModule(nn.Module):
             tensor([4., 4., 4., 4.])
         """
         bound = self._signature.bind(args, kwargs)
-        recording = self._record_new(args, kwargs, tuple(bound), tuple(bound.values()))
+        output = self._record_new(args, kwargs, tuple(bound), tuple(bound.values()))
         assert self._latest is not None
-        return (self._latest, recording.result) if _return_out else self._latest
+        trace = copy.copy(self._latest)
+        trace.output = output
+        return (trace, output) if _return_out else trace
 
     def graph(self) -> Graph:
         """Return the networkx mirror of the latest trace.
@@ -227,7 +229,7 @@ class BendedModule(nn.Module):
         kwargs: Mapping[str, Any],
         names: tuple[str, ...],
         arguments: tuple[Any, ...],
-    ) -> Recording:
+    ) -> Any:
         ambience = Ambience.current()
         evolving = self._tree.outdated(names, arguments)
         mismatch = self.explain(*args, **kwargs).nearest
@@ -237,8 +239,13 @@ class BendedModule(nn.Module):
         self.stats.traces += 1
         self.stats.live += program.live_only
         self.last_mismatch = mismatch
+        return self._kept(recording, program)
+
+    def _kept(self, recording: Recording, program: Program) -> Any:
+        """Remember a run as the latest, but not its output, which is only the caller's."""
+        output, recording.result = recording.result, None
         self._latest = self._trace_of(recording, program)
-        return recording
+        return output
 
     def _resume(
         self,
@@ -246,7 +253,7 @@ class BendedModule(nn.Module):
         kwargs: Mapping[str, Any],
         program: Program,
         divergence: Divergence,
-    ) -> Recording:
+    ) -> Any:
         mismatch = explain_divergence(divergence, _steps_of(divergence.recording))
         known_live = divergence.known_live
         recording = record(self._model, args, dict(kwargs), self._signature, divergence.prefix())
@@ -255,12 +262,11 @@ class BendedModule(nn.Module):
         self.last_mismatch = mismatch
         if known_live:
             self.stats.live += 1
-            return recording
+            return recording.result
         self.stats.traces += 1
         self.stats.live += bool(recording.tape.blockers)
         program.grow(divergence, recording)
-        self._latest = self._trace_of(recording, program)
-        return recording
+        return self._kept(recording, program)
 
     def _trace_of(self, recording: Recording, program: Program) -> Trace:
         own = program if recording is program.recording else None

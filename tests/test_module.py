@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from collections import Counter
 from typing import Any
 
@@ -289,3 +290,13 @@ def test_trace_returns_the_trace_and_the_output() -> None:
     assert list(bended.graph()) == list(again.graph)
     assert torch.equal(bended(x), output)
     assert bended.stats.replays == 1
+
+
+def test_keeps_no_output_of_the_model_alive() -> None:
+    bended = bt.BendedModule(lambda x: x * 2 if x.sum() > 0 else x * 3)
+    for sign in (1.0, -1.0, 1.0):
+        output = bended(torch.full((3,), sign))
+        kept = weakref.ref(output)
+        del output
+        assert kept() is None
+    assert bended.trace(torch.ones(3)).output is not None

@@ -335,3 +335,14 @@ def test_a_view_that_torch_refuses_to_talk_about() -> None:
         return torch.ones(2, 2), torch.ones(2, 2, requires_grad=True)
 
     assert_promise(lambda: model, calls(both, both, both))
+
+
+def test_a_long_list_that_the_model_sorts_is_guarded_as_it_was() -> None:
+    def model(x: torch.Tensor) -> torch.Tensor:
+        values = x.tolist()
+        first = values[0]
+        values.sort()
+        return x * first
+
+    up, down = (lambda: torch.arange(300.0)), (lambda: torch.arange(300.0).flip(0))
+    assert_promise(lambda: model, calls(down, up, down, up))

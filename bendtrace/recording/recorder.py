@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import operator
 import os
 import random
@@ -326,7 +327,9 @@ class Recorder(TorchFunctionMode):
         op, out = self._record(func, args, kwargs, frame)
         op.meta = out
         if args[0].numel() > _LONG_LIST:
-            self._guard(Test.VALUE, op.index, out, "tolist", frame)
+            # The model may change the list it is given; what is guarded must stay as it was.
+            op.meta = copy.deepcopy(out)
+            self._guard(Test.VALUE, op.index, op.meta, "tolist", frame)
             return out
         return self._traced_list(out, Ref(op.index), frame)
 

@@ -55,7 +55,9 @@ def explain_check(
         return Mismatch(check.text)
     new = _part_now(part, arguments)
     recorded = part.size if part.kind is PartKind.TENSOR else part.value
-    return Mismatch(f"{check.text}: it is {_short(new)} now", recorded, new)
+    reason = f"{check.text}: it is {_short(new)} now"
+    # A mismatch is kept; the caller's tensor need not live as long.
+    return Mismatch(reason, recorded, _short(new) if isinstance(new, Tensor) else new)
 
 
 def explain_divergence(divergence: Divergence, steps: FlowSteps) -> Mismatch:
