@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import functools
+import types
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Self
@@ -17,6 +19,7 @@ from bendtrace.graph.names import node_names
 from bendtrace.recording.boundaries import current_watcher
 from bendtrace.recording.recorder import Recording
 from bendtrace.recording.run import Signature, record
+from bendtrace.recording.serving import call_itself, serving
 from bendtrace.replay.ambience import Ambience
 from bendtrace.replay.explain import Mismatch, explain_check, explain_divergence
 from bendtrace.replay.program import Divergence, Finished, Program
@@ -124,7 +127,7 @@ class BendedModule(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model, along recorded paths as far as they go."""
         if current_watcher() is not None:  # inside another trace, which wants to see it all
-            return self._model(*args, **kwargs)
+            return call_itself(self._model, args, kwargs)
         bound = self._signature.bind(args, kwargs)
         names, arguments = tuple(bound), tuple(bound.values())
         program = self._tree.find(names, arguments)
@@ -132,7 +135,7 @@ class BendedModule(nn.Module):
             return self._record_new(args, kwargs, names, arguments)
         if program.live_only:
             self.stats.live += 1
-            return self._model(*args, **kwargs)
+            return call_itself(self._model, args, kwargs)
         result = self._tree.replay(names, program, arguments)
         if isinstance(result, Finished):
             self.stats.replays += 1
@@ -312,7 +315,19 @@ class BendedModule(nn.Module):
             model = self.__dict__.get("_model")
             if model is None:
                 raise
-            return getattr(model, name)
+            found = getattr(model, name)
+        own = isinstance(found, types.MethodType) and found.__self__ is model
+        return self._method(found) if own and isinstance(model, nn.Module) else found
+
+    def _method(self, method: types.MethodType) -> Callable[..., Any]:
+        """Return a method of the model whose calls of the model go along recorded paths."""
+
+        @functools.wraps(method)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with serving(method.__self__, self):
+                return method(*args, **kwargs)
+
+        return call
 
     def __setattr__(self, name: str, value: Any) -> None:
         # What the model's forward reads has to reach the model.

@@ -37,7 +37,11 @@ def bits(value: Any, seen: dict[int, int] | None = None) -> Any:
         return "seen", seen[id(value)]
     seen[id(value)] = len(seen)
     if isinstance(value, torch.Tensor):
-        return (kind.__name__, value.dtype, tuple(value.shape), _bytes(value), value.requires_grad)
+        strides = value.stride() if value.layout is torch.strided else None
+        return (
+            kind.__name__, value.dtype, tuple(value.shape), strides, _bytes(value),
+            value.requires_grad,
+        )  # fmt: skip
     if isinstance(value, (list, tuple)):
         return kind, [bits(item, seen) for item in value], _attributes(value, seen)
     if isinstance(value, dict):
@@ -79,6 +83,7 @@ def state(model: Any) -> Any:
     attributes = [
         (path, {k: v for k, v in vars(module).items() if k not in hidden})
         for path, module in model.named_modules()
+        if not isinstance(module, torch.jit.ScriptModule)  # all of its is in the state dict
     ]
     gradients = {name: p.grad for name, p in model.named_parameters()}
     return bits([dict(model.state_dict()), attributes, gradients])

@@ -346,3 +346,33 @@ def test_a_long_list_that_the_model_sorts_is_guarded_as_it_was() -> None:
 
     up, down = (lambda: torch.arange(300.0)), (lambda: torch.arange(300.0).flip(0))
     assert_promise(lambda: model, calls(down, up, down, up))
+
+
+def test_an_op_that_once_raised_is_carried_out_once_when_it_does_not() -> None:
+    class Tries(nn.Module):
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            try:
+                x.add_(y)
+            except RuntimeError:
+                return x * 3
+            return x * 2
+
+    def inputs(n: int) -> Inputs:
+        return (torch.ones(2, 3), torch.ones(n)), {}
+
+    calls = [lambda n=n: inputs(n) for n in (2, 3, 2, 3, 3, 2)]
+    assert assert_promise(Tries, calls).stats.replays == 4
+
+
+def test_the_text_of_a_caught_error_is_part_of_the_path() -> None:
+    def says(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, str]:
+        try:
+            return x + y, ""
+        except RuntimeError as error:
+            return x, str(error)
+
+    def inputs(n: int) -> Inputs:
+        return (torch.ones(2, 3), torch.ones(n)), {}
+
+    calls = [lambda n=n: inputs(n) for n in (2, 4, 2, 4, 3, 3)]
+    assert assert_promise(lambda: says, calls).stats.replays == 3

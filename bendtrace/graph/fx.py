@@ -155,7 +155,7 @@ class _Writer:
             return
         if op.raised is not None:
             raise ConversionError(
-                f"the run catches {op.raised.__name__} at {data['site']}, which an fx graph "
+                f"the run catches {op.raised.type.__name__} at {data['site']}, which an fx graph "
                 "cannot express"
             )
         if op.kind is OpKind.STATE:

@@ -259,7 +259,7 @@ def _node(
         place, _, _ = user_code(op.scope, op.site)
         data["site"], data["text"] = str(place), place.text
     if op.raised is not None:
-        data["raised"] = op.raised.__name__
+        data["raised"] = op.raised.type.__name__
     if op.kind in (OpKind.STATE, OpKind.UNKNOWN):
         target = str(op.target).removeprefix("self.") if op.target else "unknown"
         return {**data, "op": "get_attr", "target": target, "args": (), "kwargs": {}}

@@ -33,6 +33,7 @@ from bendtrace.recording.functions import (
     entered,
     name_of,
 )
+from bendtrace.recording.handlers import raised_by
 from bendtrace.recording.parts import PLAIN_TYPES, Change, Part, PartKind, requires_grad
 from bendtrace.recording.scalars import (
     TRACED,
@@ -43,7 +44,7 @@ from bendtrace.recording.scalars import (
     plain,
     retire,
 )
-from bendtrace.recording.sites import Site, SiteTable, compares_identity, needs_plain_numbers
+from bendtrace.recording.sites import Site, SiteTable
 from bendtrace.recording.surroundings import Surroundings
 from bendtrace.recording.tape import (
     Guard,
@@ -57,6 +58,7 @@ from bendtrace.recording.tape import (
     map_refs,
     refs_in,
 )
+from bendtrace.recording.usage import compares_identity, needs_plain_numbers, only_tests
 
 __all__ = ["Prefix", "Recorder", "Recording"]
 
@@ -74,13 +76,15 @@ class Prefix:
     Attributes:
         ops: the tape up to the divergence.
         values: what the replay computed, by op; ops without a value are carried out.
+        errors: what ops raised in the replay.
     """
 
-    __slots__ = ("ops", "values")
+    __slots__ = ("errors", "ops", "values")
 
-    def __init__(self, ops: list[Op], values: dict[int, Any]) -> None:
+    def __init__(self, ops: list[Op], values: dict[int, Any], errors: dict[int, Exception]) -> None:
         self.ops = ops
         self.values = values
+        self.errors = errors
 
 
 class Recording:
@@ -301,9 +305,11 @@ class Recorder(TorchFunctionMode):
         if self._prefix is not None and op.index in self._prefix.values:
             return op, self._prefix.values[op.index]
         try:
+            if self._prefix is not None and op.index in self._prefix.errors:
+                raise self._prefix.errors[op.index]
             return op, func(*args, **kwargs)
         except Exception as error:
-            op.raised = type(error)
+            op.raised = raised_by(op, error)
             raise
 
     def _metadata(
@@ -555,8 +561,11 @@ class Recorder(TorchFunctionMode):
 
     def _traced(self, kind: Any, value: Any, source: Any, frame: FrameType) -> Any:
         scalar = self._scalar(kind, value, source)
-        if kind is TracedBool and compares_identity(frame.f_code):
-            return scalar._consume("type")
+        if kind is TracedBool:
+            if compares_identity(frame.f_code):
+                return scalar._consume("type")
+            if not only_tests(frame):
+                return scalar._consume("bool")
         return (
             scalar._consume("type")
             if self._plain_numbers or needs_plain_numbers(frame.f_code)

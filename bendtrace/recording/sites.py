@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dis
-import itertools
 import linecache
 import os
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-__all__ = ["Place", "Site", "SiteTable", "Span", "compares_identity", "needs_plain_numbers"]
+__all__ = ["Place", "Site", "SiteTable", "Span"]
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _TRACER = os.path.dirname(__file__) + os.sep
@@ -153,47 +152,3 @@ def _is_covered(code: CodeType, offset: int) -> bool:
     # Private to dis, but the only reader of the table (Python 3.11 to 3.14).
     entries = dis._parse_exception_table(code)  # type: ignore[attr-defined]
     return any(entry.start <= offset < entry.end for entry in entries)
-
-
-_identity: dict[int, tuple[CodeType, bool]] = {}
-
-
-def compares_identity(code: CodeType) -> bool:
-    """Whether code asks `x is y` of two things neither of which is a constant."""
-    known = _identity.get(id(code))
-    if known is None:
-        loads = list(dis.get_instructions(code))
-        asks = any(
-            there.opname == "IS_OP" and before.opname != "LOAD_CONST"
-            for before, there in itertools.pairwise(loads)
-        )
-        known = _identity[id(code)] = (code, asks)
-    return known[1]
-
-
-_TELLING_NAMES = frozenset({"type", "manual_seed", "dumps", "deque", "Decimal", "timedelta"})
-_plain: dict[int, tuple[CodeType, bool]] = {}
-
-
-def needs_plain_numbers(code: CodeType) -> bool:
-    """Whether code does something that a traced scalar would answer otherwise than a number.
-
-    That is asking for `type(x)` or `x is True`, and giving it to C code that insists on an exact
-    number without asking the tracer: seeding a generator, `json.dumps` and the like.
-    """
-    known = _plain.get(id(code))
-    if known is None:
-        known = _plain[id(code)] = (code, _has_such_code(code))
-    return known[1]
-
-
-def _has_such_code(code: CodeType) -> bool:
-    if not _TELLING_NAMES.isdisjoint(code.co_names):
-        return True
-    previous = None
-    for instruction in dis.get_instructions(code):
-        if instruction.opname == "IS_OP" and previous is not None:
-            if previous.opname == "LOAD_CONST" and isinstance(previous.argval, bool):
-                return True
-        previous = instruction
-    return False

@@ -13,6 +13,7 @@ from bendtrace.recording.sites import Place, Span
 __all__ = [
     "Loop",
     "Role",
+    "asks_for_error",
     "decides",
     "governed",
     "is_under_handler",
@@ -257,23 +258,38 @@ def is_under_handler(place: Place) -> bool:
     Asked for places that the exception table of their code covers. Of these, the source can
     only rule out blocks under torch's own context managers.
     """
+    return any(True for _ in _handlers(place))
+
+
+@functools.cache
+def asks_for_error(place: Place) -> bool:
+    """Whether code that goes on after what is raised at `place` might look at the error."""
+    return any(
+        not isinstance(handler, ast.ExceptHandler) or handler.name is not None
+        for handler in _handlers(place)
+    )
+
+
+def _handlers(place: Place) -> Iterator[ast.AST | None]:
+    """Yield what might stop an error: handlers, other blocks, None where there is no source."""
     file = _file(place.file)
     node: ast.AST | None = file.expressions.get(place.span) or file.statements.get(place.span)
     if node is None:
-        return True
+        yield None
+        return
     for child, parent in file.ancestors(node):
         if isinstance(parent, _FUNCTIONS):
-            return False
+            return
         if isinstance(parent, (ast.Try, ast.TryStar)):
+            if child in parent.body:
+                yield from parent.handlers
             # A finally block can leave the function, or the loop, and so drop the error.
-            ends = any(_ends(statement, False) for statement in parent.finalbody)
-            if ends or (parent.handlers and child in parent.body):
-                return True
+            if any(_ends(statement, False) for statement in parent.finalbody):
+                yield parent
         elif isinstance(parent, (ast.With, ast.AsyncWith)) and not all(
             file.text(item.context_expr).startswith(_LET_THROUGH) for item in parent.items
         ):
-            return True
-    return False
+            yield parent
 
 
 # Context managers that never swallow an error.

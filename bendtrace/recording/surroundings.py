@@ -40,7 +40,7 @@ from bendtrace.recording.parts import (
     requires_grad,
 )
 from bendtrace.recording.reach import is_torchs, reach_of
-from bendtrace.recording.sites import needs_plain_numbers
+from bendtrace.recording.usage import needs_plain_numbers
 
 __all__ = ["Surroundings"]
 

@@ -16,7 +16,18 @@ import torch
 from bendtrace.recording.contexts import Context
 from bendtrace.recording.sites import Site
 
-__all__ = ["Guard", "ModuleCall", "Op", "OpKind", "Ref", "Tape", "TensorMeta", "Test", "refs_in"]
+__all__ = [
+    "Guard",
+    "ModuleCall",
+    "Op",
+    "OpKind",
+    "Raised",
+    "Ref",
+    "Tape",
+    "TensorMeta",
+    "Test",
+    "refs_in",
+]
 
 
 class Ref:
@@ -107,6 +118,21 @@ class ModuleCall:
         return f"<call {self.number + 1} of {self.path or 'the root'}>"
 
 
+class Raised(NamedTuple):
+    """An error that an op raised, as far as the model can have looked at it.
+
+    Attributes:
+        type: its class.
+        text: what it says; None where the model's handlers do not ask for the error itself.
+    """
+
+    type: type[BaseException]
+    text: str | None
+
+    def __str__(self) -> str:
+        return self.type.__name__ if self.text is None else f"{self.type.__name__}({self.text!r})"
+
+
 class Op:
     """One recorded call: of a torch function, or of Python arithmetic on a traced scalar.
 
@@ -120,7 +146,7 @@ class Op:
         site: where in the source it happened.
         context: grad, inference and autocast state it ran under.
         meta: a `TensorMeta`, a plain value, or a tuple of these.
-        raised: the exception type, for an op that raised and was caught by the model.
+        raised: what it raised, for an op whose error the model caught.
     """
 
     __slots__ = (
@@ -156,7 +182,7 @@ class Op:
         self.site = site
         self.context = context
         self.meta: Any = None
-        self.raised: type[BaseException] | None = None
+        self.raised: Raised | None = None
 
     def __repr__(self) -> str:
         return f"%{self.index} = {self.kind.value} {self.target}{self.args}"
