@@ -14,6 +14,7 @@ from bendtrace.errors import (
     InputError,
     NondeterminismError,
     NotReplayableError,
+    TraceLimitWarning,
 )
 from bendtrace.flow import (
     AssertFlowStep,
@@ -28,6 +29,7 @@ from bendtrace.flow import (
 from bendtrace.graph.fx import from_fx, to_fx
 from bendtrace.graph.mirror import Graph, NodeRef
 from bendtrace.module import BendedModule, Explanation, Stats
+from bendtrace.recording.boundaries import opaque
 
 __all__ = [
     "AssertFlowStep",
@@ -50,7 +52,9 @@ __all__ = [
     "ShapeFlowStep",
     "Stats",
     "Trace",
+    "TraceLimitWarning",
     "from_fx",
+    "opaque",
     "to_fx",
     "trace",
 ]

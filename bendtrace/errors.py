@@ -15,6 +15,7 @@ __all__ = [
     "InputError",
     "NondeterminismError",
     "NotReplayableError",
+    "TraceLimitWarning",
 ]
 
 
@@ -61,4 +62,12 @@ class NondeterminismError(BendtraceError, RuntimeError):
 
     It depends on something bendtrace could not see (a clock, a file, a global that changes).
     Operations of the run may already have been carried out, so it cannot simply start anew.
+    """
+
+
+class TraceLimitWarning(UserWarning):
+    """A model has taken more paths than its `BendedModule` keeps.
+
+    Nothing is wrong, but calls that are traced again and again are slower than the model itself.
+    The message names what makes it diverge so often.
     """

@@ -7,19 +7,22 @@ import functools
 import types
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, Self, cast
 
 from torch import nn
 
-from bendtrace._trace import Trace
+from bendtrace._trace import Trace, _name
 from bendtrace.errors import InputError
 from bendtrace.flow import FlowSteps, flow_steps
 from bendtrace.graph.mirror import Graph
 from bendtrace.graph.names import node_names
-from bendtrace.recording.boundaries import current_watcher
+from bendtrace.outline.coverage import Coverage, coverage
+from bendtrace.outline.folding import most_divergent
+from bendtrace.outline.program import Outline
 from bendtrace.recording.recorder import Recording
 from bendtrace.recording.run import Signature, record
 from bendtrace.recording.serving import call_itself, serving
+from bendtrace.recording.watcher import current_watcher
 from bendtrace.replay.ambience import Ambience
 from bendtrace.replay.explain import Mismatch, explain_check, explain_divergence
 from bendtrace.replay.program import Divergence, Finished, Program
@@ -77,13 +80,16 @@ class BendedModule(nn.Module):
 
     Args:
         model: a module; a plain function works too.
+        max_traces: how many paths to keep; None for all. Where there are more, those are
+            forgotten, and traced again if they come up, that were used least of late. The first
+            time, a `TraceLimitWarning` says what makes the model diverge so often.
 
     Attributes:
         stats: how the calls so far were served.
         last_mismatch: why the latest call that was not a replay was not one.
 
     Raises:
-        InputError: if `model` cannot be called.
+        InputError: if `model` cannot be called, or `max_traces` is not a positive number.
 
     Example:
         >>> import torch, bendtrace as bt
@@ -96,14 +102,16 @@ class BendedModule(nn.Module):
         Stats(traces=2, replays=2, retraces=1, resumes=1, live=0)
     """
 
-    def __init__(self, model: Callable[..., Any]) -> None:
+    def __init__(self, model: Callable[..., Any], *, max_traces: int | None = 64) -> None:
         if not callable(model):
             raise InputError(f"a model has to be callable; {model!r} is not")
+        if max_traces is not None and (type(max_traces) is not int or max_traces < 1):
+            raise InputError(f"max_traces has to be a positive int or None, not {max_traces!r}")
         super().__init__()
         self.stats = Stats()
         self.last_mismatch = None
         self._signature = Signature(model)
-        self._tree = TraceTree()
+        self._tree = TraceTree(max_traces, most_divergent)
         self._latest: Trace | None = None
         object.__setattr__(self, "_model", model)
         if isinstance(model, nn.Module):
@@ -135,6 +143,7 @@ class BendedModule(nn.Module):
             return self._record_new(args, kwargs, names, arguments)
         if program.live_only:
             self.stats.live += 1
+            self._tree.ran_live(program)
             return call_itself(self._model, args, kwargs)
         result = self._tree.replay(names, program, arguments)
         if isinstance(result, Finished):
@@ -187,6 +196,35 @@ class BendedModule(nn.Module):
         )
 
     @property
+    def tree(self) -> Outline:
+        """What is known of the model's paths, as a program: prints, and draws, as one.
+
+        Example:
+            >>> import torch, bendtrace as bt
+            >>> bended = bt.BendedModule(lambda x: x + 1 if x.sum() > 0 else x - 1)
+            >>> for value in (1.0, 2.0, -1.0):
+            ...     _ = bended(torch.tensor([value]))
+            >>> [(branch.text, branch.hits(True), branch.hits(False))
+            ...  for branch in bended.tree[0].flow.branches.values()]
+            [('... if x.sum() > 0 else ...', 2, 1)]
+        """
+        return Outline(self._tree, _name(self._model), vars(self.stats))
+
+    def coverage(self) -> Coverage:
+        """List the branches of the model's source of which only one side was seen, or none.
+
+        Example:
+            >>> import torch, bendtrace as bt
+            >>> def clipped(x):
+            ...     return x if x.abs().max() < 1 else x.clamp(-1, 1)
+            >>> bended = bt.BendedModule(clipped)
+            >>> _ = bended(torch.tensor([0.5]))
+            >>> [branch.text for branch in bended.coverage()]
+            ['x.abs().max() < 1']
+        """
+        return coverage(self._tree)
+
+    @property
     def why_live(self) -> tuple[str, ...]:
         """Why some calls run the model's own Python; empty if none has to."""
         reasons = [reason for trace in self.traces for reason in trace.why_live]
@@ -236,7 +274,11 @@ class BendedModule(nn.Module):
         ambience = Ambience.current()
         evolving = self._tree.outdated(names, arguments)
         mismatch = self.explain(*args, **kwargs).nearest
-        recording = record(self._model, args, dict(kwargs), self._signature)
+        try:
+            recording = record(self._model, args, dict(kwargs), self._signature)
+        except Exception as error:
+            self._tree.failed(error)
+            raise
         program = self._tree.add(names, recording, ambience, evolving)
         self.stats.retraces += self.stats.traces > 0
         self.stats.traces += 1
@@ -259,16 +301,22 @@ class BendedModule(nn.Module):
     ) -> Any:
         mismatch = explain_divergence(divergence, _steps_of(divergence.recording))
         known_live = divergence.known_live
-        recording = record(self._model, args, dict(kwargs), self._signature, divergence.prefix())
+        prefix = divergence.prefix()
+        try:
+            recording = record(self._model, args, dict(kwargs), self._signature, prefix)
+        except Exception as error:
+            self._tree.failed(error, divergence)
+            raise
         self.stats.retraces += 1
         self.stats.resumes += 1
         self.last_mismatch = mismatch
         if known_live:
             self.stats.live += 1
+            self._tree.ran_live(program, divergence)
             return recording.result
         self.stats.traces += 1
         self.stats.live += bool(recording.tape.blockers)
-        program.grow(divergence, recording)
+        self._tree.grow(program, divergence, recording)
         return self._kept(recording, program)
 
     def _trace_of(self, recording: Recording, program: Program) -> Trace:
@@ -277,10 +325,10 @@ class BendedModule(nn.Module):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> BendedModule:
         # Paths are not copied: their code holds on to the tensors and modules of this model.
-        return BendedModule(copy.deepcopy(self._model, memo))
+        return _wrap(copy.deepcopy(self._model, memo), self._tree.limit)
 
     def __reduce__(self) -> Any:
-        return BendedModule, (self._model,)
+        return _wrap, (self._model, self._tree.limit)
 
     # Being the model, as far as torch can tell
 
@@ -324,7 +372,7 @@ class BendedModule(nn.Module):
 
         @functools.wraps(method)
         def call(*args: Any, **kwargs: Any) -> Any:
-            with serving(method.__self__, self):
+            with serving(cast(nn.Module, self._model), self):
                 return method(*args, **kwargs)
 
         return call
@@ -349,6 +397,10 @@ class BendedModule(nn.Module):
 
 _TABLES = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
 _OWN = frozenset({"stats", "last_mismatch", "_latest", "training"})
+
+
+def _wrap(model: Callable[..., Any], max_traces: int | None) -> BendedModule:
+    return BendedModule(model, max_traces=max_traces)
 
 
 def _steps_of(recording: Recording) -> FlowSteps:

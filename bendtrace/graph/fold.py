@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from bendtrace.recording.recorder import Recording
-from bendtrace.recording.structure import Instance, Opaque
+from bendtrace.recording.structure import Instance, Made, Opaque
 from bendtrace.recording.tape import ModuleCall, OpKind, Ref, Tape, refs_in
 
 __all__ = ["Folding", "folding"]
@@ -129,7 +129,7 @@ def _last_users(recording: Recording) -> dict[int, int]:
 
 
 def _has_opaque(value: Any) -> bool:
-    if isinstance(value, (Opaque, Instance)):
+    if isinstance(value, (Opaque, Instance, Made)):
         return True
     if isinstance(value, (tuple, list)):
         return any(map(_has_opaque, value))

@@ -22,7 +22,7 @@ from bendtrace.recording.iterations import user_code
 from bendtrace.recording.objects import build
 from bendtrace.recording.parts import Access, AttributeKey, Part, PartKind, identical
 from bendtrace.recording.recorder import Recording
-from bendtrace.recording.structure import Existing, Instance, Opaque
+from bendtrace.recording.structure import Existing, Fixed, Instance, Made, Opaque
 from bendtrace.recording.tape import ModuleCall, Op, OpKind, Test, map_refs
 
 __all__ = ["from_fx", "to_fx"]
@@ -201,7 +201,7 @@ class _Writer:
             return slice(self._value(value.start), self._value(value.stop), self._value(value.step))
         if isinstance(value, Instance):
             return self._built(value)
-        if isinstance(value, (Existing, Opaque)):
+        if isinstance(value, (Existing, Fixed, Made, Opaque)):
             raise ConversionError(f"{value} is an object of the model, not a value of the graph")
         return value
 

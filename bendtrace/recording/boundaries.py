@@ -1,52 +1,68 @@
 """Where the tracer steps in besides the function mode, and how it steps out again.
 
-A function mode does not see the call of a module, nor an `autograd.Function`, nor the seeding
-of torch's generator. While at least one recorder is running in the process, the few entry
-points below are exchanged for ones that first look whether the *calling thread* is recording;
-when the last recorder ends, the originals are put back.
+A function mode does not see the call of a module, nor an `autograd.Function`, a scripted
+function, a transform such as vmap, or the seeding of torch's generator. While at least one
+recorder is running in the process, the few entry points below are exchanged for ones that first
+look whether the *calling thread* is recording; when the last recorder ends, the originals are
+put back. They were seen in torch 2.6 to 2.13; test_boundaries.py would notice a change.
 """
 
 from __future__ import annotations
 
 import functools
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 import torch
+import torch._functorch.apis
 from torch import nn
 
-__all__ = ["BOUNDARY_CODES", "Watcher", "current_watcher", "watching"]
+from bendtrace.recording.watcher import Watcher, current_watcher, set_watcher
+
+__all__ = ["BOUNDARY_CODES", "opaque", "watching"]
 
 
-class Watcher(Protocol):
-    """What the entry points report to."""
+def opaque(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Have a function recorded as one op, whatever it does inside.
 
-    def module_call(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Run a module's call as a scope."""
+    For what torch does not let a tracer see: foreign kernels, numpy code that makes tensors, C++
+    extensions. The function is called anew by each replay, with the tensors and numbers of that
+    call; what it changes in them, it changes again. The op is guarded by what it returns: numbers
+    as traced numbers, other plain values by value, tensors not at all. Nothing inside it becomes
+    a node or a flow step, and what it reads besides its arguments is not guarded.
 
-    def opaque_call(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Run `function(*args, **kwargs)` as one op."""
+    Args:
+        function: any callable; usable as a decorator, also of methods.
+
+    Returns:
+        A function that does the same, and is one op when a trace comes by it.
+
+    Example:
+        >>> import numpy, torch, bendtrace as bt
+        >>> @bt.opaque
+        ... def smooth(x):
+        ...     return torch.from_numpy(numpy.convolve(x.numpy(), [0.5, 0.5], "same"))
+        >>> bended = bt.BendedModule(lambda x: smooth(x) * 2)
+        >>> for value in (1.0, 3.0):
+        ...     out = bended(torch.full((3,), value))
+        >>> out, bended.stats.replays
+        (tensor([3., 6., 6.]), 1)
+    """
+    return _as_one_op(function)
 
 
-class _Local(threading.local):
-    watcher: Watcher | None = None
+def _as_one_op(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        watcher = current_watcher()
+        if watcher is None:
+            return function(*args, **kwargs)
+        return watcher.opaque_call(function, args, kwargs)
 
-
-_local = _Local()
-_lock = threading.Lock()
-_running = 0
-
-_function_apply = torch.autograd.Function.__dict__["apply"]
-_has_torch_function = torch.overrides.has_torch_function
-_manual_seed = torch.random.manual_seed
-_set_rng_state = torch.set_rng_state
-
-
-def current_watcher() -> Watcher | None:
-    """Return the recorder of the calling thread, if it is recording."""
-    return _local.watcher
+    return call
 
 
 class _ModuleCall:
@@ -54,13 +70,13 @@ class _ModuleCall:
 
     Unlike `__call__` itself, nothing keeps a reference to it (torch._dynamo, when it is
     imported, does to `__call__`). A data descriptor, so that modules that were compiled run
-    as they are while they are traced. Seen in torch 2.6 to 2.13; test_boundaries.py notices.
+    as they are while they are traced.
     """
 
     def __get__(self, module: nn.Module | None, owner: type) -> Any:
         if module is None:
             return None
-        watcher = _local.watcher
+        watcher = current_watcher()
         if watcher is None:
             return module.__dict__.get("_compiled_call_impl")
 
@@ -76,16 +92,25 @@ class _ModuleCall:
         del module.__dict__["_compiled_call_impl"]
 
 
-def _watched_apply(cls: type, *args: Any, **kwargs: Any) -> Any:
-    apply = _function_apply.__get__(None, cls)
-    watcher = _local.watcher
-    return apply(*args, **kwargs) if watcher is None else watcher.opaque_call(apply, args, kwargs)
+# What Function.apply comes down to. It is exchanged here and not there, so that an `apply` taken
+# before the run (`relu = MyRelu.apply`) is met as well.
+_SingleLevelFunction = torch.autograd.function._SingleLevelFunction
 
 
-def _watched_has_torch_function(arguments: Any) -> bool:
-    # Modules ask this to choose a fused path (nn.TransformerEncoderLayer in torch 2.5 to
-    # 2.13). The recorder itself must not change their choice; tensor subclasses still do.
-    if _local.watcher is None:
+def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+    watcher = current_watcher()
+    if watcher is None:
+        return super(_SingleLevelFunction, cls).apply(*args, **kwargs)
+    return watcher.opaque_call(cls.apply, args, kwargs)
+
+
+_has_torch_function = torch.overrides.has_torch_function
+
+
+def _asks_for_torch_function(arguments: Any) -> bool:
+    # Modules ask this to choose a fused path (nn.TransformerEncoderLayer). The recorder itself
+    # must not change their choice; tensor subclasses still do.
+    if current_watcher() is None:
         return _has_torch_function(arguments)
     with torch._C.DisableTorchFunction():
         return any(
@@ -98,50 +123,144 @@ def _watched_has_torch_function(arguments: Any) -> bool:
 _TENSORS = frozenset({torch.Tensor, nn.Parameter})
 
 
-def _watched(function: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(function)
+def _method_of_script(method: Any) -> Callable[..., Any]:
+    """A scripted function is recorded as a call of itself: there is one `__call__` for all."""
+
     def call(*args: Any, **kwargs: Any) -> Any:
-        watcher = _local.watcher
+        watcher = current_watcher()
         if watcher is None:
-            return function(*args, **kwargs)
-        return watcher.opaque_call(function, args, kwargs)
+            return method(*args, **kwargs)
+        return watcher.opaque_call(args[0], args[1:], kwargs)
 
     return call
 
 
-_seed = _watched(_manual_seed)
-_set_state = _watched(_set_rng_state)
+_saved_tensors_hooks = torch.autograd.graph.saved_tensors_hooks
+_enter_hooks = _saved_tensors_hooks.__enter__
 
-_ENTRY_POINTS: tuple[tuple[Any, str, Any, Any], ...] = (
-    (nn.Module, "_compiled_call_impl", None, _ModuleCall()),
-    (torch.autograd.Function, "apply", _function_apply, classmethod(_watched_apply)),
-    (torch.overrides, "has_torch_function", _has_torch_function, _watched_has_torch_function),
-    (torch, "manual_seed", _manual_seed, _seed),
-    (torch.random, "manual_seed", _manual_seed, _seed),
-    (torch, "set_rng_state", _set_rng_state, _set_state),
-    (torch.random, "set_rng_state", _set_rng_state, _set_state),
-)
+
+def _enters_hooks(hooks: Any) -> Any:
+    watcher = current_watcher()
+    if watcher is not None:
+        watcher.unseen("a block under saved_tensors_hooks (of torch.utils.checkpoint, perhaps)")
+    return _enter_hooks(hooks)
+
+
+_swap_tensors = torch.utils.swap_tensors
+
+
+def _swaps(t1: torch.Tensor, t2: torch.Tensor) -> None:
+    watcher = current_watcher()
+    if watcher is not None:
+        watcher.unseen("torch.utils.swap_tensors")
+        watcher.forget(t1, t2)  # torch refuses to swap tensors that have weak references
+    _swap_tensors(t1, t2)
+
+
+_set_: Any = torch._C.TensorBase.set_
+
+
+def _sets(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    watcher = current_watcher()
+    if watcher is None:
+        return _set_(tensor, *args, **kwargs)
+    return watcher.opaque_call(_set_, (tensor, *args), kwargs)
+
+
+_compile = torch.compile
+
+
+def _compiles(*args: Any, **kwargs: Any) -> Any:
+    if current_watcher() is not None:
+        _run_compiled_code_eagerly()
+    return _compile(*args, **kwargs)
+
+
+# While a recorder runs, what torch.compile has compiled runs as it is: there is nothing to see in
+# compiled code, and torch._dynamo would compile the recorder along with what it calls.
+_stances: list[Any] = []
+
+
+def _run_compiled_code_eagerly() -> None:
+    if not _stances:
+        stance = torch.compiler.set_stance("force_eager")
+        stance.__enter__()
+        _stances.append(stance)
+
+
+class _EntryPoint(NamedTuple):
+    """An attribute of `owner`, what it is exchanged for, and what it is otherwise."""
+
+    owner: Any
+    name: str
+    ours: Any
+    original: Any
+
+
+_ABSENT = object()
+
+
+def _entry_points() -> Iterator[_EntryPoint]:
+    def entry(owner: Any, name: str, ours: Any) -> _EntryPoint:
+        return _EntryPoint(owner, name, ours, vars(owner).get(name, _ABSENT))
+
+    yield _EntryPoint(nn.Module, "_compiled_call_impl", _ModuleCall(), None)
+    yield entry(_SingleLevelFunction, "apply", classmethod(_apply))
+    yield entry(torch.overrides, "has_torch_function", _asks_for_torch_function)
+    yield entry(_saved_tensors_hooks, "__enter__", _enters_hooks)
+    for script in (torch._C.ScriptFunction, torch._C.ScriptMethod):
+        yield entry(script, "__call__", _method_of_script(script.__call__))
+    yield entry(torch.utils, "swap_tensors", _swaps)
+    yield entry(torch.Tensor, "set_", _sets)
+    yield entry(torch, "compile", _compiles)
+    for name in ("manual_seed", "get_rng_state", "set_rng_state"):
+        ours = _as_one_op(getattr(torch, name))
+        yield entry(torch, name, ours)
+        yield entry(torch.random, name, ours)
+    # What the transforms of functorch come down to: functions of functions, so one op each.
+    for owner, names in (
+        (torch._functorch.apis, ("vmap_impl",)),
+        (
+            torch._functorch.eager_transforms,
+            ("grad_impl", "grad_and_value_impl", "_jvp_with_argnums"),
+        ),
+    ):
+        for name in names:
+            if hasattr(owner, name):
+                yield entry(owner, name, _as_one_op(getattr(owner, name)))
+
+
+_ENTRY_POINTS = tuple(_entry_points())
 
 BOUNDARY_CODES = frozenset({nn.Module._wrapped_call_impl.__code__, nn.Module._call_impl.__code__})
 
 
 def _enter() -> list[Any]:
-    before = [vars(owner)[name] for owner, name, _, _ in _ENTRY_POINTS]
-    for owner, name, _, ours in _ENTRY_POINTS:
-        setattr(owner, name, ours)
+    if "torch._dynamo" in sys.modules:  # else nothing is compiled yet
+        _run_compiled_code_eagerly()
+    before = [vars(entry.owner).get(entry.name, _ABSENT) for entry in _ENTRY_POINTS]
+    for entry in _ENTRY_POINTS:
+        setattr(entry.owner, entry.name, entry.ours)
     return before
 
 
 def _leave(before: list[Any]) -> None:
-    for (owner, name, original, ours), value in zip(_ENTRY_POINTS, before, strict=True):
-        current = vars(owner)[name]
-        if current is ours:
-            setattr(owner, name, value)
-        elif getattr(current, "__wrapped__", None) is ours:
+    while _stances:
+        _stances.pop().__exit__(None, None, None)
+    for entry, value in zip(_ENTRY_POINTS, before, strict=True):
+        current = vars(entry.owner)[entry.name]
+        if current is entry.ours and value is _ABSENT:
+            delattr(entry.owner, entry.name)
+        elif current is entry.ours:
+            setattr(entry.owner, entry.name, value)
+        elif getattr(current, "__wrapped__", None) is entry.ours:
             # torch._dynamo wraps manual_seed when it is imported, and that was during the run.
-            setattr(owner, name, torch._disable_dynamo(original))  # type: ignore[attr-defined]
+            restored = torch._disable_dynamo(entry.original)  # type: ignore[attr-defined]
+            setattr(entry.owner, entry.name, restored)
 
 
+_lock = threading.Lock()
+_running = 0
 _before: list[Any] = []
 
 
@@ -153,11 +272,11 @@ def watching(watcher: Watcher | None) -> Iterator[None]:
         _running += 1
         if _running == 1:
             _before[:] = _enter()
-    outer, _local.watcher = _local.watcher, watcher
+    outer = set_watcher(watcher)
     try:
         yield
     finally:
-        _local.watcher = outer
+        set_watcher(outer)
         with _lock:
             _running -= 1
             if _running == 0:

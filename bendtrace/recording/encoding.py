@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
+import functools
+import sys
 import types
+from collections.abc import Callable
 from enum import Enum
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from bendtrace.recording.objects import build, can_build, refill
+from bendtrace.recording.objects import (
+    build,
+    can_build,
+    make_function,
+    make_partial,
+    refill,
+    tagged,
+)
 from bendtrace.recording.parts import PLAIN_TYPES, Array, attributes_of, is_array
 from bendtrace.recording.scalars import RETIRED, TRACED, TracedScalar
-from bendtrace.recording.structure import Existing, Instance, Opaque
+from bendtrace.recording.structure import Existing, Fixed, Instance, Made, Opaque
 from bendtrace.recording.surroundings import Surroundings
 from bendtrace.recording.tape import Ref, Tape
+from bendtrace.recording.usage import stores_outside
 
 __all__ = ["Encoder", "make_keys_plain", "without_traced"]
 
@@ -30,6 +41,9 @@ class Values(Protocol):
 
     def scalar_ref(self, scalar: TracedScalar) -> Ref:
         """Return the value number of a traced scalar."""
+
+    def here(self) -> str:
+        """Say where the model is."""
 
 
 class Encoder:
@@ -94,17 +108,49 @@ class Encoder:
         if kind in TRACED:
             return self._values.scalar_ref(value) if value._origin is self._values else value._value
         if isinstance(value, Tensor):
+            if (
+                kind in _TENSORS
+                and value.__dict__
+                and self._values.surroundings.find(value) is None
+            ):
+                return self._remembered(value, memo, lambda: self._tagged(value, what, memo))
             return self._values.ref(value)
         if (part := self._values.surroundings.find(value)) is not None:
             return Existing(part)
+        return self._remembered(value, memo, lambda: self._new(value, kind, what, memo))
+
+    def _remembered(self, value: Any, memo: dict[int, Any], encode: Callable[[], Any]) -> Any:
+        """Encode a thing once, however often it is met."""
         if id(value) in memo:
             known = memo[id(value)]
             if known is None:
-                self._values.tape.block(f"{what} contains itself")
+                self._values.tape.block(f"a value contains itself ({self._values.here()})")
             return known
         memo[id(value)] = None
-        encoded = memo[id(value)] = self._new(value, kind, what, memo)
+        encoded = memo[id(value)] = encode()
         return encoded
+
+    def _tagged(self, tensor: Tensor, what: str, memo: dict[int, Any]) -> Made:
+        attributes = self.output(dict(tensor.__dict__), what, memo)
+        return Made(tagged, self._values.ref(tensor), attributes)
+
+    def _function(self, function: types.FunctionType, what: str, memo: dict[int, Any]) -> Any:
+        cells = function.__closure__ or ()
+        try:
+            held = tuple(cell.cell_contents for cell in cells)
+        except ValueError:  # a name that is assigned only later
+            held = None
+        if held is None or stores_outside(function.__code__) or vars(function):
+            self._values.tape.block(
+                f"{what} holds the function {function.__name__}, which a replay could not rebuild "
+                f"({self._values.here()})"
+            )
+            return Opaque(function)
+        parts = (function.__defaults__, function.__kwdefaults__, held)
+        return Made(
+            make_function, function.__code__, Fixed(function.__globals__),
+            *(self.output(part, what, memo) for part in parts),
+        )  # fmt: skip
 
     def _new(self, value: Any, kind: type, what: str, memo: dict[int, Any]) -> Any:
         def inside(item: Any) -> Any:
@@ -119,13 +165,20 @@ class Encoder:
             return slice(inside(value.start), inside(value.stop), inside(value.step))
         if _is_constant(value):
             return value
+        if kind is types.FunctionType:
+            return self._function(value, what, memo)
+        if kind is types.MethodType:
+            return Made(types.MethodType, inside(value.__func__), inside(value.__self__))
+        if kind is functools.partial and not vars(value):
+            return Made(make_partial, *map(inside, (value.func, value.args, value.keywords)))
         if is_array(value):
             # What the run makes of guarded values in numpy is as constant as they are; content
             # of tensors and random numbers do not get here (see ESCAPES and `_finish`).
             return Array(value)
         if isinstance(value, nn.Module) or not can_build(kind):
             self._values.tape.block(
-                f"{what} holds a {kind.__qualname__}, which a replay could not rebuild"
+                f"{what} holds a {kind.__qualname__}, which a replay could not rebuild "
+                f"({self._values.here()})"
             )
             return Opaque(value)
         instance = Instance(kind)
@@ -191,6 +244,12 @@ def _is_constant(value: Any) -> bool:
     if isinstance(value, (type, types.BuiltinFunctionType, types.MethodDescriptorType)):
         return True
     if isinstance(value, types.FunctionType):
-        held = (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values())
-        return value.__closure__ is None and all(type(item) in PLAIN_TYPES for item in held)
-    return isinstance(value, (torch._ops.OpOverload, torch._ops.OpOverloadPacket))
+        # A function nested in another, and a lambda, can be made anew by each run.
+        return value.__closure__ is None and "<" not in value.__qualname__
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and isinstance(value, numpy.generic):
+        return True
+    return isinstance(value, (torch._ops.OperatorBase, torch._ops.OpOverloadPacket))
+
+
+_TENSORS = frozenset({Tensor, nn.Parameter})

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+import types
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-__all__ = ["build", "can_build", "refill"]
+__all__ = ["build", "can_build", "make_function", "make_partial", "refill", "tagged"]
 
 _BASES = frozenset({object, tuple, list, dict, OrderedDict, set, frozenset})
 _HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: made by a class statement, so no state of its own in C
@@ -47,3 +50,30 @@ def build(cls: type, items: Any, attributes: dict[Any, Any]) -> Any:
     for name, value in attributes.items():
         name.put(made, value)
     return made
+
+
+def make_function(
+    code: types.CodeType,
+    namespace: dict[str, Any],
+    defaults: tuple[Any, ...] | None,
+    keyword_defaults: dict[str, Any] | None,
+    held: tuple[Any, ...],
+) -> types.FunctionType:
+    """Make a function from its code, its globals and what it closes over."""
+    cells = tuple(map(types.CellType, held))
+    made = types.FunctionType(code, namespace, code.co_name, defaults, cells)
+    made.__kwdefaults__ = keyword_defaults
+    return made
+
+
+def make_partial(
+    function: Callable[..., Any], args: tuple[Any, ...], keywords: dict[str, Any]
+) -> functools.partial[Any]:
+    """Make a partial function from its parts."""
+    return functools.partial(function, *args, **keywords)
+
+
+def tagged(tensor: torch.Tensor, attributes: dict[str, Any]) -> torch.Tensor:
+    """Return a tensor with Python attributes set on it."""
+    tensor.__dict__.update(attributes)
+    return tensor

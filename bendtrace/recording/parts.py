@@ -296,6 +296,6 @@ def content_of(part: Part) -> dict[Any, Any]:
         content.update(base.items(value))
         for key in part.hidden:
             content.pop(key, None)
-    if part.access is not Access.FIXED or part.kind is PartKind.OBJECT:
+    if part.access is not Access.FIXED or part.kind in (PartKind.OBJECT, PartKind.TENSOR):
         content.update(attributes_of(value))
     return content

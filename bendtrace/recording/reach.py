@@ -10,10 +10,10 @@ import dis
 import functools
 import sys
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-__all__ = ["Reach", "is_torchs", "names_in", "reach_of"]
+__all__ = ["Reach", "is_torchs", "names_in", "place_naming", "reach_of"]
 
 Named = tuple[Mapping[str, Any], str]
 
@@ -85,10 +85,32 @@ def reach_of(subject: type | types.FunctionType) -> Reach:
 
 def names_in(code: types.CodeType) -> Iterator[str]:
     """Yield the global and attribute names that code uses, nested functions included."""
-    yield from code.co_names
+    for inner in codes_in(code):
+        yield from inner.co_names
+
+
+def place_naming(name: str, functions: Iterable[types.FunctionType]) -> str:
+    """Say where functions store to a name or, failing that, mention it; "" if they do not."""
+    mention = ""
+    for function in functions:
+        line = 0
+        for code in codes_in(function.__code__):
+            for step in dis.get_instructions(code):
+                line = step.starts_line or line
+                if step.argval == name and isinstance(step.argval, str):
+                    place = f"{code.co_filename}:{line}"
+                    if step.opname.startswith(("STORE", "DELETE")):
+                        return place
+                    mention = mention or place
+    return mention
+
+
+def codes_in(code: types.CodeType) -> Iterator[types.CodeType]:
+    """Yield code and that of the functions nested in it."""
+    yield code
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            yield from names_in(constant)
+            yield from codes_in(constant)
 
 
 def is_torchs(module: str | None) -> bool:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import functools
 import operator
 import os
 import random
 import sys
+import sysconfig
 import types
 import weakref
 from collections.abc import Callable
@@ -56,9 +58,11 @@ from bendtrace.recording.tape import (
     TensorMeta,
     Test,
     map_refs,
+    meta_of,
     refs_in,
 )
 from bendtrace.recording.usage import compares_identity, needs_plain_numbers, only_tests
+from bendtrace.recording.watcher import current_watcher, unwatched
 
 __all__ = ["Prefix", "Recorder", "Recording"]
 
@@ -145,6 +149,7 @@ class Recorder(TorchFunctionMode):
         self._encoder = Encoder(self)
         self._plain_numbers = surroundings.tells_numbers
         self._dtype = torch.get_default_dtype()
+        self._within = False  # an op that the mode is not switched off for
         self._gone_astray: NondeterminismError | None = None
 
     # The run
@@ -159,9 +164,10 @@ class Recorder(TorchFunctionMode):
         """
         before = _python_random_states()
         seeds = self._seeds()
+        self._start = _definition(function)
         self._entry = current_context(), torch.get_default_dtype()
         if any(getattr(_module, f"_global_{name}") for name in _GLOBAL_HOOKS):
-            self.tape.block("hooks are registered for all modules")
+            self._block("hooks are registered for all modules")
         self.active = True
         try:
             with watching(self), self:
@@ -177,6 +183,9 @@ class Recorder(TorchFunctionMode):
                 retire(scalar)
             self._scalars.clear()
 
+    def _block(self, reason: str) -> None:
+        self.tape.block(f"{reason} (in {self._start})" if self._start else reason)
+
     def _seeds(self) -> list[int]:
         """The seeds of the generators that the run knows; reseeding one is not always seen."""
         parts = self.surroundings.parts
@@ -188,13 +197,13 @@ class Recorder(TorchFunctionMode):
             self._root = self.tape.calls[0]
         recording = Recording(self.tape, self.surroundings, self._root)
         if _python_random_states() != random_states:
-            self.tape.block("the run draws from Python's or numpy's random generator")
+            self._block("the run draws from Python's or numpy's random generator")
         if self._seeds() != seeds and not any(
             getattr(op.target, "__name__", "") == "manual_seed" for op in self.tape.ops
         ):
-            self.tape.block("the run seeds torch's random generator unseen")
+            self._block("the run seeds torch's random generator unseen")
         if (current_context(), torch.get_default_dtype()) != self._entry:
-            self.tape.block("the run leaves grad mode, autocast or the default dtype changed")
+            self._block("the run leaves grad mode, autocast or the default dtype changed")
         changes = list(self.surroundings.changes())
         for reason in self.surroundings.blockers:
             self.tape.block(reason)
@@ -248,6 +257,8 @@ class Recorder(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        if self._within:
+            return func(*args, **kwargs)
         frame = sys._getframe(1)
         if func in _SPECIAL:
             return self._special(func, args, kwargs, frame)
@@ -287,27 +298,59 @@ class Recorder(TorchFunctionMode):
     def opaque_call(
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Run a function as one op (see `boundaries.Watcher`)."""
-        with torch._C.DisableTorchFunction(), watching(None):
-            return self._call(function, args, kwargs, sys._getframe(2))
+        """Run a function as one op (see `watcher.Watcher`)."""
+        frame = sys._getframe(2)
+        with torch._C.DisableTorchFunction():  # what is read here is not the model's reading
+            op, args, kwargs = self._write(function, args, kwargs, frame)
+        self._within = True
+        try:
+            out = self._carry_out(op, function, args, kwargs)
+        finally:
+            self._within = False
+        with torch._C.DisableTorchFunction():
+            return self._bind(out, op, frame)
+
+    def forget(self, *tensors: Tensor) -> None:
+        """Let go of tensors altogether, weak references included."""
+        for tensor in tensors:
+            self._known.pop(id(tensor), None)
+
+    def unseen(self, what: str) -> None:
+        """Note what a replay could not repeat (see `watcher.Watcher`)."""
+        self.tape.block(f"{what} at {_user_place(sys._getframe(1))} cannot be watched")
+
+    def here(self) -> str:
+        """Say where the model is."""
+        place = _user_place(sys._getframe(1))
+        return f"at {place}" if place else f"in {self._start}"
 
     def _record(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType
     ) -> tuple[Op, Any]:
-        """Put a call on the tape and carry it out (or, resumed, take what it gave before)."""
+        """Put a call on the tape and carry it out."""
+        op, args, kwargs = self._write(func, args, kwargs, frame)
+        return op, self._carry_out(op, func, args, kwargs)
+
+    def _write(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType
+    ) -> tuple[Op, Any, dict[str, Any]]:
+        """Put a call on the tape; return it and what the function is to be called with."""
         encoded, args = self._encoder.arguments(args)
         named: dict[str, Any] = {}
         if kwargs:
             values, usable = self._encoder.arguments(tuple(kwargs.values()))
             named = dict(zip(kwargs, values, strict=True))
             kwargs = dict(zip(kwargs, usable, strict=True))
-        op = self._emit(OpKind.CALL, func, encoded, named, frame)
+        return self._emit(OpKind.CALL, func, encoded, named, frame), args, kwargs
+
+    def _carry_out(self, op: Op, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Do what an op says (or, resumed, take what it gave before)."""
         if self._prefix is not None and op.index in self._prefix.values:
-            return op, self._prefix.values[op.index]
+            return self._prefix.values[op.index]
         try:
             if self._prefix is not None and op.index in self._prefix.errors:
                 raise self._prefix.errors[op.index]
-            return op, func(*args, **kwargs)
+            return unwatched(func, args, kwargs)
         except Exception as error:
             op.raised = raised_by(op, error)
             raise
@@ -364,7 +407,8 @@ class Recorder(TorchFunctionMode):
         traced = None
         try:
             result = function(*map(plain, operands))
-            traced = _TRACED_AS.get(type(result))
+            if current_watcher() is self:  # else within an op, which a replay does as a whole
+                traced = _TRACED_AS.get(type(result))
         finally:
             if traced is None:  # it raised, or gave something that cannot be traced
                 for operand in operands:
@@ -386,7 +430,7 @@ class Recorder(TorchFunctionMode):
     # Module calls
 
     def module_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a module's call as a scope (see `boundaries.Watcher`)."""
+        """Run a module's call as a scope (see `watcher.Watcher`)."""
         path = self.surroundings.module_paths.get(id(module), f"<{type(module).__name__}>")
         number = self._calls_of.get(id(module), 0)
         self._calls_of[id(module)] = number + 1
@@ -421,7 +465,8 @@ class Recorder(TorchFunctionMode):
         site = None if frame is None else self._site(frame)
         op = Op(len(ops), kind, target, args, kwargs, self._scope, site, current_context())
         if torch.get_default_dtype() is not self._dtype:
-            self.tape.block("the run changes the default dtype on its way")
+            place = _user_place(sys._getframe(1))
+            self.tape.block(f"at {place} the run has changed the default dtype")
         if op.index < self._resumed:
             assert self._prefix is not None
             before = self._prefix.ops[op.index]
@@ -525,7 +570,7 @@ class Recorder(TorchFunctionMode):
         known.graphless = (
             op.kind is OpKind.CALL and not op.context.grad and not requires_grad(tensor)
         )
-        op.meta = TensorMeta(tuple(tensor.shape), tensor.dtype, tensor.device)
+        op.meta = meta_of(tensor)
 
     def _bind_elements(
         self, out: Any, ref: Ref, path: tuple[Any, ...], frame: FrameType
@@ -535,7 +580,7 @@ class Recorder(TorchFunctionMode):
         for i, item in enumerate(out):
             meta = item
             if isinstance(item, Tensor):
-                meta = TensorMeta(tuple(item.shape), item.dtype, item.device)
+                meta = meta_of(item)
                 before = self._known.get(id(item))
                 if before is not None and before() is item:
                     first = before.ref or self._element(before.parent, before.key, item)
@@ -588,7 +633,7 @@ class Recorder(TorchFunctionMode):
                 if depth == len(path) - 1:
                     op.meta = plain(value)
                     if isinstance(value, Tensor):
-                        op.meta = TensorMeta(tuple(value.shape), value.dtype, value.device)
+                        op.meta = meta_of(value)
                 known = self._elements[ref.index, key] = Ref(op.index)
             ref = known
         return ref
@@ -610,9 +655,10 @@ class Recorder(TorchFunctionMode):
         else:
             op = self._emit(OpKind.UNKNOWN, None, (), {}, None)
             place = _user_place(sys._getframe(1))
+            use = f"is used at {place}" if place else f"is given out by {self._start}"
             self.tape.block(
-                f"a tensor of unknown origin is used at {place}: it was made by something that "
-                "torch does not let a tracer see"
+                f"a tensor of unknown origin {use}: it was made by something that torch does not "
+                "let a tracer see (name that something in bendtrace.opaque)"
             )
         self._bind_tensor(tensor, op)
         return Ref(op.index)
@@ -652,12 +698,26 @@ def _users_code(frame: FrameType) -> types.CodeType:
 
 
 def _user_place(frame: FrameType | None) -> str:
-    """Where the nearest code is that is neither ours nor torch's."""
-    while frame is not None:
-        if not frame.f_code.co_filename.startswith((_PACKAGE, _TORCH)):
-            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+    """Where the nearest code is that is the model's; "" once the model has returned."""
+    while frame is not None and frame.f_code is not _FINISH:
+        file = frame.f_code.co_filename
+        if not file.startswith((_PACKAGE, _TORCH)) and not _is_stdlibs(file):
+            return f"{file}:{frame.f_lineno}"
         frame = frame.f_back
-    return "the end of the run"
+    return ""
+
+
+def _is_stdlibs(file: str) -> bool:
+    return file.startswith(("<frozen", _STDLIB)) and "site-packages" not in file
+
+
+def _definition(function: Callable[..., Any]) -> str:
+    """Where a module's forward, or a function, is defined."""
+    called = function.forward if isinstance(function, nn.Module) else function
+    while isinstance(called, functools.partial):
+        called = called.func
+    code = getattr(getattr(called, "__func__", called), "__code__", None)
+    return "" if code is None else f"{code.co_filename}:{code.co_firstlineno}"
 
 
 def _works_in_place(op: Op) -> bool:
@@ -675,6 +735,8 @@ def _python_random_states() -> tuple[Any, ...]:
     )
 
 
+_FINISH = Recorder._finish.__code__
+_STDLIB = sysconfig.get_paths()["stdlib"] + os.sep
 _ITER_CODE = Tensor.__iter__.__code__
 _GLOBAL_HOOKS = (
     "forward_hooks", "forward_pre_hooks", "backward_hooks", "backward_pre_hooks",

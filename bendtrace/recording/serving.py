@@ -32,9 +32,9 @@ def serving(module: nn.Module, call: Callable[..., Any]) -> Iterator[None]:
     """Have `module(...)` answered by `call(...)` within the context, in all threads."""
     attributes = vars(module)
     with _lock:
-        server = attributes.get(_KEY)
-        if not isinstance(server, _Server):
-            server = attributes[_KEY] = _Server(call, server)
+        before = attributes.get(_KEY)
+        server = before if isinstance(before, _Server) else _Server(call, before)
+        attributes[_KEY] = server
         server.users += 1
     try:
         yield
@@ -53,4 +53,4 @@ def call_itself(model: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -
     server = vars(model).get(_KEY) if isinstance(model, nn.Module) else None
     if not isinstance(server, _Server):
         return model(*args, **kwargs)
-    return (server.before or model._call_impl)(*args, **kwargs)
+    return (server.before or vars(nn.Module)["_call_impl"].__get__(model))(*args, **kwargs)

@@ -12,7 +12,7 @@ from typing import Any
 from bendtrace.recording.parts import AttributeKey, Part
 from bendtrace.recording.tape import Ref, map_refs, refs_in
 
-__all__ = ["Existing", "Instance", "Opaque"]
+__all__ = ["Existing", "Fixed", "Instance", "Made", "Opaque"]
 
 
 class Existing:
@@ -33,6 +33,24 @@ class Existing:
         return self.part.label
 
 
+class Fixed:
+    """A thing that is meant itself, not a copy, and that no walk has found."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Fixed) and other.value is self.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+    def __repr__(self) -> str:
+        return f"<{type(self.value).__qualname__}>"
+
+
 class Opaque:
     """Something in a module's arguments that no op received: kept by name only."""
 
@@ -49,6 +67,37 @@ class Opaque:
 
     def __repr__(self) -> str:
         return f"<{self.type.__qualname__}>"
+
+
+class Made:
+    """Something made during the run by a call that a replay makes again.
+
+    Attributes:
+        maker: what to call; it has no effect besides what it returns.
+        args: its arguments, encoded.
+    """
+
+    __slots__ = ("args", "maker")
+
+    def __init__(self, maker: Callable[..., Any], *args: Any) -> None:
+        self.maker = maker
+        self.args = args
+
+    def refs(self) -> Iterator[Ref]:
+        """Yield every `Ref` inside."""
+        yield from refs_in(self.args)
+
+    def map_refs(self, change: Callable[[Ref], Any]) -> Made:
+        """Return a copy with every `Ref` replaced."""
+        return Made(self.maker, *map_refs(self.args, change))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Made) and (other.maker, other.args) == (self.maker, self.args)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return f"{self.maker.__name__}({', '.join(map(repr, self.args))})"
 
 
 class Instance:

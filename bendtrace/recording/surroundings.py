@@ -13,13 +13,14 @@ import functools
 import random
 import sys
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from bendtrace.recording.objects import can_build
 from bendtrace.recording.parts import (
@@ -39,7 +40,7 @@ from bendtrace.recording.parts import (
     is_array,
     requires_grad,
 )
-from bendtrace.recording.reach import is_torchs, reach_of
+from bendtrace.recording.reach import is_torchs, place_naming, reach_of
 from bendtrace.recording.usage import needs_plain_numbers
 
 __all__ = ["Surroundings"]
@@ -74,6 +75,7 @@ class Surroundings:
         module_paths: qualified name of each module, by identity.
         hook_dicts: the modules' own tables of hooks.
         names: all names that the code of the model uses, as far as it is known.
+        functions: the code of the model, likewise.
         tells_numbers: whether some of that code asks for the exact type of a number.
     """
 
@@ -85,18 +87,34 @@ class Surroundings:
         self._by_id: dict[int, Part] = {}
         self.names: frozenset[str] = frozenset()
         self.tells_numbers = False
+        self.functions: list[types.FunctionType] = []
         self._walked: set[Any] = set()
         self._names_walked: set[tuple[int, str]] = set()
         self._unwatched: list[Part] = []
+        self._tagged: list[tuple[Part, _Reach]] = []
         self._plain_numbers = _needs_plain_numbers(function) or _tells_numbers(function)
         for position, (name, value) in enumerate(arguments.items()):
             self._walk(value, _Reach(None, Access.ROOT, position, name, True))
         self._walk_callable(function)
+        for part, reach in self._tagged:
+            for key, item in (part.content or {}).items():
+                if key in self.names:  # others, such as marks of an optimizer, are not read
+                    self._walk(item, reach.into(part, key))
         for part in self._unwatched:
             if str(part.label).rsplit(".", 1)[-1] in self.names:
-                self.blockers.append(
-                    f"{part.label} is a {part.type.__qualname__}, whose content cannot be guarded"
+                self._block(
+                    f"{part.label} is a {part.type.__qualname__}, whose content cannot be guarded",
+                    part.label,
                 )
+
+    def place_of(self, label: str) -> str:
+        """Say where the model's code stores to what has a label, or mentions it; "" if nowhere."""
+        name = label.rpartition(".")[2].partition("[")[0]
+        return place_naming(name, self.functions)
+
+    def _block(self, reason: str, label: str) -> None:
+        place = self.place_of(label)
+        self.blockers.append(f"{reason} (see {place})" if place else reason)
 
     def find(self, thing: Any) -> Part | None:
         """Return the part that `thing` is, or None if the run did not begin with it."""
@@ -108,21 +126,24 @@ class Surroundings:
         for part in self.parts:
             before = part.content
             if part.kind is PartKind.SET and exact_members(part.value) != part.size:
-                self.blockers.append(f"the run changes the set {part.label}")
+                self._block(f"the run changes the set {part.label}", part.label)
             if part.kind is PartKind.LARGE and exact_items(part.value) != part.size:
-                self.blockers.append(f"the run changes {part.label}, which is too large to watch")
+                self._block(
+                    f"the run changes {part.label}, which is too large to watch", part.label
+                )
             if part.kind is PartKind.ARRAY and part.size != part.value:
-                self.blockers.append(f"the run changes the array {part.label}")
+                self._block(f"the run changes the array {part.label}", part.label)
             if before is None:
                 continue
             now = content_of(part)
             if part.kind is PartKind.IDENTITY and not isinstance(part.value, dict):
-                if any(now.get(key) is not value for key, value in before.items()):
-                    self.blockers.append(f"the run changes {', '.join(before)}")
+                for key, value in before.items():
+                    if now.get(key) is not value:
+                        self._block(f"the run changes {key} of {part.label}", key)
                 continue
             if part.kind is not PartKind.IDENTITY and list(before) != list(now):
                 if set(before) == set(now):
-                    self.blockers.append(f"the run changes the order of {part.label}")
+                    self._block(f"the run changes the order of {part.label}", part.label)
             if part.kind is PartKind.LIST and len(before) != len(now):
                 yield Change(part, None, list(part.value))
                 continue
@@ -174,15 +195,20 @@ class Surroundings:
             self._add(value, reach, PartKind.NUMBER if traced else PartKind.PLAIN)
         elif (known := self._by_id.get(id(value))) is not None:
             self._add(known, reach, PartKind.ALIAS)
+        elif is_lazy(value):  # of a module whose hooks, for now, make it run live
+            self._add(value, reach, PartKind.IDENTITY)
         elif issubclass(kind, torch.Tensor):
             part = self._add(value, reach, PartKind.TENSOR)
+            part.content = attributes_of(value)
             part.size = TensorFacts(
                 value.dtype, value.device, value.dim(), requires_grad(value), value.layout,
-                len(value.__dict__),
+                len(part.content),
             )  # fmt: skip
             if reach.is_argument:
-                for key, item in attributes_of(value).items():
+                for key, item in part.content.items():
                     self._walk(item, reach.into(part, key))
+            elif part.content:
+                self._tagged.append((part, reach))
         elif issubclass(kind, nn.Module):
             self._add(value, reach, PartKind.MODULE)
             self._walk_module(value, reach.label)
@@ -208,9 +234,10 @@ class Surroundings:
             elif _changes_unwatched(value):
                 self._unwatched.append(part)
             elif reach.is_argument and not callable(value) and kind is not torch.Generator:
-                self.blockers.append(
+                self._block(
                     f"argument {reach.label} is a {kind.__qualname__}, "
-                    "whose content cannot be guarded"
+                    "whose content cannot be guarded",
+                    reach.label,
                 )
 
     def _walk_container(self, value: Any, reach: _Reach) -> None:
@@ -230,6 +257,8 @@ class Surroundings:
 
     def _walk_module(self, module: nn.Module, label: str) -> None:
         self.module_paths[id(module)] = label.removeprefix("self").removeprefix(".")
+        if isinstance(module, torch.jit.ScriptModule):
+            return  # a call of it is one op, which reads what it holds anew
         self._walk_code(type(module))
         attributes = vars(module)
         for name in _HOOKS:
@@ -237,7 +266,8 @@ class Surroundings:
             if hooks is not None:
                 self.hook_dicts.append(hooks)
                 if hooks:
-                    self.blockers.append(f"{label} has {name[1:].replace('_', ' ')}")
+                    what = f"{label} has {name[1:].replace('_', ' ')}"
+                    self.blockers.append(what + _definitions(hooks.values()))
         hidden = _MODULE_INTERNALS | getattr(type(module), "_untraced", frozenset())
         self._walk_mapping(attributes, label, hidden)
         for name in ("_parameters", "_buffers", "_modules"):
@@ -267,6 +297,7 @@ class Surroundings:
         self._walked.add(subject)
         reach = reach_of(subject)
         self.names |= reach.names
+        self.functions += reach.functions
         self.tells_numbers = self.tells_numbers or reach.tells_numbers
         own = (
             subject.__globals__ if everything and isinstance(subject, types.FunctionType) else None
@@ -356,6 +387,13 @@ class _Reach:
 # Tuples, not sets: hashing an Enum member takes longer than comparing a few.
 _NOT_FOUND = (PartKind.PLAIN, PartKind.NUMBER, PartKind.ALIAS)
 _LET_GO = (PartKind.TENSOR, PartKind.LIST, PartKind.TUPLE, PartKind.DICT, PartKind.OBJECT)
+
+
+def _definitions(functions: Iterable[Any]) -> str:
+    """Say where functions are defined, as far as they are Python's."""
+    codes = [getattr(getattr(f, "__func__", f), "__code__", None) for f in functions]
+    places = [f"{code.co_filename}:{code.co_firstlineno}" for code in codes if code is not None]
+    return f" (see {', '.join(places)})" if places else ""
 
 
 def _container_kind(kind: type) -> PartKind:

@@ -26,6 +26,8 @@ __all__ = [
     "Tape",
     "TensorMeta",
     "Test",
+    "map_refs",
+    "meta_of",
     "refs_in",
 ]
 
@@ -64,6 +66,15 @@ class TensorMeta(NamedTuple):
     shape: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
+
+
+def meta_of(tensor: torch.Tensor) -> TensorMeta:
+    """Describe a tensor; the dimensions along which a nested one is ragged are -1."""
+    if tensor.is_nested and tensor.layout is torch.strided:
+        shape: tuple[int, ...] = (tensor.size(0), *[-1] * (tensor.dim() - 1))
+    else:
+        shape = tuple(tensor.shape)
+    return TensorMeta(shape, tensor.dtype, tensor.device)
 
 
 class ModuleCall:

@@ -11,7 +11,7 @@ import dis
 import itertools
 from types import CodeType, FrameType
 
-__all__ = ["compares_identity", "needs_plain_numbers", "only_tests"]
+__all__ = ["compares_identity", "needs_plain_numbers", "only_tests", "stores_outside"]
 
 _identity: dict[int, tuple[CodeType, bool]] = {}
 
@@ -27,6 +27,16 @@ def compares_identity(code: CodeType) -> bool:
         )
         known = _identity[id(code)] = (code, asks)
     return known[1]
+
+
+def stores_outside(code: CodeType) -> bool:
+    """Whether code assigns to a variable of the function around it."""
+    if any(
+        step.opname in ("STORE_DEREF", "DELETE_DEREF") and step.argval in code.co_freevars
+        for step in dis.get_instructions(code)
+    ):
+        return True
+    return any(isinstance(inner, CodeType) and stores_outside(inner) for inner in code.co_consts)
 
 
 _TELLING_NAMES = frozenset({"type", "manual_seed", "dumps", "deque", "Decimal", "timedelta"})

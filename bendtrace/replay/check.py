@@ -61,6 +61,10 @@ class CheckWriter:
         self._recording = recording
         self._analysis = analysis
         self._ignored = ignored
+        # State tensors on which the run sets attributes that were not there.
+        self._marked = {
+            change.part for change in recording.changes if change.part.kind is PartKind.TENSOR
+        }
 
     def write(self) -> Source:
         """Return the source of `check` and of `compare`, which it calls when in doubt."""
@@ -190,7 +194,7 @@ class CheckWriter:
             exact = source.constant(part.type)
             fail_if(f"type({name}) is not {exact}", f"{label} is not a {part.type.__name__}")
         if kind is PartKind.TENSOR:
-            _check_tensor(source, part, self._analysis, fail_if)
+            _check_tensor(source, part, self._analysis, part in self._marked, fail_if)
         elif kind in (PartKind.LIST, PartKind.TUPLE):
             fail_if(f"len({name}) != {part.size}", f"{label} does not have {part.size} items")
         elif kind is PartKind.DICT:
@@ -243,7 +247,11 @@ _SAME_FOR_EVER = frozenset({PartKind.MODULE, PartKind.IDENTITY, PartKind.ALIAS, 
 
 
 def _check_tensor(
-    source: Source, part: Part, analysis: Analysis, fail_if: Callable[[str, str], None]
+    source: Source,
+    part: Part,
+    analysis: Analysis,
+    marked: bool,
+    fail_if: Callable[[str, str], None],
 ) -> None:
     name, facts, label = source.part(part), part.size, part.label
     if part.is_argument or part in analysis.typed_state:
@@ -261,9 +269,10 @@ def _check_tensor(
         )
     if part.is_argument or part in analysis.ranked_state:
         fail_if(f"{name}.dim() != {facts.rank}", f"{label} does not have {facts.rank} dimensions")
-    if part.is_argument:
+    if part.is_argument or marked:
         held = f"len({name}.__dict__) != {facts.attributes}"
         fail_if(held if facts.attributes else f"{name}.__dict__", f"{label} has other attributes")
+    if part.is_argument:
         fail_if(
             f"{name}.requires_grad is not {facts.requires_grad}",
             f"{label} {'does not require' if facts.requires_grad else 'requires'} grad",

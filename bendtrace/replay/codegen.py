@@ -11,14 +11,12 @@ import torch
 
 from bendtrace.recording.contexts import Context
 from bendtrace.recording.functions import FLEETING, name_of
+from bendtrace.recording.handlers import is_handled
 from bendtrace.recording.parts import Access, AttributeKey, Change, PartKind
 from bendtrace.recording.recorder import Recording
-from bendtrace.recording.sites import Site
-from bendtrace.recording.statements import is_under_handler
-from bendtrace.recording.structure import Existing, Instance
+from bendtrace.recording.structure import Existing, Instance, Made
 from bendtrace.recording.tape import (
     Guard,
-    ModuleCall,
     Op,
     OpKind,
     Tape,
@@ -169,7 +167,7 @@ class _RunWriter:
     def _last_divergence(self) -> int:
         """The last position at which the run can depart; until there, all values are kept."""
         caught = (
-            op.index
+            op.index + 1
             for op in self.tape.ops[self.start :]
             if may_be_caught(op, self.recording) and op.kind in (OpKind.CALL, OpKind.SCALAR)
         )
@@ -270,7 +268,11 @@ class _RunWriter:
         # The model caught this. If it does not happen again, the path is another.
         number = -1 - op.index
         source.line(f"try: {statement}", op.index)
-        source.line(f"except {source.constant(op.raised)}: pass")
+        source.line(f"except {source.constant(op.raised.type)} as error:")
+        if op.raised.text is not None:
+            source.line(f"    if str(error) != {op.raised.text!r}: raise")
+        # Without its traceback, which would keep all values alive in a cycle.
+        source.line(f"    v{op.index} = error.with_traceback(None)")
         source.line(f"else: return Departure({number}, None, locals())")
 
     def _depart_unless(self, number: int, guard: Guard) -> None:
@@ -301,6 +303,8 @@ def _shared_in(value: Any) -> frozenset[int]:
         if isinstance(item, Instance):
             count(item.items)
             count(item.attributes)
+        elif isinstance(item, Made):
+            count(item.args)
         elif isinstance(item, dict):
             for inner in item.values():
                 count(inner)
@@ -332,6 +336,8 @@ def _existing_in(value: Any) -> Iterable[Existing]:
         yield value
     elif isinstance(value, Instance):
         yield from _existing_in((value.items, value.attributes))
+    elif isinstance(value, Made):
+        yield from _existing_in(value.args)
     elif isinstance(value, (tuple, list)):
         for item in value:
             yield from _existing_in(item)
@@ -350,18 +356,7 @@ def may_be_caught(op: Op, recording: Recording) -> bool:
             return False
     elif op.kind is not OpKind.CALL:
         return False
-    if op.raised is not None or recording.changes:
-        return True
-    site: Site | None = op.site
-    scope: ModuleCall | None = op.scope
-    while site is not None:
-        # Most code has no exception table at all, which saves looking any further.
-        if any(code.co_exceptiontable for code, _ in site.chain) and any(
-            map(is_under_handler, site.guarded)
-        ):
-            return True
-        site, scope = (scope.site, scope.parent) if scope is not None else (None, None)
-    return False
+    return op.raised is not None or bool(recording.changes) or is_handled(op)
 
 
 def _is_scalar(op: Op) -> bool:

@@ -65,11 +65,10 @@ def explain_divergence(divergence: Divergence, steps: FlowSteps) -> Mismatch:
     tape = divergence.recording.tape
     if divergence.guard is not None:
         return _of_guard(tape, divergence.number, divergence.outcome, steps)
-    op = tape.ops[divergence.position]
+    op = tape.ops[-1 - divergence.number]
     site = f" at {op.site.place}: `{op.site.place.text}`" if op.site is not None else ""
-    name = op.raised.__name__ if op.raised is not None else "nothing"
-    now = divergence.outcome.__name__ if divergence.outcome is not None else "nothing"
-    return Mismatch(f"an operation{site} raised {name} when traced and raises {now} now")
+    before, now = (what or "nothing" for what in (op.raised, divergence.outcome))
+    return Mismatch(f"an operation{site} raised {before} when traced and raises {now} now")
 
 
 def _of_guard(tape: Tape, number: int, new: Any, steps: FlowSteps) -> Mismatch:

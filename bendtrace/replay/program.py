@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from bendtrace.recording.handlers import raised_by
 from bendtrace.recording.parts import Access, Part, identical
 from bendtrace.recording.recorder import Prefix, Recording
 from bendtrace.recording.tape import Guard, Ref, Test, refs_in
@@ -14,25 +18,91 @@ from bendtrace.replay.check import Check, CheckWriter
 from bendtrace.replay.codegen import may_be_caught, write_run
 from bendtrace.replay.source import Code, Departure, Source, define, gives_nothing, needed_for
 
-__all__ = ["Divergence", "Finished", "Program", "Stretch"]
+__all__ = ["Divergence", "Failure", "Finished", "Path", "Program", "Side", "Stretch"]
+
+_serials = itertools.count()
+
+# The name of an exception's type, and where the model raised it.
+Failure = tuple[str, str]
 
 
 @dataclass(eq=False)
-class Stretch:
-    """Straight-line code for the rest of a recorded run, from some op on.
+class Path:
+    """A recorded run, and how often a call went the same way.
 
     Attributes:
         recording: the run.
-        code: the generated function.
-        available: ops before it whose values are handed over when it is entered.
-        sides: where runs go on whose guard (by number) had another outcome; None as the
-            target means that the other side can only be run live.
+        hits: calls that came to the end of the path, the recorded one included.
+        worth: what the calls before the latest eviction count for now (see `TraceTree`).
+        weighed: how many of the hits `worth` accounts for.
     """
 
     recording: Recording
-    code: Code
+    # Counted without a lock. CPython 3.11 and later switches threads at calls and jumps, and so
+    # not within `path.hits += 1`; a build without the GIL may lose a count, and nothing else.
+    hits: int = 0
+    worth: int = 0
+    weighed: int = 0
+
+    @property
+    def uses(self) -> int:
+        """How much the path was used of late."""
+        return self.worth + self.hits - self.weighed
+
+    def age(self) -> None:
+        """Let what was used until now count for half."""
+        self.worth, self.weighed = self.uses // 2, self.hits
+
+
+@dataclass(eq=False)
+class Side:
+    """How runs go on after a guard had another outcome than in the run that put it.
+
+    Attributes:
+        outcome: what the test gave; the `Raised` of an op that raised, None if it did not.
+        target: code for what follows, if that is known.
+        live: the run that showed that it can only be run live.
+        failures: exceptions that the model raised before such a run came to its end.
+    """
+
+    outcome: Any
+    target: Stretch | None = None
+    live: Path | None = None
+    failures: Counter[Failure] = field(default_factory=Counter)
+
+
+@dataclass(eq=False)
+class Stretch(Path):
+    """Straight-line code for the rest of a recorded run, from some op on.
+
+    Attributes:
+        code: the generated function.
+        available: ops before it whose values are handed over when it is entered.
+        sides: where runs go on whose guard (by number; -1 - i where op i raised, or did not
+            although it had when recorded) had another outcome.
+        failures: names of exceptions that its ops raised and the model has no handler for.
+    """
+
+    code: Code = field(kw_only=True)
     available: frozenset[int] = frozenset()
-    sides: dict[int, list[tuple[Any, Stretch | None]]] = field(default_factory=dict)
+    # Read without a lock: the tuples are exchanged, not changed.
+    sides: dict[int, tuple[Side, ...]] = field(default_factory=dict)
+    failures: Counter[tuple[int, str]] = field(default_factory=Counter)
+
+    def side(self, number: int, outcome: Any) -> Side | None:
+        """Return what is known of an outcome of a guard."""
+        for side in self.sides.get(number, ()):
+            if identical(side.outcome, outcome):
+                return side
+        return None
+
+    def make_side(self, number: int, outcome: Any) -> Side:
+        """Return what is known of an outcome of a guard, which is added if it is new."""
+        side = self.side(number, outcome)
+        if side is None:
+            side = Side(outcome)
+            self.sides[number] = (*self.sides.get(number, ()), side)
+        return side
 
 
 @dataclass(eq=False)
@@ -73,26 +143,28 @@ class Divergence:
     @property
     def position(self) -> int:
         """The first op that has not been carried out."""
-        return -1 - self.number if self.guard is None else self.guard.position
+        return -self.number if self.guard is None else self.guard.position
 
     @property
     def known_live(self) -> bool:
         """Whether it is known already that what follows can only be run live."""
-        return any(
-            identical(outcome, self.outcome) and target is None
-            for outcome, target in self.stretch.sides.get(self.number, ())
-        )
+        side = self.stretch.side(self.number, self.outcome)
+        return side is not None and side.target is None and side.live is not None
 
     def prefix(self) -> Prefix:
         """What a resumed run does not have to do again."""
         ops = self.recording.tape.ops[: self.position]
         computed: dict[int, Any] = {}
+        errors: dict[int, Exception] = {}
         for op in ops:
-            if gives_nothing(op):
+            value = self.values.get(f"v{op.index}", _MISSING)
+            if isinstance(value, Exception):
+                errors[op.index] = value
+            elif gives_nothing(op):
                 computed[op.index] = None
-            elif (name := f"v{op.index}") in self.values:
-                computed[op.index] = self.values[name]
-        return Prefix(ops, computed)
+            elif value is not _MISSING:
+                computed[op.index] = value
+        return Prefix(ops, computed, errors)
 
 
 class Program:
@@ -102,6 +174,11 @@ class Program:
         recording: the first run.
         ambience: the global state that it ran under.
         ignored: parts that need not be as they were, for a recording that is never replayed.
+
+    Attributes:
+        serial: counts programs in the order in which they were made.
+        live: for a run that can only be run live, how often that was done; else None.
+        root: the code of the first run, if it can be replayed.
     """
 
     def __init__(
@@ -115,9 +192,11 @@ class Program:
         self.checks = writer.checks
         self._check = self.check_code.function
         self.live_only = bool(ignored or recording.tape.blockers)
+        self.serial = next(_serials)
+        self.live = Path(recording, 1) if self.live_only else None
         if not self.live_only:
             source = write_run(recording, self.analysis, ambience.context)
-            self.root = Stretch(recording, Code(source, "run"))
+            self.root = Stretch(recording, 1, code=Code(source, "run"))
 
     def failing(self, arguments: tuple[Any, ...]) -> Check | None:
         """Return the first input guard that does not hold, or None if all do.
@@ -184,58 +263,103 @@ class Program:
 
     def go_on(self, divergence: Divergence, arguments: tuple[Any, ...]) -> Finished | Divergence:
         """Continue a replay whose other side has become known since it diverged."""
-        stretch = self._side(divergence.stretch, divergence.number, divergence.outcome)
-        assert stretch is not None
-        return self._run(stretch, arguments, divergence.values)
+        side = divergence.stretch.side(divergence.number, divergence.outcome)
+        assert side is not None
+        assert side.target is not None
+        return self._run(side.target, arguments, divergence.values)
 
     def _run(
         self, stretch: Stretch, arguments: tuple[Any, ...], values: dict[str, Any]
     ) -> Finished | Divergence:
         while True:
+            departure: Departure | None
             try:
                 result = stretch.code.function(arguments, values)
             except Exception as error:
-                result = _raised(error, stretch)
-                if result is None:
+                departure = _raised(error, stretch)
+                if departure is None:
                     raise
-            if type(result) is not Departure:
-                return Finished(result, stretch.recording)
-            values.update(result.values)
-            target = self._side(stretch, result.guard, result.outcome)
-            if target is None:
-                return Divergence(stretch, result.guard, result.outcome, values)
-            stretch = target
+            else:
+                if type(result) is not Departure:
+                    stretch.hits += 1
+                    return Finished(result, stretch.recording)
+                departure = result
+            number, outcome = departure.guard, departure.outcome
+            values.update(departure.values)
+            # What is left must be the only one to hold the values: the next stretch forgets
+            # them when it needs them no more. (Among them is `values` itself.)
+            values.pop("E", None)
+            result = departure = None
+            side = stretch.side(number, outcome)
+            if side is None or side.target is None:
+                return Divergence(stretch, number, outcome, values)
+            stretch = side.target
 
-    @staticmethod
-    def _side(stretch: Stretch, number: int, outcome: Any) -> Stretch | None:
-        for known, target in stretch.sides.get(number, ()):
-            if identical(known, outcome):
-                return target
-        return None
+    def stretches(self) -> Iterator[tuple[Stretch, Stretch | None]]:
+        """Yield all code with the code that it branches off, parents before children."""
+        waiting: list[tuple[Stretch, Stretch | None]] = []
+        if not self.live_only:
+            waiting.append((self.root, None))
+        while waiting:
+            stretch, parent = waiting.pop()
+            yield stretch, parent
+            for side in reversed(_sides(stretch)):
+                if side.target is not None:
+                    waiting.append((side.target, stretch))
+
+    def paths(self) -> list[Path]:
+        """Return all paths, the first one first, those that can only be run live included."""
+        if self.live is not None:
+            return [self.live]
+        found: list[Path] = []
+        for stretch, _ in self.stretches():
+            found.append(stretch)
+            found += [side.live for side in _sides(stretch) if side.live is not None]
+        return found
 
     def recordings(self) -> list[Recording]:
         """Return all runs that went into the program, the first one first."""
-        found, waiting = [self.recording], [self.root] if not self.live_only else []
-        while waiting:
-            for sides in waiting.pop().sides.values():
-                targets = [target for _, target in sides if target is not None]
-                found += [target.recording for target in targets]
-                waiting += targets
-        return found
+        return [path.recording for path in self.paths()]
 
-    def grow(self, divergence: Divergence, recording: Recording) -> None:
-        """Add the path that a resumed run took after `divergence`."""
-        position, number = divergence.position, divergence.number
-        parent = divergence.stretch
-        target = None
-        if not recording.tape.blockers:
+    # What follows changes the tree: under the lock of the `TraceTree`.
+
+    def grow(self, divergence: Divergence, recording: Recording, hits: int = 1) -> None:
+        """Add the path that a resumed run took after `divergence`.
+
+        Args:
+            divergence: where it left the known path.
+            recording: the run.
+            hits: how many calls have taken the path.
+        """
+        position, parent = divergence.position, divergence.stretch
+        side = parent.make_side(divergence.number, divergence.outcome)
+        if side.target is not None or side.live is not None:
+            known = side.target or side.live  # another thread was faster
+            assert known is not None
+            known.hits += hits
+        elif recording.tape.blockers:
+            side.live = Path(recording, hits)
+        else:
             available = parent.available | {i for i in parent.code.emitted if i < position}
             source = write_run(
                 recording, Analysis(recording.tape), self.ambience.context, position,
                 divergence.recording.tape, frozenset(available),
             )  # fmt: skip
-            target = Stretch(recording, Code(source, "run"), frozenset(available))
-        parent.sides.setdefault(number, []).append((divergence.outcome, target))
+            code = Code(source, "run")
+            side.target = Stretch(recording, hits, code=code, available=frozenset(available))
+
+    def forget(self, path: Path) -> None:
+        """Drop a path that none branches off."""
+        for stretch, _ in self.stretches():
+            for number, sides in list(stretch.sides.items()):
+                kept = tuple(side for side in sides if path not in (side.target, side.live))
+                if len(kept) < len(sides):
+                    stretch.sides[number] = kept
+                    return
+
+
+def _sides(stretch: Stretch) -> list[Side]:
+    return [side for sides in list(stretch.sides.values()) for side in sides]
 
 
 def _raised(error: Exception, stretch: Stretch) -> Departure | None:
@@ -251,7 +375,12 @@ def _raised(error: Exception, stretch: Stretch) -> Departure | None:
         return None
     op = stretch.recording.tape.ops[index]
     if not may_be_caught(op, stretch.recording):
+        stretch.failures[index, type(error).__name__] += 1
         if op.site is not None:
             error.add_note(f"raised in a replay of {op.site.place}: {op.site.place.text}")
         return None
-    return Departure(-1 - index, type(error), dict(traceback.tb_frame.f_locals))
+    values = {**traceback.tb_frame.f_locals, f"v{index}": error.with_traceback(None)}
+    return Departure(-1 - index, raised_by(op, error), values)
+
+
+_MISSING = object()

@@ -18,7 +18,7 @@ from torch import Tensor
 from bendtrace.recording.contexts import ContextSwitch
 from bendtrace.recording.objects import build
 from bendtrace.recording.parts import Access, Array, Part, PartKind, identical
-from bendtrace.recording.structure import Existing, Instance
+from bendtrace.recording.structure import Existing, Fixed, Instance, Made
 from bendtrace.recording.tape import (
     Guard,
     Op,
@@ -164,6 +164,10 @@ class Source:
             return self.part(value.part)
         if kind is Instance:
             return self._instance(value)
+        if kind is Made:
+            return self._made(value)
+        if kind is Fixed:
+            return self.bound(value.value)
         if kind is Array:
             return f"{self.bound(value.value)}.copy()"
         return self.constant(value)
@@ -183,6 +187,14 @@ class Source:
             return text
         name = self._built[id(value)] = f"o{len(self._built)}"
         self.line(f"{name} = {text}")
+        return name
+
+    def _made(self, made: Made) -> str:
+        name = self._built.get(id(made))
+        if name is None:
+            args = ", ".join(map(self.value, made.args))
+            name = self._built[id(made)] = f"o{len(self._built)}"
+            self.line(f"{name} = {self.constant(made.maker)}({args})")
         return name
 
     def _instance(self, instance: Instance) -> str:

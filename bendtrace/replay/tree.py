@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import os
+import threading
+import traceback
+import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
+
+from bendtrace.errors import TraceLimitWarning
 from bendtrace.recording.parts import Part, identical
 from bendtrace.recording.recorder import Recording
 from bendtrace.recording.tape import Guard
 from bendtrace.replay.ambience import Ambience
-from bendtrace.replay.program import Divergence, Finished, Program
+from bendtrace.replay.program import Divergence, Failure, Finished, Path, Program, Stretch
 
 __all__ = ["TraceTree"]
 
@@ -18,17 +25,40 @@ __all__ = ["TraceTree"]
 # change on every call (a counter), and the model to be run live.
 _EVOLVING = 4
 
+_NOT_THE_MODEL = (
+    os.path.dirname(os.path.dirname(__file__)) + os.sep, os.path.dirname(torch.__file__) + os.sep,
+)  # fmt: skip
+
 
 class TraceTree:
-    """Programs by the names of the arguments they were given, the latest first."""
+    """Programs by the names of the arguments they were given, the latest first.
 
-    def __init__(self) -> None:
-        self._programs: dict[tuple[str, ...], list[Program]] = {}
+    At most `limit` paths are kept. When there are more, those go first that were used least of
+    late: the calls that took each path are counted, and count for half after each time that
+    another path had to go. A path that others branch off stays as long as they do.
+
+    Threads may read while one changes something: what they read is exchanged, never changed.
+
+    Args:
+        limit: how many paths to keep; None for all.
+        culprit: says what makes the model diverge so often, for the warning given when the
+            limit is reached for the first time.
+    """
+
+    def __init__(
+        self, limit: int | None = None, culprit: Callable[[TraceTree], str | None] | None = None
+    ) -> None:
+        self.limit = limit
+        self.forgotten = 0
+        self.failures: Counter[Failure] = Counter()
+        self._culprit = culprit
+        self._programs: dict[tuple[str, ...], tuple[Program, ...]] = {}
         self._outdated: Counter[tuple[tuple[str, ...], str]] = Counter()
+        self._lock = threading.RLock()
 
     def programs(self, names: tuple[str, ...] | None = None) -> Iterator[Program]:
         """Yield the programs, or those for some argument names."""
-        for key, listed in self._programs.items():
+        for key, listed in list(self._programs.items()):
             if names is None or key == names:
                 yield from listed
 
@@ -61,8 +91,78 @@ class TraceTree:
             for label in sorted(written):
                 recording.tape.block(f"{label} changes on every call")
         program = Program(recording, ambience, ignored)
-        self._programs.setdefault(names, []).insert(0, program)
+        with self._lock:
+            self._programs[names] = (program, *self._programs.get(names, ()))
+        self._keep_to_limit()
         return program
+
+    def grow(self, program: Program, divergence: Divergence, recording: Recording) -> None:
+        """Keep the path that a resumed run took after `divergence`."""
+        with self._lock:
+            program.grow(divergence, recording)
+        self._keep_to_limit()
+
+    def ran_live(self, program: Program, divergence: Divergence | None = None) -> None:
+        """Count a call that could only be run live, from the start or after `divergence`."""
+        live = program.live
+        if divergence is not None:
+            side = divergence.stretch.side(divergence.number, divergence.outcome)
+            live = None if side is None else side.live
+        if live is not None:
+            live.hits += 1
+
+    def failed(self, error: BaseException, divergence: Divergence | None = None) -> None:
+        """Note that the model raised, from the start or after `divergence`."""
+        found = self.failures
+        with self._lock:
+            if divergence is not None:
+                side = divergence.stretch.make_side(divergence.number, divergence.outcome)
+                found = side.failures
+            found[type(error).__name__, _place_of(error)] += 1
+
+    def _keep_to_limit(self) -> None:
+        warning = None
+        with self._lock:
+            paths = self._paths()
+            while self.limit is not None and len(paths) > self.limit:
+                if not self.forgotten:
+                    warning = self._warning()
+                self._forget_one()
+                for path in paths:
+                    path.age()
+                paths = self._paths()
+        if warning is not None:
+            warnings.warn(warning, stacklevel=2)
+
+    def _paths(self) -> list[Path]:
+        return [path for program in self.programs() for path in program.paths()]
+
+    def _forget_one(self) -> None:
+        ends: list[tuple[int, tuple[str, ...], Program, Path | None]] = []
+        for names, listed in self._programs.items():
+            # Of equals the one traced first goes first; the latest program is listed first.
+            for program in reversed(listed):
+                for path in program.paths():
+                    if not (isinstance(path, Stretch) and _branches(path)):
+                        whole = path is program.live or path is getattr(program, "root", None)
+                        ends.append((path.uses, names, program, None if whole else path))
+        _, names, program, path = min(ends, key=lambda end: end[0])
+        if path is not None:
+            program.forget(path)
+        else:
+            kept = tuple(other for other in self._programs[names] if other is not program)
+            self._programs[names] = kept
+        self.forgotten += 1
+
+    def _warning(self) -> TraceLimitWarning:
+        culprit = None if self._culprit is None else self._culprit(self)
+        often = "" if culprit is None else f" What makes it diverge most often is {culprit}."
+        return TraceLimitWarning(
+            f"the model has taken more than {self.limit} paths: from now on the least used are "
+            f"forgotten, and traced again when they come up.{often} If that differs on nearly "
+            "every call, keep it in tensors (torch.where, masking) or call the model itself; if "
+            "there are just more paths than that, raise BendedModule's max_traces"
+        )
 
     def outdated(self, names: tuple[str, ...], arguments: tuple[Any, ...]) -> frozenset[str]:
         """Say which values change on every call, from the programs that do not fit any more.
@@ -75,11 +175,12 @@ class TraceTree:
             if part is not None and any(
                 change.label == part.label for change in program.recording.changes
             ):
-                self._outdated[names, part.label] += 1
+                with self._lock:
+                    self._outdated[names, part.label] += 1
                 break
         return frozenset(
             label
-            for (key, label), count in self._outdated.items()
+            for (key, label), count in list(self._outdated.items())
             if key == names and count >= _EVOLVING
         )
 
@@ -92,8 +193,10 @@ class TraceTree:
             known = self._known_elsewhere(names, program, result, arguments)
             if known is None:
                 break
-            program.grow(result, known)
+            with self._lock:
+                program.grow(result, known, hits=0)
             result = program.go_on(result, arguments)
+            self._keep_to_limit()
         return result
 
     def _known_elsewhere(
@@ -111,6 +214,21 @@ class TraceTree:
                 if _goes_the_other_way(recording, divergence, guard):
                     return recording
         return None
+
+
+def _branches(stretch: Stretch) -> bool:
+    return any(
+        side.target is not None or side.live is not None
+        for sides in stretch.sides.values()
+        for side in sides
+    )
+
+
+def _place_of(error: BaseException) -> str:
+    """Where the model's own code raised an error, as far as that can be told."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [f for f in frames if not f.filename.startswith(_NOT_THE_MODEL)] or frames
+    return f"{own[-1].filename}:{own[-1].lineno}" if own else ""
 
 
 def _goes_the_other_way(recording: Recording, divergence: Divergence, guard: Guard) -> bool:

@@ -1,0 +1,241 @@
+"""Folding the paths of a trace tree into the source that they went through."""
+
+from __future__ import annotations
+
+import ast
+import os
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from bendtrace.outline.events import (
+    Event,
+    Key,
+    PathEvents,
+    key_of_guard,
+    key_of_raise,
+    outcome_of,
+    raised_as,
+)
+from bendtrace.outline.selection import differing, selection, signature_of
+from bendtrace.outline.source import last_return, return_under
+from bendtrace.outline.structure import Branch, End, Flow, ProgramOutline, Step
+from bendtrace.outline.text import value_text
+from bendtrace.recording.iterations import running_code
+from bendtrace.recording.recorder import Recording
+from bendtrace.recording.sites import Place
+from bendtrace.replay.program import Path, Program, Side, Stretch
+from bendtrace.replay.tree import TraceTree
+
+__all__ = ["Walk", "fold", "most_divergent", "walks_of"]
+
+
+class Walk:
+    """One way through a program: the events, where they end, and how many calls took it.
+
+    Attributes:
+        path: the events of the recorded run that it follows.
+        events: those of them that it came to.
+        end: where it ended.
+        end_under: the event under one of whose sides the end stands.
+        hits: how many calls took it.
+    """
+
+    def __init__(
+        self, path: PathEvents, events: list[Event], end: End, end_under: int | None, hits: int
+    ) -> None:
+        self.path = path
+        self.events = events
+        self.end = end
+        self.end_under = end_under
+        self.hits = hits
+
+
+def fold(tree: TraceTree) -> list[ProgramOutline]:
+    """Fold each program of a tree, in the order in which they were traced."""
+    programs = sorted(tree.programs(), key=lambda program: program.serial)
+    selected = selection(programs)
+    outlines = []
+    for number, (program, facts) in enumerate(zip(programs, selected, strict=True), 1):
+        flow, steps = Flow(), Counter[Step]()
+        for walk in walks_of(program):
+            _add(flow, walk, steps)
+        paths = program.paths()
+        runs = sum(path.hits for path in paths)
+        inputs = signature_of(program)
+        outlines.append(ProgramOutline(number, inputs, facts, len(paths), runs, flow, steps))
+    return outlines
+
+
+def _add(flow: Flow, walk: Walk, steps: Counter[Step]) -> None:
+    flows: list[Flow] = []
+    before: Branch | None = None
+    by = ""
+    for event in walk.events:
+        inside = flow if event.under is None else flows[event.under]
+        branch = _branch(inside, event)
+        branch.modules[event.module_path] = None
+        branch.when.add(event.when)
+        taken = branch.side(event.outcome)
+        taken.hits += walk.hits
+        if event.iterations is not None:
+            branch.entered += walk.hits
+            branch.rounds += walk.hits * event.iterations
+            branch.most = max(branch.most, event.iterations)
+            least = branch.least
+            branch.least = event.iterations if least is None else min(least, event.iterations)
+        flows.append(taken.flow)
+        steps[before, by, branch] += walk.hits
+        before, by = branch, "" if event.is_loop else value_text(taken)
+    inside = flow if walk.end_under is None else flows[walk.end_under]
+    end = walk.end
+    key = (end.kind, end.text, end.where)
+    reached = inside.ends.setdefault(key, End(*key))
+    reached.hits += walk.hits
+    steps[before, by, reached] += walk.hits
+
+
+def _branch(flow: Flow, event: Event) -> Branch:
+    """Return the branch of an event; in code that calls itself, that of the outermost call."""
+    owner = flow.owner
+    while owner is not None:
+        if owner.key == event.key:
+            return owner
+        owner = owner.inside.owner if owner.inside is not None else None
+    branch = flow.branches.get(event.key)
+    if branch is None:
+        branch = flow.branches[event.key] = Branch(
+            event.key, flow, event.order, event.kind, event.header.text, event.place,
+            is_condition=event.is_condition, is_loop=event.is_loop,
+        )  # fmt: skip
+    return branch
+
+
+def walks_of(program: Program) -> Iterator[Walk]:
+    """Yield all ways through a program that calls have gone."""
+    if program.live is not None:
+        yield _whole(PathEvents(program.recording), program.live)
+        return
+    stretches = [stretch for stretch, _ in program.stretches()]
+    asked = frozenset(key for stretch in stretches for key in _asked(stretch))
+    for stretch in stretches:
+        path = PathEvents(stretch.recording, asked)
+        yield _whole(path, stretch)
+        for (index, name), times in list(stretch.failures.items()):
+            yield _raised(path, index, name, times)
+        for number, sides in list(stretch.sides.items()):
+            for side in sides:
+                if side.live is not None:
+                    yield _whole(PathEvents(side.live.recording, asked), side.live)
+                yield from _failed(path, number, side)
+
+
+def _asked(stretch: Stretch) -> Iterator[Key]:
+    tape = stretch.recording.tape
+    for number in list(stretch.sides):
+        key = key_of_guard(tape.guards[number]) if number >= 0 else key_of_raise(tape.ops[~number])
+        if key is not None:
+            yield key
+
+
+def _whole(path: PathEvents, taken: Path) -> Walk:
+    blockers = path.recording.tape.blockers
+    if blockers:
+        return Walk(path, path.events, End("live", blockers[0], ""), None, taken.hits)
+    under, found, file = _return_of(path)
+    end = End("return", "return", "")
+    if found is not None:
+        text = " ".join(ast.unparse(found).split())
+        end = End("return", text, f"{os.path.basename(file)}:{found.lineno}")
+    return Walk(path, path.events, end, under, taken.hits)
+
+
+def _return_of(path: PathEvents) -> tuple[int | None, ast.Return | None, str]:
+    """Find the `return` that a run ended with, as far as the branches tell."""
+    events = path.events
+    outermost = [number for number, event in enumerate(events) if event.outermost]
+    number = outermost[-1] if outermost else None
+    while number is not None:
+        event = events[number]
+        side = bool(event.iterations) if event.is_loop else bool(event.outcome)
+        found = return_under(event.place, side is not event.header.inverted)
+        if found is not None and event.is_condition:
+            return number, found, event.place.file
+        number = event.under
+    place = _root_place(path.recording)
+    return None, (None if place is None else last_return(place)), "" if place is None else place.file
+
+
+def _root_place(recording: Recording) -> Place | None:
+    """Return some place in the code of the model itself."""
+    for op in recording.tape.ops:
+        if op.site is not None:
+            places = [place for place, _ in running_code(op.scope, op.site)]
+            if places:
+                return places[-1]
+    return None
+
+
+def _raised(path: PathEvents, index: int, name: str, times: int) -> Walk:
+    """A replay in which an op raised what the model has no handler for."""
+    op = path.recording.tape.ops[index]
+    before = sum(event.position <= index for event in path.events)
+    where = "" if op.site is None else f"{os.path.basename(op.site.place.file)}:{op.site.place.line}"
+    end = End("raise", name, where)
+    return Walk(path, path.events[:before], end, path.around(op, before), times)
+
+
+def _failed(path: PathEvents, number: int, side: Side) -> Iterator[Walk]:
+    """Runs that took another side than a path and then raised."""
+    tape = path.recording.tape
+    found = next((i for i, event in enumerate(path.events) if event.number == number), None)
+    if found is None:
+        position = tape.guards[number].position if number >= 0 else ~number
+        events = [event for event in path.events if event.position <= position]
+    else:
+        event = path.events[found]
+        outcome: Any = None
+        if number < 0:
+            outcome = raised_as(side.outcome)
+        elif event.is_condition and not event.is_loop:
+            outcome = outcome_of(tape.guards[number], side.outcome, event.header)
+        events = [*path.events[:found], replace(event, outcome=outcome)]
+    for (name, where), times in list(side.failures.items()):
+        end = End("raise", name, os.path.basename(where))
+        yield Walk(path, events, end, found, times)
+
+
+def most_divergent(tree: TraceTree) -> str | None:
+    """Say what most of a tree's paths branch off at."""
+    counts: dict[str, int] = {}
+    paths = 0
+    programs = list(tree.programs())
+    for program in programs:
+        paths += len(program.paths())
+        for stretch, _ in program.stretches():
+            if not stretch.sides:
+                continue
+            path = PathEvents(stretch.recording, frozenset(_asked(stretch)))
+            events = {event.number: event for event in path.events}
+            for number, sides in stretch.sides.items():
+                where = _described(stretch.recording, number, events.get(number))
+                known = sum(side.target is not None or side.live is not None for side in sides)
+                counts[where] = counts.get(where, 0) + known
+    found = differing(programs)
+    if found is not None:
+        label, values = found
+        counts[f"`{label}`"] = values - 1
+    if not counts:
+        return None
+    worst = max(counts, key=lambda where: counts[where])
+    return f"{worst} ({counts[worst]} of {paths} paths branch off there)"
+
+
+def _described(recording: Recording, number: int, event: Event | None) -> str:
+    if event is not None:
+        return f"`{event.header.text}` at {event.place}"
+    tape = recording.tape
+    site = tape.guards[number].site if number >= 0 else tape.ops[~number].site
+    what = "a value" if number >= 0 else "an operation that can raise"
+    return what if site is None else f"{what}, `{site.place.text}` at {site.place}"

@@ -1,0 +1,280 @@
+"""The source around a branch: what stands under each side, and how its first line reads."""
+
+from __future__ import annotations
+
+import ast
+import functools
+from dataclasses import dataclass, field
+
+from bendtrace.recording.sites import Place, Span
+from bendtrace.recording.statements import (
+    _FUNCTIONS,
+    _conclude,
+    _file,
+    _File,
+    _follow,
+    _is_one_of_several,
+    _needs_all,
+    _of_generator,
+    _side,
+    _span,
+    _spans,
+    governed,
+)
+
+__all__ = [
+    "Choice",
+    "Header",
+    "choices_in",
+    "decided_by",
+    "function_of",
+    "header_of",
+    "is_elif",
+    "last_return",
+    "return_under",
+    "under",
+]
+
+
+@dataclass(frozen=True)
+class Header:
+    """How a branch, loop or value reads.
+
+    Attributes:
+        text: the line, without the colon of a statement.
+        inverted: whether the line says the opposite of the expression that was looked at.
+    """
+
+    text: str
+    inverted: bool = False
+
+
+@functools.cache
+def header_of(place: Place, kind: str, text: str) -> Header:
+    """Return the line for a flow step.
+
+    Args:
+        place: its place.
+        kind: its kind: "if", "while", "for", "and", ...
+        text: source of the expression that decides.
+    """
+    file = _file(place.file)
+    node = file.expressions.get(place.span)
+    if node is None:
+        return Header(_plainly(kind, text))
+    if kind in ("for", "comprehension"):
+        for _, parent in file.ancestors(node):
+            if isinstance(parent, (ast.For, ast.AsyncFor, ast.comprehension)):
+                line = f"for {file.text(parent.target)} in {file.text(parent.iter)}"
+                return Header(line if kind == "for" else f"[... {line}]")
+    if kind in ("in", "any", "all", "key", "match", "index") or kind not in _WORDS:
+        return Header(_plainly(kind, text))
+    test = _follow(file, node)
+    text = f"not {text}" if test.inverted and kind != "not" else text
+    return Header(_WORDS[kind].format(_before(file, node, test.child) + text), test.inverted)
+
+
+_WORDS = {
+    "if": "if {}", "while": "while {}", "assert": "assert {}", "and": "{} and ...",
+    "or": "{} or ...", "not": "not {}", "conditional expression": "... if {} else ...",
+    "comprehension filter": "[... if {}]",
+}  # fmt: skip
+
+
+def _plainly(kind: str, text: str) -> str:
+    if kind in _WORDS:
+        return _WORDS[kind].format(text)
+    return text
+
+
+def _before(file: _File, node: ast.AST, last: ast.AST) -> str:
+    """Say which operands were asked before the last one of an `and` or `or`."""
+    for child, parent in file.ancestors(node):
+        if child is last:
+            return ""
+        if isinstance(parent, ast.BoolOp):
+            return "... and " if isinstance(parent.op, ast.And) else "... or "
+    return ""
+
+
+@functools.cache
+def under(place: Place, outcome: bool) -> tuple[Span, ...]:
+    """Return the source that stands under the side that a branch took.
+
+    Unlike `governed`, without what follows the statement because its other side leaves the
+    function or the loop.
+    """
+    statement = _statement_around(_file(place.file), place)
+    if statement is None:
+        return ()
+    around = _span(statement)
+    return tuple(span for span in governed(place, outcome) if around.holds(span))
+
+
+def return_under(place: Place, outcome: bool) -> ast.Return | None:
+    """Return the `return` that a branch leads to, if it stands right under the side taken."""
+    statements = _file(place.file).statements
+    for span in under(place, outcome):
+        found = statements.get(span)
+        if isinstance(found, ast.Return):
+            return found
+    return None
+
+
+@functools.cache
+def last_return(place: Place) -> ast.Return | None:
+    """Return the `return` with which the function around a place ends."""
+    file = _file(place.file)
+    node: ast.AST | None = file.expressions.get(place.span) or file.statements.get(place.span)
+    if node is None:
+        return None
+    for _, parent in file.ancestors(node):
+        if isinstance(parent, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            last = parent.body[-1]
+            return last if isinstance(last, ast.Return) else None
+    return None
+
+
+def _statement_around(file: _File, place: Place) -> ast.stmt | None:
+    node: ast.AST | None = file.expressions.get(place.span)
+    while node is not None and not isinstance(node, ast.stmt):
+        node = file.parents.get(node)
+    return node
+
+
+@functools.cache
+def is_elif(place: Place) -> bool:
+    """Whether the `if` around a place is one that its source writes as `elif`."""
+    file = _file(place.file)
+    node = _statement_around(file, place)
+    parent = None if node is None else file.parents.get(node)
+    if not (isinstance(node, ast.If) and isinstance(parent, ast.If) and parent.orelse == [node]):
+        return False
+    return node.col_offset == parent.col_offset
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A branch as the source has it.
+
+    Attributes:
+        kind: "if", "while", "for-else", "assert", "conditional expression", "and", "or",
+            "comprehension filter" or "case".
+        text: source of the condition.
+        file: the file it is in.
+        span: where the condition, or the loop with the `else`, is.
+        function: name of the function it is in.
+        if_true: the source that runs only if it holds.
+        if_false: the source that runs only if it does not.
+        is_partly_watched: whether the condition asks for several values in turn, of which each
+            may decide it one way only.
+    """
+
+    kind: str
+    text: str
+    file: str
+    span: Span
+    function: str
+    if_true: tuple[Span, ...] = field(compare=False, repr=False)
+    if_false: tuple[Span, ...] = field(compare=False, repr=False)
+    is_partly_watched: bool = field(default=False, compare=False)
+
+    @property
+    def line(self) -> int:
+        """Its line, counted from 1."""
+        return self.span.line
+
+
+_KINDS: dict[type[ast.AST], str] = {
+    ast.If: "if", ast.While: "while", ast.IfExp: "conditional expression", ast.Assert: "assert",
+}  # fmt: skip
+
+
+def function_of(place: Place) -> ast.AST | None:
+    """Return the function, or the lambda, that a place is in; None for a module's own code."""
+    file = _file(place.file)
+    node: ast.AST | None = file.expressions.get(place.span) or file.statements.get(place.span)
+    if node is None:
+        node = file.statement_at(place.span)
+    while node is not None and not isinstance(node, _FUNCTIONS):
+        node = file.parents.get(node)
+    return node
+
+
+@functools.cache
+def choices_in(path: str, function: ast.AST) -> tuple[Choice, ...]:
+    """Return the branches of a function, without those of functions defined in it."""
+    file = _file(path)
+    found: list[Choice] = []
+    waiting = list(ast.iter_child_nodes(function))
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, (*_FUNCTIONS, ast.ClassDef)):
+            continue
+        found += _choices_at(file, node)
+        waiting += ast.iter_child_nodes(node)
+    return tuple(sorted(found, key=lambda choice: choice.span))
+
+
+@functools.cache
+def decided_by(place: Place, outcome: bool) -> tuple[tuple[Choice, bool], ...]:
+    """Return the branches that an expression decided by its truth, with the side taken.
+
+    That is the operand of an `and` or `or` that it is, and whatever asks for the truth of it
+    all, as far as it is decided by now.
+    """
+    file = _file(place.file)
+    node: ast.AST | None = file.expressions.get(place.span)
+    decided: list[tuple[ast.AST, bool]] = []
+    if node is None:  # an assert that a tool has rewritten
+        statement = file.statements.get(place.span)
+        decided += [(statement.test, outcome)] if isinstance(statement, ast.Assert) else []
+    elif not (_is_one_of_several(node) and outcome is _needs_all(node)):
+        plain = _follow(file, node)
+        if isinstance(plain.parent, ast.BoolOp):
+            decided.append((plain.child, outcome is not plain.inverted))
+        test, value = _conclude(file, node, outcome)
+        if test.parent is not None and not isinstance(test.parent, ast.BoolOp):
+            decided.append((test.child, value))
+    known = {
+        choice.span: choice
+        for child, _ in decided
+        for choice in _choices_at(file, file.parents[child])
+    }
+    pairs = [(known.get(_span(child)), value) for child, value in decided]
+    return tuple((choice, value) for choice, value in pairs if choice is not None)
+
+
+def _choices_at(file: _File, node: ast.AST) -> list[Choice]:
+    if isinstance(node, ast.BoolOp):
+        kind = "and" if isinstance(node.op, ast.And) else "or"
+        sides = [
+            (kind, operand, _spans(node.values[i + 1 :]) if kind == "and" else (),
+             _spans(node.values[i + 1 :]) if kind == "or" else ())
+            for i, operand in enumerate(node.values[:-1])
+        ]  # fmt: skip
+    elif isinstance(node, ast.comprehension):
+        sides = [
+            ("comprehension filter", test, _of_generator(file, node, i + 1), ())
+            for i, test in enumerate(node.ifs)
+        ]
+    elif isinstance(node, ast.Assert):
+        sides = [("assert", node.test, (), ())]
+    elif isinstance(node, (ast.If, ast.IfExp, ast.While)):
+        true, false = _side(file, node, True), _side(file, node, False)
+        sides = [(_KINDS[type(node)], node.test, true, false)]
+    elif isinstance(node, (ast.For, ast.AsyncFor)) and node.orelse:
+        sides = [("for-else", node.iter, _spans(node.orelse), ())]
+    else:
+        return []
+    function: ast.AST | None = node
+    while function is not None and not isinstance(function, _FUNCTIONS):
+        function = file.parents.get(function)
+    name = getattr(function, "name", "<lambda>")
+    return [
+        Choice(kind, file.text(test), file.file, _span(test), name, true, false,
+               any(isinstance(inner, ast.expr) and _is_one_of_several(inner)
+                   for inner in ast.walk(test)))
+        for kind, test, true, false in sides
+        if not isinstance(test, ast.Constant)
+    ]  # fmt: skip
