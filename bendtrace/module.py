@@ -385,6 +385,13 @@ class BendedModule(nn.Module):
         if name not in _OWN - {"training"} and isinstance(model, nn.Module):
             setattr(model, name, value)
 
+    def __delattr__(self, name: str) -> None:
+        model = self.__dict__.get("_model")
+        if isinstance(model, nn.Module) and name not in self.__dict__:
+            delattr(model, name)
+        else:
+            super().__delattr__(name)
+
     def apply(self, fn: Callable[[nn.Module], Any]) -> Self:
         """Apply a function to the model and all its submodules."""
         if isinstance(self._model, nn.Module):

@@ -8,15 +8,18 @@ import sysconfig
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from textwrap import shorten
 from typing import Any, overload
 
 from tabulate import tabulate
 
 from bendtrace.outline.folding import Walk, walks_of
 from bendtrace.outline.source import Choice, choices_in, decided_by, function_of
+from bendtrace.outline.text import count
 from bendtrace.recording.iterations import running_code
 from bendtrace.recording.sites import Site, Span
 from bendtrace.recording.tape import ModuleCall
+from bendtrace.replay.program import Failure
 from bendtrace.replay.tree import TraceTree
 
 __all__ = ["BranchCoverage", "Coverage", "coverage"]
@@ -67,10 +70,12 @@ class BranchCoverage:
             return ", ".join(sorted(told, key=lambda text: text.startswith("never")))
         if not self.true and not self.false:
             return "nothing recorded under it"
-        told = [f"{hits} runs had operations under {side}" if hits else
-                (f"none under {side}" if hits == 0 else f"{side} leaves no trace")
-                for side, hits in ((True, self.true), (False, self.false))]  # fmt: skip
-        return ", ".join(told)
+        true = f"True in {count(self.true, 'run')}" if self.true else "nothing under True"
+        if self.false is None:
+            return f"{true}, False leaves no trace"
+        return f"{true}, " + (
+            f"False in {count(self.false, 'run')}" if self.false else "nothing under False"
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Return the branch as plain values, ready for JSON."""
@@ -119,13 +124,32 @@ class Coverage(Sequence[BranchCoverage]):
         head = f"both sides seen of {both} of {self.total} branches"
         if not self._branches:
             return head
-        rows = [
-            (branch.kind, branch.text if len(branch.text) <= 60 else branch.text[:57] + "...",
-             f"{os.path.basename(branch.file)}:{branch.line}", branch.seen)
-            for branch in self._branches
-        ]  # fmt: skip
-        table = tabulate(rows, ("branch", "source", "at", "seen"), disable_numparse=True)
-        return f"{table}\n{head}"
+        watched = [branch for branch in self._branches if branch.watched]
+        others = [branch for branch in self._branches if not branch.watched]
+        sections = [head]
+        if watched:
+            sections.append("decided by the inputs:\n" + _table(watched))
+        if others:
+            more = len(others) - _SHOWN
+            left = f"\n... and {more} more" if more > 0 else ""
+            sections.append(
+                "not guarded (decided by plain Python values, or not come by), so that only the "
+                "operations under them tell:\n"
+                f"{_table(others[:_SHOWN])}{left}"
+            )
+        return "\n\n".join(sections)
+
+
+_SHOWN = 40
+
+
+def _table(branches: Sequence[BranchCoverage]) -> str:
+    rows = [
+        (branch.kind, shorten(branch.text, 60, placeholder=" ..."),
+         f"{os.path.basename(branch.file)}:{branch.line}", branch.seen)
+        for branch in branches
+    ]  # fmt: skip
+    return tabulate(rows, ("branch", "source", "at", "seen"), disable_numparse=True)
 
 
 def coverage(tree: TraceTree) -> Coverage:
@@ -142,21 +166,26 @@ class _Survey:
 
     def __init__(self, tree: TraceTree) -> None:
         self.exact: Counter[tuple[Choice, bool]] = Counter()
+        self.raised: Counter[Failure] = Counter(tree.failures)
         self.by_place: dict[str, Counter[Span]] = {}
         self.functions: dict[tuple[str, ast.AST], None] = {}
         for program in sorted(tree.programs(), key=lambda program: program.serial):
             for walk in walks_of(program):
                 self._count_decided(walk)
-                if walk.end.kind != "raise":  # else the run as a whole was not recorded
+                if walk.end.kind != "raise":
                     self._count_places(walk)
+                elif walk.end.file:  # the run as a whole was not recorded
+                    self.raised[walk.end.text, walk.end.file, walk.end.line] += walk.hits
 
     def result(self) -> Coverage:
         found: list[BranchCoverage] = []
         total = 0
         for file, function in self.functions:
             for choice in choices_in(file, function):
-                total += 1
                 branch = self._of(choice)
+                if choice.kind in ("and", "or") and not branch.watched:
+                    continue  # part of a condition that has a line of its own
+                total += 1
                 if branch.missing:
                     found.append(branch)
         found.sort(key=lambda branch: (branch.file, branch.line))
@@ -165,6 +194,8 @@ class _Survey:
     def _of(self, choice: Choice) -> BranchCoverage:
         true, false = self.exact[choice, True], self.exact[choice, False]
         watched = bool(true or false)
+        if choice.kind == "assert" and not false:
+            false = self._raised_in(choice.file, (choice.span,), "AssertionError")
         shown_false: int | None = false
         if not watched or choice.is_partly_watched:
             true = true or self._under(choice, choice.if_true)
@@ -178,9 +209,16 @@ class _Survey:
     def _under(self, choice: Choice, spans: tuple[Span, ...]) -> int:
         """Return in how many calls something was recorded in some stretches of source."""
         places = self.by_place.get(choice.file, Counter())
-        return max(
-            (hits for place, hits in places.items() if any(span.holds(place) for span in spans)),
-            default=0,
+        found = [hits for place, hits in places.items() if any(s.holds(place) for s in spans)]
+        return max(found, default=0) + self._raised_in(choice.file, spans)
+
+    def _raised_in(self, file: str, spans: tuple[Span, ...], only: str = "") -> int:
+        # Of a line that raised, not even the column is known.
+        return sum(
+            hits
+            for (name, path, line), hits in self.raised.items()
+            if path == file and any(s.line <= line <= s.end_line for s in spans)
+            if only in ("", name)
         )
 
     def _count_decided(self, walk: Walk) -> None:
@@ -193,15 +231,16 @@ class _Survey:
     def _count_places(self, walk: Walk) -> None:
         tape = walk.path.recording.tape
         sites: dict[tuple[int, int], tuple[ModuleCall, Site]] = {}
-        for record in (*tape.ops, *tape.guards):
+        for record in tape.ops:
             if record.site is not None:
                 sites[id(record.site), id(record.scope)] = record.scope, record.site
+        for guard in tape.guards:
+            if guard.site is not None:
+                sites[id(guard.site), id(guard.scope)] = guard.scope, guard.site
         for call in tape.calls:
             if call.site is not None and call.parent is not None:
                 sites[id(call.site), id(call.parent)] = call.parent, call.site
-        places = {
-            place for scope, site in sites.values() for place, _ in running_code(scope, site)
-        }
+        places = {place for scope, site in sites.values() for place, _ in running_code(scope, site)}
         for place in places:
             if _is_standard(place.file):
                 continue
@@ -214,5 +253,3 @@ class _Survey:
 
 def _is_standard(file: str) -> bool:
     return file.startswith(_STANDARD) and not file.startswith(_INSTALLED)
-
-

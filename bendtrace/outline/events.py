@@ -14,7 +14,7 @@ from bendtrace.flow import (
     flow_steps,
 )
 from bendtrace.graph.names import node_names
-from bendtrace.outline.source import Header, header_of, under
+from bendtrace.outline.source import Header, header_of, under, while_around
 from bendtrace.recording.iterations import running_code, user_code
 from bendtrace.recording.recorder import Recording
 from bendtrace.recording.sites import Place, Site, Span
@@ -47,7 +47,8 @@ class Event:
         place: where in the source.
         module_path: whose forward was running.
         when: when its guard is tested; None if it has none.
-        number: the guard on the tape; -1 - i for op i that raised.
+        number: the guard on the tape; -1 - i for op i that raised; None for a `while` as a
+            whole, of which each part of the test is an event of its own.
         position: the op that comes after it.
         under: the event, by its place in the path, under one of whose sides it ran.
         iterations: for a loop, how often its body was begun.
@@ -64,7 +65,7 @@ class Event:
     place: Place
     module_path: str
     when: GuardKind | None
-    number: int
+    number: int | None
     position: int
     under: int | None
     iterations: int | None = None
@@ -88,16 +89,21 @@ class PathEvents:
         self._kinds = Analysis(tape).kinds
         self._asked = asked
         self._deciding: dict[object, list[tuple[int, str, tuple[Span, ...]]]] = {}
+        self._before: tuple[Any, ...] = ()
         # The number of iterations of a while is known where it is entered, its test comes next.
-        entered: int | None = None
+        entered: LoopFlowStep | None = None
         for step in self._steps():
             if isinstance(step, LoopFlowStep) and step.guard is None:
-                entered = step.iterations
+                entered = step
             elif isinstance(step, _Raised):
                 self._add(step, step.op.scope, step.op.site, step.op.index, None)
             elif step.guard is not None:
                 guard = tape.guards[step.guard]
-                self._add(step, guard.scope, guard.site, guard.position, entered)
+                if entered is not None and step.kind != "while":  # its test has several parts
+                    self._add(entered, guard.scope, guard.site, guard.position, None)
+                    entered = None
+                iterations = None if entered is None else entered.iterations
+                self._add(step, guard.scope, guard.site, guard.position, iterations)
                 entered = None
 
     def _steps(self) -> Iterator[FlowStep | _Raised]:
@@ -144,11 +150,26 @@ class PathEvents:
         running = list(running_code(scope, site)) or [(step.place, None)]
         places = (step.place, *(place for place, _ in running[1:]))
         chain = tuple(dict.fromkeys((place.file, place.span) for place in places))
-        number = step.guard if isinstance(step, FlowStep) else -1 - step.op.index
-        assert number is not None
         is_loop = isinstance(step, LoopFlowStep)
         outcome = None if is_loop else step.value
-        header = header_of(step.place, step.kind, step.text)
+        header, spans = header_of(step.place, step.kind, step.text), None
+        number: int | None
+        if isinstance(step, _Raised):
+            number = ~step.op.index
+        elif step.guard is None:
+            number = None
+            whole = while_around(step.place)
+            if whole is None:
+                return
+            header, spans = whole
+        else:
+            number = step.guard
+        if header.span is not None:
+            chain = ((step.place.file, header.span), *chain[1:])
+        now = (step.kind, chain, running[0][1], getattr(step, "iteration", ()))
+        if is_loop and now == self._before:  # one more part of the same header
+            return
+        self._before = now
         if isinstance(step, LogicalFlowStep):
             outcome = bool(outcome) is not header.inverted
         self.events.append(
@@ -160,10 +181,12 @@ class PathEvents:
                 outcome=outcome,
                 place=step.place,
                 module_path=step.module_path,
-                when=None if number < 0 else self._kinds[number],
+                when=None if number is None or number < 0 else self._kinds[number],
                 number=number,
                 position=position,
-                under=self._innermost([(step.place, running[0][1]), *running[1:]], len(self.events)),
+                under=self._innermost(
+                    [(step.place, running[0][1]), *running[1:]], len(self.events)
+                ),
                 iterations=step.iterations if isinstance(step, LoopFlowStep) else iterations,
                 outermost=len(chain) == 1,
                 is_condition=isinstance(step, LogicalFlowStep),
@@ -171,7 +194,8 @@ class PathEvents:
             )
         )
         if isinstance(step, (LogicalFlowStep, LoopFlowStep)):
-            spans = under(step.place, is_loop or bool(step.value))
+            if spans is None:
+                spans = under(step.place, is_loop or bool(step.value))
             if spans:
                 entry = len(self.events) - 1, step.place.file, spans
                 self._deciding.setdefault(running[0][1], []).append(entry)
@@ -180,9 +204,7 @@ class PathEvents:
         """Return the event, among the first `before`, under one of whose sides an op ran."""
         return None if op.site is None else self._innermost(running_code(op.scope, op.site), before)
 
-    def _innermost(
-        self, running: Iterable[tuple[Place, object]], before: int
-    ) -> int | None:
+    def _innermost(self, running: Iterable[tuple[Place, object]], before: int) -> int | None:
         for place, activation in running:
             for number, file, spans in reversed(self._deciding.get(activation, ())):
                 if number < before and file == place.file:

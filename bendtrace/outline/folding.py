@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import os
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
@@ -22,7 +21,7 @@ from bendtrace.outline.selection import differing, selection, signature_of
 from bendtrace.outline.source import last_return, return_under
 from bendtrace.outline.structure import Branch, End, Flow, ProgramOutline, Step
 from bendtrace.outline.text import value_text
-from bendtrace.recording.iterations import running_code
+from bendtrace.recording.iterations import running_code, user_code
 from bendtrace.recording.recorder import Recording
 from bendtrace.recording.sites import Place
 from bendtrace.replay.program import Path, Program, Side, Stretch
@@ -90,7 +89,7 @@ def _add(flow: Flow, walk: Walk, steps: Counter[Step]) -> None:
         before, by = branch, "" if event.is_loop else value_text(taken)
     inside = flow if walk.end_under is None else flows[walk.end_under]
     end = walk.end
-    key = (end.kind, end.text, end.where)
+    key = (end.kind, end.text, end.file, end.line)
     reached = inside.ends.setdefault(key, End(*key))
     reached.hits += walk.hits
     steps[before, by, reached] += walk.hits
@@ -115,7 +114,7 @@ def _branch(flow: Flow, event: Event) -> Branch:
 def walks_of(program: Program) -> Iterator[Walk]:
     """Yield all ways through a program that calls have gone."""
     if program.live is not None:
-        yield _whole(PathEvents(program.recording), program.live)
+        yield _live(PathEvents(program.recording), program.live, None)
         return
     stretches = [stretch for stretch, _ in program.stretches()]
     asked = frozenset(key for stretch in stretches for key in _asked(stretch))
@@ -127,7 +126,8 @@ def walks_of(program: Program) -> Iterator[Walk]:
         for number, sides in list(stretch.sides.items()):
             for side in sides:
                 if side.live is not None:
-                    yield _whole(PathEvents(side.live.recording, asked), side.live)
+                    live = PathEvents(side.live.recording, asked)
+                    yield _live(live, side.live, number)
                 yield from _failed(path, number, side)
 
 
@@ -140,14 +140,18 @@ def _asked(stretch: Stretch) -> Iterator[Key]:
 
 
 def _whole(path: PathEvents, taken: Path) -> Walk:
-    blockers = path.recording.tape.blockers
-    if blockers:
-        return Walk(path, path.events, End("live", blockers[0], ""), None, taken.hits)
     under, found, file = _return_of(path)
-    end = End("return", "return", "")
+    end = End("return", "return")
     if found is not None:
-        text = " ".join(ast.unparse(found).split())
-        end = End("return", text, f"{os.path.basename(file)}:{found.lineno}")
+        end = End("return", " ".join(ast.unparse(found).split()), file, found.lineno)
+    return Walk(path, path.events, end, under, taken.hits)
+
+
+def _live(path: PathEvents, taken: Path, number: int | None) -> Walk:
+    """A run that can only be run live, from a guard on or (None) from the start."""
+    end = End("live", path.recording.tape.blockers[0])
+    numbers = [event.number for event in path.events]
+    under = numbers.index(number) if number is not None and number in numbers else None
     return Walk(path, path.events, end, under, taken.hits)
 
 
@@ -164,7 +168,7 @@ def _return_of(path: PathEvents) -> tuple[int | None, ast.Return | None, str]:
             return number, found, event.place.file
         number = event.under
     place = _root_place(path.recording)
-    return None, (None if place is None else last_return(place)), "" if place is None else place.file
+    return (None, None, "") if place is None else (None, last_return(place), place.file)
 
 
 def _root_place(recording: Recording) -> Place | None:
@@ -181,8 +185,8 @@ def _raised(path: PathEvents, index: int, name: str, times: int) -> Walk:
     """A replay in which an op raised what the model has no handler for."""
     op = path.recording.tape.ops[index]
     before = sum(event.position <= index for event in path.events)
-    where = "" if op.site is None else f"{os.path.basename(op.site.place.file)}:{op.site.place.line}"
-    end = End("raise", name, where)
+    place = None if op.site is None else user_code(op.scope, op.site)[0]
+    end = End("raise", name) if place is None else End("raise", name, place.file, place.line)
     return Walk(path, path.events[:before], end, path.around(op, before), times)
 
 
@@ -201,8 +205,8 @@ def _failed(path: PathEvents, number: int, side: Side) -> Iterator[Walk]:
         elif event.is_condition and not event.is_loop:
             outcome = outcome_of(tape.guards[number], side.outcome, event.header)
         events = [*path.events[:found], replace(event, outcome=outcome)]
-    for (name, where), times in list(side.failures.items()):
-        end = End("raise", name, os.path.basename(where))
+    for (name, file, line), times in list(side.failures.items()):
+        end = End("raise", name, file, line)
         yield Walk(path, events, end, found, times)
 
 
@@ -222,14 +226,13 @@ def most_divergent(tree: TraceTree) -> str | None:
                 where = _described(stretch.recording, number, events.get(number))
                 known = sum(side.target is not None or side.live is not None for side in sides)
                 counts[where] = counts.get(where, 0) + known
-    found = differing(programs)
-    if found is not None:
-        label, values = found
-        counts[f"`{label}`"] = values - 1
+    label, values = differing(programs)
+    if values > 1:
+        counts[label] = values - 1
     if not counts:
         return None
     worst = max(counts, key=lambda where: counts[where])
-    return f"{worst} ({counts[worst]} of {paths} paths branch off there)"
+    return f"{worst} ({counts[worst]} of {paths} paths)"
 
 
 def _described(recording: Recording, number: int, event: Event | None) -> str:

@@ -32,7 +32,7 @@ class Box:
         y: its upper edge.
         width: how wide it is.
         height: how high it is.
-        role: "branch", "return", "live", "raise", "frame" or, for the room that a text takes, "text".
+        role: "branch", "return", "live", "raise", "frame", or "text" for the room a text takes.
         text: what is written in it, if it is a text.
         tone: how prominent a text is: "plain", "faint" or "strong".
     """
@@ -180,9 +180,7 @@ def _branch(branch: Branch) -> Drawing:
     if not branch.is_condition:
         return _split(node, [_side(taken) for taken in branch.sides()])
     sides = {bool(taken.value): taken for taken in branch.sides()}
-    columns = [
-        _side(sides.get(value) or Taken(value, Flow(branch))) for value in (True, False)
-    ]
+    columns = [_side(sides.get(value) or Taken(value, Flow(branch))) for value in (True, False)]
     return _split(node, columns)
 
 
@@ -212,9 +210,7 @@ def _split(node: Drawing, columns: Sequence[tuple[Drawing, bool]]) -> Drawing:
     for column, was_taken in columns:
         split.put(column, x, top)
         at = x + column.spine
-        split.lines.append(
-            _bent(left, node.height, at, top, arrow=was_taken, faint=not was_taken)
-        )
+        split.lines.append(_bent(left, node.height, at, top, arrow=was_taken, faint=not was_taken))
         if column.is_open:
             points = ((at, top + column.height), (at, bottom), (left, bottom))
             split.lines.append(Line(points))
@@ -246,7 +242,7 @@ def _bent(
 
 
 def _joined(*texts: str) -> str:
-    return "   ".join(text for text in texts if text)
+    return " \N{MIDDLE DOT} ".join(text for text in texts if text)
 
 
 def _cut(text: str, most: int) -> str:

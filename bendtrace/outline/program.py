@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections import Counter
 from collections.abc import Mapping
 from functools import cached_property
@@ -13,7 +14,7 @@ import networkx as nx
 from bendtrace.outline.folding import fold
 from bendtrace.outline.picture import picture
 from bendtrace.outline.structure import Branch, End, ProgramOutline
-from bendtrace.outline.text import count, program_lines, title
+from bendtrace.outline.text import count, programs_as_text, title
 from bendtrace.replay.tree import TraceTree
 
 __all__ = ["Outline"]
@@ -31,7 +32,7 @@ class Outline:
         programs: what was folded, in the order in which it was first traced.
         stats: how the calls were served, by name.
         forgotten: how many paths were given up because of `max_traces`.
-        failures: exceptions that calls ended with that no program stands for: (type, place).
+        failures: exceptions that calls ended with that no program stands for: (type, file, line).
     """
 
     def __init__(self, tree: TraceTree, name: str, stats: Mapping[str, int]) -> None:
@@ -54,7 +55,8 @@ class Outline:
         parts = [count(len(self.programs), "program"), count(traces, "trace")]
         if self.forgotten:
             parts[-1] += f" ({self.forgotten} more forgotten)"
-        served = ", ".join(f"{number} {name}" for name, number in self.stats.items() if number)
+        calls = {name: number for name, number in self.stats.items() if name != "traces"}
+        served = ", ".join(f"{name} {number}" for name, number in calls.items() if number)
         return f"{self.name}: {', '.join(parts)}" + (f"; {served}" if served else "")
 
     def to_dict(self) -> dict[str, Any]:
@@ -64,8 +66,8 @@ class Outline:
             "stats": dict(self.stats),
             "forgotten": self.forgotten,
             "failures": [
-                {"error": name, "at": where, "hits": hits}
-                for (name, where), hits in self.failures.items()
+                {"error": name, "file": file, "line": line, "hits": hits}
+                for (name, file, line), hits in self.failures.items()
             ],
             "programs": [program.to_dict() for program in self.programs],
         }
@@ -123,11 +125,11 @@ class Outline:
         return str(self)
 
     def __str__(self) -> str:
-        sections = [self.headline]
-        sections += ["\n".join(program_lines(program)) for program in self.programs]
+        sections = [self.headline, *programs_as_text(self.programs)]
         if self.failures:
             lines = ["raised before anything was recorded"]
-            for (name, where), hits in self.failures.items():
-                lines.append(f"    {name} at {where}: {count(hits, 'run')}")
+            for (name, file, line), hits in self.failures.items():
+                where = f" at {os.path.basename(file)}:{line}" if file else ""
+                lines.append(f"    {name}{where}: {count(hits, 'run')}")
             sections.append("\n".join(lines))
         return "\n\n".join(sections)

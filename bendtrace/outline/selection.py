@@ -20,9 +20,7 @@ Facts = dict[str, str]
 
 def signature_of(program: Program) -> str:
     """Say what the program was first called with: `x: float32[5, 4], n: 3`."""
-    metas = {
-        op.target: op.meta for op in program.recording.tape.ops if op.kind is OpKind.INPUT
-    }
+    metas = {op.target: op.meta for op in program.recording.tape.ops if op.kind is OpKind.INPUT}
     parts = [part for part in program.recording.surroundings.parts if part.is_argument]
     shown = []
     for part in parts:
@@ -54,16 +52,25 @@ def selection(programs: Sequence[Program]) -> list[list[str]]:
     ]
 
 
-def differing(programs: Sequence[Program]) -> tuple[str, int] | None:
-    """Return what has the most values among the programs, and how many."""
+def differing(programs: Sequence[Program]) -> tuple[str, int]:
+    """Say what has the most values among the programs, and how many."""
     distinct = _distinct([_facts_of(program) for program in programs])
-    return max(distinct.items(), key=lambda item: item[1], default=None)
+    label, values = max(distinct.items(), key=lambda item: item[1], default=("", 0))
+    label, _, aspect = label.partition("#")
+    return (f"{_ASPECTS[aspect]} of `{label}`" if aspect else f"`{label}`", values or 1)
+
+
+_ASPECTS = {
+    "rank": "the number of dimensions", "dtype": "the dtype", "device": "the device",
+    "layout": "the layout", "grad": "requires_grad",
+}  # fmt: skip
 
 
 def _distinct(facts: Sequence[Facts]) -> dict[str, int]:
     """Return the labels that are not the same everywhere, with the number of their values."""
     labels = dict.fromkeys(label for own in facts for label in own)
-    values = {label: {own.get(label) for own in facts} for label in labels}
+    # A program that does not ask for something has other reasons to be another one.
+    values = {label: {own[label] for own in facts if label in own} for label in labels}
     return {label: len(found) for label, found in values.items() if len(found) > 1}
 
 
@@ -80,7 +87,7 @@ def _grouped(facts: Facts) -> Iterator[str]:
 
 
 def _said(label: str, text: str) -> str:
-    return f"{label} {text}" if text.startswith(("is ", "are ", "has ")) else f"{label} = {text}"
+    return f"{label.partition('#')[0]} {text}"
 
 
 def _attribute(label: str) -> str:
@@ -91,12 +98,15 @@ def _facts_of(program: Program) -> Facts:
     facts: Facts = {}
     parts = program.recording.surroundings.parts
     names = [part.label for part in parts if part.access is Access.ROOT]
-    facts["the arguments"] = f"are {', '.join(names) or 'none'}"
+    facts["the arguments given"] = f"are {', '.join(names) or 'none'}"
     state: Facts = {}
     for part in parts:
-        text = _fact(part, program)
-        if text is not None:
-            (facts if part.is_argument else state)[part.label] = text
+        told = facts if part.is_argument else state
+        if part.kind is PartKind.TENSOR:
+            if part.is_argument or part in program.analysis.typed_state:
+                told.update(_facts_of_tensor(part))
+        elif (text := _fact(part)) is not None:
+            told[part.label] = text
     facts.update(_conditions(program))
     context, dtype, modes, hooked, fast = program.ambience
     facts["grad mode"] = "is on" if context.grad else "is off"
@@ -110,23 +120,26 @@ def _facts_of(program: Program) -> Facts:
     return facts | state
 
 
-def _fact(part: Part, program: Program) -> str | None:
+def _facts_of_tensor(part: Part) -> Facts:
+    facts, label = part.size, part.label
+    dimensions = f"{facts.rank} dimension{'s' * (facts.rank != 1)}"
+    told = {f"{label}#rank": f"has {dimensions}", f"{label}#dtype": f"is {_plain(facts.dtype)}"}
+    told[f"{label}#device"] = f"is on {facts.device}"
+    told[f"{label}#layout"] = f"is {_plain(facts.layout)}"
+    told[f"{label}#grad"] = "requires grad" if facts.requires_grad else "does not require grad"
+    return told
+
+
+def _fact(part: Part) -> str | None:
     kind = part.kind
-    if kind is PartKind.TENSOR:
-        seen = part.is_argument or part in program.analysis.typed_state
-        if not seen:
-            return None
-        facts = part.size
-        grad = ", requires grad" if facts.requires_grad else ""
-        return f"is {_plain(facts.dtype)} on {facts.device} of {facts.rank} dimensions{grad}"
     if kind is PartKind.PLAIN:
-        return _short(part.value)
+        return f"is {_short(part.value)}"
     if kind in (PartKind.LIST, PartKind.TUPLE):
         return f"is a {part.type.__name__} of {part.size}"
     if kind is PartKind.DICT and part.access is not Access.FIXED:
-        return f"has keys {_short(tuple(map(str, part.size)))}"
+        return f"has the keys {_short(tuple(map(str, part.size)))}"
     if kind in (PartKind.SET, PartKind.LARGE, PartKind.ARRAY):
-        return _short(part.size)
+        return f"is {_short(part.value)}"
     if kind is PartKind.ALIAS:
         return f"is {part.value.label}"
     if kind in (PartKind.NUMBER, PartKind.OBJECT):
@@ -146,11 +159,10 @@ def _conditions(program: Program) -> Facts:
     found: dict[str, list[str]] = {}
     for number, guard in enumerate(tape.guards):
         if program.analysis.kinds[number] is GuardKind.INPUT and guard.site is not None:
-            text = texts.get(number)
-            if text is None:
-                text = user_code(guard.scope, guard.site)[0].text
+            place = user_code(guard.scope, guard.site)[0]
+            text = texts.get(number) or place.text or f"a condition at {place}"
             found.setdefault(text, []).append(_short(guard.expected))
-    return {text: ", ".join(dict.fromkeys(values)) for text, values in found.items()}
+    return {text: f"is {' and '.join(dict.fromkeys(values))}" for text, values in found.items()}
 
 
 def _plain(dtype: object) -> str:

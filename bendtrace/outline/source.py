@@ -10,8 +10,8 @@ from bendtrace.recording.sites import Place, Span
 from bendtrace.recording.statements import (
     _FUNCTIONS,
     _conclude,
-    _file,
     _File,
+    _file,
     _follow,
     _is_one_of_several,
     _needs_all,
@@ -33,6 +33,7 @@ __all__ = [
     "last_return",
     "return_under",
     "under",
+    "while_around",
 ]
 
 
@@ -43,10 +44,12 @@ class Header:
     Attributes:
         text: the line, without the colon of a statement.
         inverted: whether the line says the opposite of the expression that was looked at.
+        span: for a loop, where what it walks stands, however many parts of that were looked at.
     """
 
     text: str
     inverted: bool = False
+    span: Span | None = None
 
 
 @functools.cache
@@ -61,12 +64,13 @@ def header_of(place: Place, kind: str, text: str) -> Header:
     file = _file(place.file)
     node = file.expressions.get(place.span)
     if node is None:
-        return Header(_plainly(kind, text))
+        return Header(_plainly(kind, text or "(source not found)"))
     if kind in ("for", "comprehension"):
         for _, parent in file.ancestors(node):
             if isinstance(parent, (ast.For, ast.AsyncFor, ast.comprehension)):
                 line = f"for {file.text(parent.target)} in {file.text(parent.iter)}"
-                return Header(line if kind == "for" else f"[... {line}]")
+                line = line if kind == "for" else f"[... {line}]"
+                return Header(line, False, _span(parent.iter))
     if kind in ("in", "any", "all", "key", "match", "index") or kind not in _WORDS:
         return Header(_plainly(kind, text))
     test = _follow(file, node)
@@ -109,6 +113,18 @@ def under(place: Place, outcome: bool) -> tuple[Span, ...]:
         return ()
     around = _span(statement)
     return tuple(span for span in governed(place, outcome) if around.holds(span))
+
+
+@functools.cache
+def while_around(place: Place) -> tuple[Header, tuple[Span, ...]] | None:
+    """Return the `while` in whose test a place is, and the source that it repeats."""
+    file = _file(place.file)
+    node = _statement_around(file, place)
+    if not isinstance(node, ast.While):
+        return None
+    test = _span(node.test)
+    header = Header(f"while {file.text(node.test)}", False, test)
+    return header, (test, *_spans(node.body))
 
 
 def return_under(place: Place, outcome: bool) -> ast.Return | None:
@@ -224,7 +240,7 @@ def decided_by(place: Place, outcome: bool) -> tuple[tuple[Choice, bool], ...]:
     all, as far as it is decided by now.
     """
     file = _file(place.file)
-    node: ast.AST | None = file.expressions.get(place.span)
+    node = file.expressions.get(place.span)
     decided: list[tuple[ast.AST, bool]] = []
     if node is None:  # an assert that a tool has rewritten
         statement = file.statements.get(place.span)
@@ -273,7 +289,8 @@ def _choices_at(file: _File, node: ast.AST) -> list[Choice]:
     name = getattr(function, "name", "<lambda>")
     return [
         Choice(kind, file.text(test), file.file, _span(test), name, true, false,
-               any(isinstance(inner, ast.expr) and _is_one_of_several(inner)
+               any(isinstance(inner, ast.expr)
+                   and (isinstance(inner, ast.BoolOp) or _is_one_of_several(inner))
                    for inner in ast.walk(test)))
         for kind, test, true, false in sides
         if not isinstance(test, ast.Constant)

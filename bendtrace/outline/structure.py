@@ -24,18 +24,28 @@ class End:
     Attributes:
         kind: "return", "live" (what follows can only be run live) or "raise".
         text: the statement, the reason, or the name of the exception.
-        where: "file:line", or "" where that is not known.
+        file: the file it is in, or "" where that is not known.
+        line: its line there.
         hits: how many runs ended here.
     """
 
     kind: str
     text: str
-    where: str
+    file: str = ""
+    line: int = 0
     hits: int = 0
+
+    @property
+    def where(self) -> str:
+        """File, without its folder, and line; "" where they are not known."""
+        return f"{os.path.basename(self.file)}:{self.line}" if self.file else ""
 
     def to_dict(self) -> dict[str, Any]:
         """Return the end as plain values, ready for JSON."""
-        return {"end": self.kind, "text": self.text, "at": self.where, "hits": self.hits}
+        return {
+            "end": self.kind, "text": self.text, "file": self.file, "line": self.line,
+            "hits": self.hits,
+        }  # fmt: skip
 
 
 @dataclass(eq=False)
@@ -50,7 +60,7 @@ class Flow:
 
     owner: Branch | None = None
     branches: dict[Key, Branch] = field(default_factory=dict)
-    ends: dict[tuple[str, str, str], End] = field(default_factory=dict)
+    ends: dict[tuple[str, str, str, int], End] = field(default_factory=dict)
 
     def __iter__(self) -> Iterator[Branch | End]:
         yield from sorted(self.branches.values(), key=lambda branch: branch.order)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from textwrap import shorten
 
 from bendtrace.outline.structure import Branch, End, Flow, ProgramOutline, Taken
 
-__all__ = ["count", "end_text", "program_lines", "summary", "title", "value_text"]
+__all__ = ["count", "end_text", "programs_as_text", "summary", "title", "value_text"]
 
 _INDENT = "    "
 _WIDEST = 64
@@ -22,20 +22,32 @@ def title(program: ProgramOutline) -> str:
     return f"program {program.number}: {program.inputs}"
 
 
-def program_lines(program: ProgramOutline) -> list[str]:
-    """Return a program as lines."""
-    lines = [title(program)]
-    lines += [f"  {'for' if not i else 'and'} {fact}" for i, fact in enumerate(_facts(program))]
-    lines.append(f"  {count(program.traces, 'trace')}, {count(program.runs, 'run')}")
-    rows = list(_flow(program.flow, 1))
+def programs_as_text(programs: Sequence[ProgramOutline]) -> Iterator[str]:
+    """Yield each program as text; those that read as one before do in one line."""
+    known: dict[tuple[str, ...], int] = {}
+    for program in programs:
+        rows = list(_flow(program.flow, 1))
+        read = tuple(code for code, _, _ in rows)
+        facts = list(_facts(program))
+        counts = f"{count(program.traces, 'trace')}, {count(program.runs, 'run')}"
+        if read in known:
+            where = f", where {' and '.join(facts)}" if facts else ""
+            yield f"{title(program)}{where}; {counts}; goes as program {known[read]}"
+            continue
+        known[read] = program.number
+        lines = [title(program)]
+        lines += [f"  {'and' if i else 'where'} {fact}" for i, fact in enumerate(facts)]
+        yield "\n".join([*lines, f"  {counts}", *_aligned(rows)])
+
+
+def _aligned(rows: list[Line]) -> Iterator[str]:
     width = min(max((len(code) for code, _, _ in rows), default=0), _WIDEST)
     middle = max((len(often) for _, often, _ in rows), default=0)
     for code, often, where in rows:
         if len(code) > width:
             indent = len(code) - len(code.lstrip())
             code = code[:indent] + shorten(code, max(width - indent, 20), placeholder=" ...")
-        lines.append(f"{code:<{width}}  {often:<{middle}}  {where}".rstrip())
-    return lines
+        yield f"{code:<{width}}  {often:<{middle}}  {where}".rstrip()
 
 
 _FACTS = 8
@@ -50,7 +62,10 @@ def _facts(program: ProgramOutline) -> Iterator[str]:
 def _flow(flow: Flow, depth: int) -> Iterator[Line]:
     for item in flow:
         if isinstance(item, End):
-            yield _INDENT * depth + end_text(item), count(item.hits, "run"), item.where
+            code, where = end_text(item), item.where
+            if item.kind == "live":
+                code, where = "live only", item.text
+            yield _INDENT * depth + code, count(item.hits, "run"), where
         elif item.is_loop:
             yield from _loop(item, depth)
         elif item.is_condition:
@@ -104,7 +119,9 @@ def _where(branch: Branch) -> str:
     modules = [path for path in branch.modules if path]
     if not modules:
         return branch.where
-    inside = ", ".join(modules[:2]) if len(modules) < 3 else f"{modules[0]} and {len(modules) - 1} more"
+    if len(modules) > 2:
+        modules[1:] = [f"{len(modules) - 1} more"]
+    inside = " and ".join(modules)
     return f"{branch.where} in {inside}"
 
 
@@ -119,7 +136,7 @@ def summary(branch: Branch) -> str:
     sides = branch.sides()
     if len(sides) == 1:
         return f"always {value_text(sides[0])}{_often(branch)}"
-    shown = [f"{value_text(taken)} {taken.hits}x" for taken in sides[:_VALUES]]
+    shown = [f"{value_text(taken)} ({taken.hits}x)" for taken in sides[:_VALUES]]
     if len(sides) > _VALUES:
         shown.append(f"and {len(sides) - _VALUES} more")
     return ", ".join(shown)

@@ -10,14 +10,18 @@ put back. They were seen in torch 2.6 to 2.13; test_boundaries.py would notice a
 from __future__ import annotations
 
 import functools
+import random
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 import torch._functorch.apis
+import torch.autograd.forward_ad
+import torch.utils._python_dispatch
 from torch import nn
 
 from bendtrace.recording.watcher import Watcher, current_watcher, set_watcher
@@ -135,17 +139,6 @@ def _method_of_script(method: Any) -> Callable[..., Any]:
     return call
 
 
-_saved_tensors_hooks = torch.autograd.graph.saved_tensors_hooks
-_enter_hooks = _saved_tensors_hooks.__enter__
-
-
-def _enters_hooks(hooks: Any) -> Any:
-    watcher = current_watcher()
-    if watcher is not None:
-        watcher.unseen("a block under saved_tensors_hooks (of torch.utils.checkpoint, perhaps)")
-    return _enter_hooks(hooks)
-
-
 _swap_tensors = torch.utils.swap_tensors
 
 
@@ -165,6 +158,19 @@ def _sets(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
     if watcher is None:
         return _set_(tensor, *args, **kwargs)
     return watcher.opaque_call(_set_, (tensor, *args), kwargs)
+
+
+def _reports(what: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """What `function` begins cannot be followed, so the run is noted not to be repeatable."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        watcher = current_watcher()
+        if watcher is not None:
+            watcher.unseen(what)
+        return function(*args, **kwargs)
+
+    return call
 
 
 _compile = torch.compile
@@ -188,6 +194,20 @@ def _run_compiled_code_eagerly() -> None:
         _stances.append(stance)
 
 
+_UNFOLLOWED: tuple[tuple[Any, str, str], ...] = (
+    (
+        torch.autograd.graph.saved_tensors_hooks,
+        "__enter__",
+        "a block under saved_tensors_hooks (of torch.utils.checkpoint, perhaps)",
+    ),
+    (torch.utils._python_dispatch.TorchDispatchMode, "__enter__", "a block under a dispatch mode"),
+    (torch.autograd.forward_ad, "enter_dual_level", "forward-mode differentiation"),
+    (threading.Thread, "start", "a thread that is started"),
+    (ThreadPoolExecutor, "submit", "work that is given to a thread"),
+    (random, "seed", "random.seed"),
+)
+
+
 class _EntryPoint(NamedTuple):
     """An attribute of `owner`, what it is exchanged for, and what it is otherwise."""
 
@@ -207,7 +227,8 @@ def _entry_points() -> Iterator[_EntryPoint]:
     yield _EntryPoint(nn.Module, "_compiled_call_impl", _ModuleCall(), None)
     yield entry(_SingleLevelFunction, "apply", classmethod(_apply))
     yield entry(torch.overrides, "has_torch_function", _asks_for_torch_function)
-    yield entry(_saved_tensors_hooks, "__enter__", _enters_hooks)
+    for owner, name, what in _UNFOLLOWED:
+        yield entry(owner, name, _reports(what, vars(owner)[name]))
     for script in (torch._C.ScriptFunction, torch._C.ScriptMethod):
         yield entry(script, "__call__", _method_of_script(script.__call__))
     yield entry(torch.utils, "swap_tensors", _swaps)
@@ -230,7 +251,16 @@ def _entry_points() -> Iterator[_EntryPoint]:
                 yield entry(owner, name, _as_one_op(getattr(owner, name)))
 
 
-_ENTRY_POINTS = tuple(_entry_points())
+_ENTRY_POINTS = list(_entry_points())
+
+
+def _add_numpys() -> None:
+    """Once numpy is there, the seeding of its generator is an entry point as well."""
+    numpy = sys.modules.get("numpy.random")
+    if numpy is not None and _ENTRY_POINTS[-1].owner is not numpy:
+        ours = _reports("numpy.random.seed", numpy.seed)
+        _ENTRY_POINTS.append(_EntryPoint(numpy, "seed", ours, numpy.seed))
+
 
 BOUNDARY_CODES = frozenset({nn.Module._wrapped_call_impl.__code__, nn.Module._call_impl.__code__})
 
@@ -238,6 +268,7 @@ BOUNDARY_CODES = frozenset({nn.Module._wrapped_call_impl.__code__, nn.Module._ca
 def _enter() -> list[Any]:
     if "torch._dynamo" in sys.modules:  # else nothing is compiled yet
         _run_compiled_code_eagerly()
+    _add_numpys()
     before = [vars(entry.owner).get(entry.name, _ABSENT) for entry in _ENTRY_POINTS]
     for entry in _ENTRY_POINTS:
         setattr(entry.owner, entry.name, entry.ours)

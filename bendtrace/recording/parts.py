@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextvars
 import sys
 import types
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ import torch
 
 __all__ = [
     "PLAIN_TYPES",
+    "UNSET",
     "Access",
     "Array",
     "AttributeKey",
@@ -38,6 +40,9 @@ PLAIN_TYPES: frozenset[type] = frozenset(
 )  # fmt: skip
 
 
+UNSET = object()  # what a context variable gives that has no value
+
+
 class Access(Enum):
     """How a part is reached from its parent."""
 
@@ -47,6 +52,7 @@ class Access(Enum):
     DICT = "dict"  # parent.__dict__[key]
     ATTRIBUTE = "attribute"  # getattr(parent, key), for __slots__
     CELL = "cell"  # parent.cell_contents
+    CONTEXT = "context"  # parent.get(UNSET)
 
 
 class PartKind(Enum):
@@ -176,6 +182,8 @@ class Part:
         parent = self.parent.read(arguments)
         if self.access is Access.CELL:
             return parent.cell_contents
+        if self.access is Access.CONTEXT:
+            return parent.get(UNSET)
         if isinstance(self.key, AttributeKey):
             return getattr(parent, self.key)
         return dict.__getitem__(parent, self.key) if isinstance(parent, dict) else parent[self.key]
@@ -286,6 +294,8 @@ def content_of(part: Part) -> dict[Any, Any]:
         names = part.content or {}
         if isinstance(value, types.CellType):
             return dict.fromkeys(names, value.cell_contents)
+        if isinstance(value, contextvars.ContextVar):
+            return dict.fromkeys(names, value.get(UNSET))
         return {name: value[name] for name in names if name in value}
     content: dict[Any, Any] = {}
     if isinstance(value, (list, tuple)):

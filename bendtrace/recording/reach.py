@@ -11,11 +11,25 @@ import functools
 import sys
 import types
 from collections.abc import Iterable, Iterator, Mapping
+from enum import Enum
 from typing import Any, NamedTuple
 
-__all__ = ["Reach", "is_torchs", "names_in", "place_naming", "reach_of"]
+__all__ = [
+    "Reach",
+    "codes_in",
+    "is_torchs",
+    "is_users_class",
+    "methods_of",
+    "names_in",
+    "place_naming",
+    "reach_of",
+]
 
 Named = tuple[Mapping[str, Any], str]
+_CALLED = frozenset({"forward", "__call__"})  # of a module
+_MADE = frozenset(
+    {"__init__", "__post_init__", "__call__"}
+)  # of a class that code makes objects of
 
 
 class Reach(NamedTuple):
@@ -26,6 +40,7 @@ class Reach(NamedTuple):
         globals: (namespace, name) of the globals that these name, also in other modules.
         members: (class namespace, name) of the class attributes and methods that they name.
         names: all names of globals and attributes in it.
+        stores: names of attributes that it assigns.
         tells_numbers: whether some of it asks for the exact type of a number.
     """
 
@@ -33,60 +48,123 @@ class Reach(NamedTuple):
     globals: tuple[Named, ...]
     members: tuple[Named, ...]
     names: frozenset[str]
+    stores: frozenset[str]
     tells_numbers: bool
 
 
 @functools.lru_cache(maxsize=1024)  # bounded: a function keeps what it closes over alive
-def reach_of(subject: type | types.FunctionType) -> Reach:
-    """Find what a module's class, through its forward, or a function can reach."""
-    bases = subject.__mro__ if isinstance(subject, type) else ()
-    owners = [_namespace(b) for b in bases if b is not object and not is_torchs(b.__module__)]
-    functions: dict[int, types.FunctionType] = {}
-    members: dict[tuple[int, str], Named] = {}
-    globals_: dict[tuple[int, str], Named] = {}
-    waiting: list[types.FunctionType] = []
-    if isinstance(subject, types.FunctionType):
-        waiting.append(subject)
-    for owner in owners:
-        for name in {"forward", "__call__"} & owner.keys():
-            members[id(owner), name] = (owner, name)
-            waiting += _function(owner[name])
-    while waiting:
-        function = waiting.pop()
-        if id(function) in functions or is_torchs(function.__module__):
-            continue
-        functions[id(function)] = function
-        waiting += [cell for cell in _cells(function) if isinstance(cell, types.FunctionType)]
-        names = frozenset(names_in(function.__code__))
+def reach_of(subject: type | types.FunctionType, entries: frozenset[str] = _CALLED) -> Reach:
+    """Find what a class, through some of its methods, or a function can reach.
+
+    Args:
+        subject: the class or function.
+        entries: names of the methods that are called; those of a module unless they are given.
+    """
+    search = _Search()
+    if isinstance(subject, type):
+        search.add_class(subject, entries)
+    else:
+        search.waiting.append(subject)
+    search.run()
+    codes = [function.__code__ for function in search.functions.values()]
+    return Reach(
+        tuple(search.functions.values()),
+        tuple(search.globals.values()),
+        tuple(search.members.values()),
+        frozenset(search.names),
+        frozenset(name for code in codes for name in _stores_in(code)),
+        any(_tells_numbers(code) for code in codes),
+    )
+
+
+class _Search:
+    """Follows names from functions to the functions and classes that they stand for."""
+
+    def __init__(self) -> None:
+        self.waiting: list[types.FunctionType] = []
+        self.functions: dict[int, types.FunctionType] = {}
+        self.globals: dict[tuple[int, str], Named] = {}
+        self.members: dict[tuple[int, str], Named] = {}
+        self.names: set[str] = set()
+        self._owners: dict[int, Mapping[str, Any]] = {}
+
+    def run(self) -> None:
+        while self.waiting:
+            function = self.waiting.pop()
+            if id(function) not in self.functions and not is_torchs(function.__module__):
+                self.functions[id(function)] = function
+                self._follow(function)
+
+    def _follow(self, function: types.FunctionType) -> None:
+        self.waiting += [cell for cell in _cells(function) if isinstance(cell, types.FunctionType)]
+        names = set(names_in(function.__code__))
         spaces: list[Mapping[str, Any]] = [function.__globals__]
         for name in names & function.__globals__.keys():
             value = function.__globals__[name]
             if isinstance(value, types.ModuleType) and _is_users(value):
                 spaces.append(vars(value))
+        for owner in tuple(self._owners.values()):
+            self._take(owner, (names - self.names) & owner.keys())
+        self.names |= names
         for space in spaces:
             for name in names & space.keys():
-                if not isinstance(space[name], (type, types.ModuleType)):
-                    globals_[id(space), name] = (space, name)
-                    waiting += _function(space[name])
-        for owner in owners:
-            for name in names & owner.keys():
-                if not isinstance(owner[name], (property, type, classmethod, staticmethod)):
-                    members[id(owner), name] = (owner, name)
-                waiting += _function(owner[name])
-    codes = [function.__code__ for function in functions.values()]
-    return Reach(
-        tuple(functions.values()),
-        tuple(globals_.values()),
-        tuple(members.values()),
-        frozenset(name for code in codes for name in names_in(code)),
-        any(_tells_numbers(code) for code in codes),
-    )
+                value = space[name]
+                if isinstance(value, type):
+                    if is_users_class(value):
+                        self.add_class(value, _MADE)
+                elif not isinstance(value, types.ModuleType):
+                    self.globals[id(space), name] = (space, name)
+                    self.waiting += _function(value)
+
+    def add_class(self, cls: type, entries: frozenset[str]) -> None:
+        """Follow a class: some of its methods, and what names used so far stand for in it."""
+        for base in cls.__mro__:
+            owner = _namespace(base)
+            if (
+                base is not object
+                and not is_torchs(base.__module__)
+                and id(owner) not in self._owners
+            ):
+                self._owners[id(owner)] = owner
+                self._take(owner, (entries | self.names) & owner.keys())
+
+    def _take(self, owner: Mapping[str, Any], names: Iterable[str]) -> None:
+        for name in names:
+            if not isinstance(owner[name], (property, type, classmethod, staticmethod)):
+                self.members[id(owner), name] = (owner, name)
+            self.waiting += _function(owner[name])
+
+
+def _stores_in(code: types.CodeType) -> Iterator[str]:
+    for inner in codes_in(code):
+        for step in dis.get_instructions(inner):
+            if step.opname == "STORE_ATTR":
+                yield step.argval
+
+
+def methods_of(cls: type) -> frozenset[str]:
+    """Return the names of a class's own methods and properties, its bases' included."""
+    return frozenset(
+        name for base in cls.__mro__ if is_users_class(base) for name, member in vars(base).items()
+        if _function(member)
+    )  # fmt: skip
+
+
+def is_users_class(cls: type) -> bool:
+    """Whether a class is worth following: not torch's, nor of the standard library."""
+    package = cls.__module__.split(".")[0]
+    return (
+        package not in ("torch", "numpy", "bendtrace")
+        and package not in sys.stdlib_module_names
+        and not issubclass(cls, (BaseException, Enum))
+    ) or cls.__module__ == "__main__"
 
 
 def names_in(code: types.CodeType) -> Iterator[str]:
-    """Yield the global and attribute names that code uses, nested functions included."""
+    """Yield the outer names and attributes that code uses, nested functions included."""
     for inner in codes_in(code):
         yield from inner.co_names
+        yield from inner.co_freevars
 
 
 def place_naming(name: str, functions: Iterable[types.FunctionType]) -> str:
@@ -133,6 +211,10 @@ def _function(member: Any) -> list[types.FunctionType]:
         member = member.fget
     elif isinstance(member, (classmethod, staticmethod)):
         member = member.__func__
+    elif isinstance(member, functools.cached_property):
+        member = member.func
+    if isinstance(member, functools._lru_cache_wrapper):
+        member = member.__wrapped__
     return [member] if isinstance(member, types.FunctionType) else []
 
 

@@ -100,15 +100,18 @@ class Recording:
         root: the outermost scope; its `output` is the encoded output.
         changes: what the run changed in its surroundings, values encoded.
         result: what the model returned, free of traced scalars.
+        is_transient: whether a next run with the same inputs would do something else, in a way
+            that no guard notices: by then a cache is filled.
     """
 
-    __slots__ = ("changes", "result", "root", "surroundings", "tape")
+    __slots__ = ("changes", "is_transient", "result", "root", "surroundings", "tape")
 
     def __init__(self, tape: Tape, surroundings: Surroundings, root: ModuleCall) -> None:
         self.tape = tape
         self.surroundings = surroundings
         self.root = root
         self.changes: list[Change] = []
+        self.is_transient = False
         self.result: Any = None
 
 
@@ -196,7 +199,9 @@ class Recorder(TorchFunctionMode):
         if self.tape.calls and self.tape.calls[0].path == "":
             self._root = self.tape.calls[0]
         recording = Recording(self.tape, self.surroundings, self._root)
-        if _python_random_states() != random_states:
+        # The run may be the first to import numpy.
+        now = zip(_python_random_states(), random_states, strict=False)
+        if any(state != before for state, before in now):
             self._block("the run draws from Python's or numpy's random generator")
         if self._seeds() != seeds and not any(
             getattr(op.target, "__name__", "") == "manual_seed" for op in self.tape.ops
@@ -207,6 +212,9 @@ class Recorder(TorchFunctionMode):
         changes = list(self.surroundings.changes())
         for reason in self.surroundings.blockers:
             self.tape.block(reason)
+        for reason in self.surroundings.filled_caches():
+            self.tape.block(reason)
+            recording.is_transient = True
         memo: dict[int, Any] = {}
         for change in changes:
             change.key = without_traced(change.key)
@@ -729,9 +737,10 @@ def _works_in_place(op: Op) -> bool:
 
 def _python_random_states() -> tuple[Any, ...]:
     numpy = sys.modules.get("numpy.random")
-    state = numpy.get_state() if numpy is not None else ()
+    if numpy is None:
+        return (random.getstate(),)
     return random.getstate(), tuple(
-        part.tobytes() if hasattr(part, "tobytes") else part for part in state
+        part.tobytes() if hasattr(part, "tobytes") else part for part in numpy.get_state()
     )
 
 

@@ -154,6 +154,15 @@ class TracedScalar:
     def __rdivmod__(self, other: Any) -> Any:
         return other // self, other % self
 
+    def __sym_min__(self, other: Any) -> Any:
+        return _arithmetic(torch.sym_min, (self, other))
+
+    def __sym_max__(self, other: Any) -> Any:
+        return _arithmetic(torch.sym_max, (self, other))
+
+    def __sym_ite__(self, then: Any, otherwise: Any) -> Any:
+        return then if self else otherwise
+
     def __pow__(self, other: Any, modulus: Any = None) -> Any:
         if not isinstance(other, _NUMBERS):
             return NotImplemented

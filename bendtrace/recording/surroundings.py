@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import contextvars
 import functools
 import random
 import sys
@@ -25,6 +26,7 @@ from torch.nn.parameter import is_lazy
 from bendtrace.recording.objects import can_build
 from bendtrace.recording.parts import (
     PLAIN_TYPES,
+    UNSET,
     Access,
     Array,
     AttributeKey,
@@ -40,7 +42,15 @@ from bendtrace.recording.parts import (
     is_array,
     requires_grad,
 )
-from bendtrace.recording.reach import is_torchs, place_naming, reach_of
+from bendtrace.recording.reach import (
+    Reach,
+    is_torchs,
+    is_users_class,
+    methods_of,
+    place_naming,
+    reach_of,
+)
+from bendtrace.recording.unseen import unseen_in
 from bendtrace.recording.usage import needs_plain_numbers
 
 __all__ = ["Surroundings"]
@@ -75,6 +85,7 @@ class Surroundings:
         module_paths: qualified name of each module, by identity.
         hook_dicts: the modules' own tables of hooks.
         names: all names that the code of the model uses, as far as it is known.
+        stores: names of the attributes that it assigns, likewise.
         functions: the code of the model, likewise.
         tells_numbers: whether some of that code asks for the exact type of a number.
     """
@@ -86,20 +97,27 @@ class Surroundings:
         self.hook_dicts: list[dict[Any, Any]] = []
         self._by_id: dict[int, Part] = {}
         self.names: frozenset[str] = frozenset()
+        self.stores: frozenset[str] = frozenset()
         self.tells_numbers = False
+        self._helpers: dict[type, frozenset[str]] = {}
         self.functions: list[types.FunctionType] = []
         self._walked: set[Any] = set()
         self._names_walked: set[tuple[int, str]] = set()
         self._unwatched: list[Part] = []
         self._tagged: list[tuple[Part, _Reach]] = []
+        self._hooks: list[tuple[str, tuple[tuple[Any, Any], ...]]] = []
+        self._caches: list[tuple[str, functools._lru_cache_wrapper[Any], int]] = []
         self._plain_numbers = _needs_plain_numbers(function) or _tells_numbers(function)
         for position, (name, value) in enumerate(arguments.items()):
             self._walk(value, _Reach(None, Access.ROOT, position, name, True))
         self._walk_callable(function)
+        self._walk_helpers()
         for part, reach in self._tagged:
             for key, item in (part.content or {}).items():
                 if key in self.names:  # others, such as marks of an optimizer, are not read
                     self._walk(item, reach.into(part, key))
+        has_generator = any(part.type is torch.Generator for part in self.parts)
+        self.blockers += unseen_in(self.names, self.stores, self.functions, has_generator)
         for part in self._unwatched:
             if str(part.label).rsplit(".", 1)[-1] in self.names:
                 self._block(
@@ -121,8 +139,18 @@ class Surroundings:
         part = self._by_id.get(id(thing))
         return part if part is not None and part.value is thing else None
 
+    def filled_caches(self) -> Iterator[str]:
+        """Yield what the run put into a `functools.lru_cache`, so that the next run skips it."""
+        for label, cache, misses in self._caches:
+            if cache.cache_info().misses != misses:
+                place = self.place_of(label)
+                yield f"the run fills the cache of {label} (see {place})"
+
     def changes(self) -> Iterator[Change]:
         """Yield what is different now from when the parts were listed."""
+        for hooks, (label, items) in zip(self.hook_dicts, self._hooks, strict=True):
+            if tuple(hooks.items()) != items:
+                self._block(f"the run puts or removes {label.replace('_', ' ')}", "register")
         for part in self.parts:
             before = part.content
             if part.kind is PartKind.SET and exact_members(part.value) != part.size:
@@ -190,7 +218,7 @@ class Surroundings:
 
     def _walk(self, value: Any, reach: _Reach) -> None:
         kind = type(value)
-        if kind in PLAIN_TYPES or issubclass(kind, Enum) or (kind is slice and _is_plain(value)):
+        if kind in PLAIN_TYPES or issubclass(kind, Enum) or _is_constant(value, kind):
             traced = reach.traceable(kind) and not self._plain_numbers
             self._add(value, reach, PartKind.NUMBER if traced else PartKind.PLAIN)
         elif (known := self._by_id.get(id(value))) is not None:
@@ -218,17 +246,31 @@ class Surroundings:
             self._unwatched.append(self._add(value, reach, PartKind.IDENTITY))
         elif is_array(value):
             self._add(value, reach, PartKind.ARRAY).size = Array(value)
+        elif isinstance(value, contextvars.ContextVar):
+            part = self._add(value, reach, PartKind.IDENTITY)
+            part.content = {value.name: value.get(UNSET)}
+            inside = _Reach(part, Access.CONTEXT, value.name, value.name, False)
+            self._walk(part.content[value.name], inside)
         elif not reach.is_argument and _is_plain_object(kind, reach) and _is_settings(value):
+            self._meet_helper(kind)
             # A configuration: it is not made anew by each call, so it is taken to be the same
             # object, and its attributes are those of a fixed mapping, like a module's.
             self._add(value, reach, PartKind.IDENTITY)
             self._walk_mapping(vars(value), reach.label)
         elif issubclass(kind, (list, tuple, dict)) or _is_plain_object(kind, reach):
+            self._meet_helper(kind)
             self._walk_container(value, reach)
+        elif kind is torch.Generator and reach.is_argument:
+            part = self._add(value, reach, PartKind.OBJECT)  # any will do
+            part.content, part.size = {}, ()
         else:
             part = self._add(value, reach, PartKind.IDENTITY)
             if isinstance(value, types.FunctionType):
                 self._walk_code(value)
+            elif isinstance(value, functools._lru_cache_wrapper):
+                if isinstance(value.__wrapped__, types.FunctionType):
+                    self._walk_code(value.__wrapped__)
+                self._caches.append((reach.label, value, value.cache_info().misses))
             elif isinstance(value, (types.MethodType, functools.partial)):
                 self._walk_callable(value)
             elif _changes_unwatched(value):
@@ -239,6 +281,8 @@ class Surroundings:
                     "whose content cannot be guarded",
                     reach.label,
                 )
+            else:
+                self._meet_helper(kind)
 
     def _walk_container(self, value: Any, reach: _Reach) -> None:
         part = self._add(value, reach, _container_kind(type(value)))
@@ -265,6 +309,7 @@ class Surroundings:
             hooks = attributes.get(name)
             if hooks is not None:
                 self.hook_dicts.append(hooks)
+                self._hooks.append((f"{label}.{name}", tuple(hooks.items())))
                 if hooks:
                     what = f"{label} has {name[1:].replace('_', ' ')}"
                     self.blockers.append(what + _definitions(hooks.values()))
@@ -284,6 +329,22 @@ class Surroundings:
         for key, item in part.content.items():
             self._walk(item, _Reach(part, Access.ITEM, key, f"{label}.{key}", False))
 
+    def _meet_helper(self, cls: type) -> None:
+        if cls not in self._helpers and is_users_class(cls):
+            self._helpers[cls] = frozenset()
+
+    def _walk_helpers(self) -> None:
+        """Walk the code of plain objects' methods, those whose names the rest of the code uses."""
+        progress = True
+        while progress:
+            progress = False
+            for cls, known in tuple(self._helpers.items()):
+                methods = frozenset(name for name in methods_of(cls) if name in self.names)
+                if methods > known:
+                    self._helpers[cls] = methods
+                    self._take(reach_of(cls, methods), None)
+                    progress = True
+
     def _walk_code(self, subject: type | types.FunctionType, everything: bool = False) -> None:
         """Walk what code can read besides its arguments.
 
@@ -295,13 +356,17 @@ class Surroundings:
         if subject in self._walked or is_torchs(subject.__module__):
             return
         self._walked.add(subject)
-        reach = reach_of(subject)
+        own = None
+        if everything and isinstance(subject, types.FunctionType):
+            own = subject.__globals__
+        self._take(reach_of(subject), own)
+
+    def _take(self, reach: Reach, own: Mapping[str, Any] | None) -> None:
+        """Walk what code reaches; in one namespace, all that it names."""
         self.names |= reach.names
+        self.stores |= reach.stores
         self.functions += reach.functions
         self.tells_numbers = self.tells_numbers or reach.tells_numbers
-        own = (
-            subject.__globals__ if everything and isinstance(subject, types.FunctionType) else None
-        )
         for namespace, name in reach.globals:
             if name in namespace and (namespace is own or _is_watched(namespace[name])):
                 self._walk_name(namespace, name)
@@ -432,17 +497,29 @@ def _is_settings(value: Any) -> bool:
     return all(type(item) in PLAIN_TYPES or isinstance(item, (Enum, str)) for item in items)
 
 
+def _is_constant(value: Any, kind: type) -> bool:
+    if kind is slice:
+        return _is_plain(value)
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and issubclass(kind, numpy.generic)
+
+
 def _is_plain(value: slice) -> bool:
     return all(type(part) in PLAIN_TYPES for part in (value.start, value.stop, value.step))
 
 
 def _is_watched(value: Any) -> bool:
     """Whether a global that code deep down names is worth walking."""
-    if isinstance(value, (types.FunctionType, nn.Module)) or _is_plain_data(value):
+    if isinstance(value, _WATCHED) or _is_plain_data(value):
         return True
     kind = type(value)
     fixed = _Reach(None, Access.FIXED, None, "", False)
     return _is_plain_object(kind, fixed) and not callable(value) and _is_settings(value)
+
+
+_WATCHED = (
+    types.FunctionType, nn.Module, contextvars.ContextVar, functools._lru_cache_wrapper,
+)  # fmt: skip
 
 
 def _changes_unwatched(value: Any) -> bool:

@@ -85,6 +85,12 @@ class CheckWriter:
         source.line("if list(map(len, mappings)) != lengths:")
         source.line("    number = measure()")
         source.line("    if number is not None: return number")
+        modules = [part for part in surroundings.parts if part.kind is PartKind.MODULE]
+        source.names.update(
+            modules=[part.value for part in modules], classes=[part.type for part in modules]
+        )
+        changed = self._note("a module is of another class now")
+        source.line(f"if list(map(type, modules)) != classes: return {changed}")
         source.line("if not all(map(is_, chain(map(call, getters, holders)), expected)):")
         source.line("    number = compare()")
         source.line("    if number is not None: return number")

@@ -22,8 +22,8 @@ __all__ = ["Divergence", "Failure", "Finished", "Path", "Program", "Side", "Stre
 
 _serials = itertools.count()
 
-# The name of an exception's type, and where the model raised it.
-Failure = tuple[str, str]
+# The name of an exception's type, and the file and line where the model raised it.
+Failure = tuple[str, str, int]
 
 
 @dataclass(eq=False)

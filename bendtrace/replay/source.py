@@ -17,7 +17,7 @@ from torch import Tensor
 
 from bendtrace.recording.contexts import ContextSwitch
 from bendtrace.recording.objects import build
-from bendtrace.recording.parts import Access, Array, Part, PartKind, identical
+from bendtrace.recording.parts import UNSET, Access, Array, Part, PartKind, identical
 from bendtrace.recording.structure import Existing, Fixed, Instance, Made
 from bendtrace.recording.tape import (
     Guard,
@@ -148,6 +148,8 @@ class Source:
             return f"{parent}.__dict__[{str(part.key)!r}]"
         if part.access is Access.CELL:
             return f"{parent}.cell_contents"
+        if part.access is Access.CONTEXT:
+            return f"{parent}.get({self.bound(UNSET)})"
         return f"getattr({parent}, {str(part.key)!r})"
 
     def value(self, value: Any) -> str:

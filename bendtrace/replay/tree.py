@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import traceback
 import warnings
@@ -24,6 +25,9 @@ __all__ = ["TraceTree"]
 # After this many runs that each changed what the next one was checked for, a value is taken to
 # change on every call (a counter), and the model to be run live.
 _EVOLVING = 4
+
+# Errors are not noted for more outcomes of one guard than this.
+_MOST_SIDES = 64
 
 _NOT_THE_MODEL = (
     os.path.dirname(os.path.dirname(__file__)) + os.sep, os.path.dirname(torch.__file__) + os.sep,
@@ -116,9 +120,11 @@ class TraceTree:
         found = self.failures
         with self._lock:
             if divergence is not None:
-                side = divergence.stretch.make_side(divergence.number, divergence.outcome)
-                found = side.failures
-            found[type(error).__name__, _place_of(error)] += 1
+                stretch, number = divergence.stretch, divergence.number
+                if len(stretch.sides.get(number, ())) >= _MOST_SIDES:
+                    return
+                found = stretch.make_side(number, divergence.outcome).failures
+            found[_failure(error)] += 1
 
     def _keep_to_limit(self) -> None:
         warning = None
@@ -132,31 +138,30 @@ class TraceTree:
                     path.age()
                 paths = self._paths()
         if warning is not None:
-            warnings.warn(warning, stacklevel=2)
+            warnings.warn(warning, stacklevel=_users_level())
 
     def _paths(self) -> list[Path]:
         return [path for program in self.programs() for path in program.paths()]
 
     def _forget_one(self) -> None:
-        ends: list[tuple[int, tuple[str, ...], Program, Path | None]] = []
+        ends: list[tuple[int, tuple[str, ...], Program, Path]] = []
         for names, listed in self._programs.items():
             # Of equals the one traced first goes first; the latest program is listed first.
             for program in reversed(listed):
                 for path in program.paths():
                     if not (isinstance(path, Stretch) and _branches(path)):
-                        whole = path is program.live or path is getattr(program, "root", None)
-                        ends.append((path.uses, names, program, None if whole else path))
-        _, names, program, path = min(ends, key=lambda end: end[0])
-        if path is not None:
-            program.forget(path)
-        else:
+                        ends.append((path.uses, names, program, path))
+        _, names, program, least = min(ends, key=lambda end: end[0])
+        if least.recording is program.recording:
             kept = tuple(other for other in self._programs[names] if other is not program)
             self._programs[names] = kept
+        else:
+            program.forget(least)
         self.forgotten += 1
 
     def _warning(self) -> TraceLimitWarning:
         culprit = None if self._culprit is None else self._culprit(self)
-        often = "" if culprit is None else f" What makes it diverge most often is {culprit}."
+        often = "" if culprit is None else f" What most of them differ by is {culprit}."
         return TraceLimitWarning(
             f"the model has taken more than {self.limit} paths: from now on the least used are "
             f"forgotten, and traced again when they come up.{often} If that differs on nearly "
@@ -224,11 +229,20 @@ def _branches(stretch: Stretch) -> bool:
     )
 
 
-def _place_of(error: BaseException) -> str:
-    """Where the model's own code raised an error, as far as that can be told."""
+def _users_level() -> int:
+    """The `stacklevel` by which a warning of our caller names the line of the user."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_NOT_THE_MODEL):
+        frame, level = frame.f_back, level + 1
+    return level
+
+
+def _failure(error: BaseException) -> Failure:
+    """Say where the model's own code raised an error, as far as that can be told."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [f for f in frames if not f.filename.startswith(_NOT_THE_MODEL)] or frames
-    return f"{own[-1].filename}:{own[-1].lineno}" if own else ""
+    file, line = (own[-1].filename, own[-1].lineno or 0) if own else ("", 0)
+    return type(error).__name__, file, line
 
 
 def _goes_the_other_way(recording: Recording, divergence: Divergence, guard: Guard) -> bool:

@@ -1,0 +1,53 @@
+"""What code does that neither the function mode nor a boundary sees, told by the names it uses."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterable, Iterator
+
+from bendtrace.recording.reach import place_naming
+
+__all__ = ["unseen_in"]
+
+_SETTINGS = "changes or asks for a setting of torch's that a replay does not keep track of"
+_GENERATORS = "reads or sets the state of a random generator past the tracer"
+_NAMES = {
+    **dict.fromkeys(
+        (
+            "sdpa_kernel", "use_deterministic_algorithms", "are_deterministic_algorithms_enabled",
+            "set_deterministic_debug_mode", "set_float32_matmul_precision", "set_num_threads",
+            "get_num_threads", "set_flush_denormal", "enable_flash_sdp", "enable_math_sdp",
+            "enable_mem_efficient_sdp", "set_fastpath_enabled", "mkldnn", "cudnn",
+        ),
+        _SETTINGS,
+    ),
+    **dict.fromkeys(("initial_seed", "default_generator"), _GENERATORS),
+    **dict.fromkeys(
+        ("DisableTorchFunction", "DisableTorchFunctionSubclass"), "switches function modes off"
+    ),
+}  # fmt: skip
+_STATES = frozenset({"get_state", "set_state", "clone_state", "graphsafe_set_state", "seed"})
+
+
+def unseen_in(
+    names: frozenset[str],
+    stores: frozenset[str],
+    functions: Iterable[types.FunctionType],
+    has_generator: bool,
+) -> Iterator[str]:
+    """Yield a reason for each thing that a replay would not do as the code does.
+
+    Args:
+        names: the names that the code uses.
+        stores: names of the attributes that it assigns.
+        functions: the code.
+        has_generator: whether it holds, or is given, a random generator.
+    """
+    functions = tuple(functions)
+    for name in sorted(names & _NAMES.keys()):
+        yield f"{name} (see {place_naming(name, functions)}) {_NAMES[name]}"
+    if has_generator or "Generator" in names:
+        for name in sorted(names & _STATES):
+            yield f"{name} (see {place_naming(name, functions)}) {_GENERATORS}"
+    for name in sorted(stores & {"real", "imag"}):
+        yield f"an assignment to .{name} (see {place_naming(name, functions)}) is not seen"
