@@ -20,7 +20,7 @@ from bendtrace.outline.coverage import Coverage, coverage
 from bendtrace.outline.folding import most_divergent
 from bendtrace.outline.program import Outline
 from bendtrace.recording.recorder import Recording
-from bendtrace.recording.run import Signature, record
+from bendtrace.recording.run import Signature, record, uninitialized_in
 from bendtrace.recording.serving import call_itself, serving
 from bendtrace.recording.watcher import current_watcher
 from bendtrace.replay.ambience import Ambience
@@ -113,6 +113,7 @@ class BendedModule(nn.Module):
         self._signature = Signature(model)
         self._tree = TraceTree(max_traces, most_divergent)
         self._latest: Trace | None = None
+        self._passing = 0
         object.__setattr__(self, "_model", model)
         if isinstance(model, nn.Module):
             # The very tables of the model: names, state dict keys and tensors are its own.
@@ -121,10 +122,11 @@ class BendedModule(nn.Module):
             object.__setattr__(self, "training", model.training)
 
     # Attributes that a trace of a module around this one must not depend on.
-    _untraced = frozenset({"stats", "last_mismatch", "_signature", "_tree", "_latest"})
+    _untraced = frozenset({"stats", "last_mismatch", "_signature", "_tree", "_latest", "_passing"})
 
     stats: Stats
     last_mismatch: Mismatch | None
+    _passing: int
     _model: Callable[..., Any]
 
     @property
@@ -139,6 +141,9 @@ class BendedModule(nn.Module):
         bound = self._signature.bind(args, kwargs)
         names, arguments = tuple(bound), tuple(bound.values())
         program = self._tree.find(names, arguments)
+        if program is None and uninitialized_in(self._model):
+            self.stats.live += 1  # this call makes the parameters of lazy modules
+            return call_itself(self._model, args, kwargs)
         if program is None:
             return self._record_new(args, kwargs, names, arguments)
         if program.live_only:
@@ -150,6 +155,9 @@ class BendedModule(nn.Module):
             self.stats.replays += 1
             return result.output
         return self._resume(args, kwargs, program, result)
+
+    # torch.compile leaves the call of a wrapped model as it is.
+    forward._torchdynamo_disable = True  # type: ignore[attr-defined]
 
     def trace(self, *args: Any, _return_out: bool = False, **kwargs: Any) -> Any:
         """Run the model under the tracer, and remember the path it takes.
@@ -279,6 +287,11 @@ class BendedModule(nn.Module):
         except Exception as error:
             self._tree.failed(error)
             raise
+        if recording.is_transient and self._passing < _PASSING:
+            self._passing += 1
+            self.stats.live += 1
+            self._latest = Trace(recording, ambience, self._signature, self._model)
+            return recording.result
         program = self._tree.add(names, recording, ambience, evolving)
         self.stats.retraces += self.stats.traces > 0
         self.stats.traces += 1
@@ -310,7 +323,8 @@ class BendedModule(nn.Module):
         self.stats.retraces += 1
         self.stats.resumes += 1
         self.last_mismatch = mismatch
-        if known_live:
+        if known_live or (recording.is_transient and self._passing < _PASSING):
+            self._passing += recording.is_transient
             self.stats.live += 1
             self._tree.ran_live(program, divergence)
             return recording.result
@@ -403,7 +417,9 @@ class BendedModule(nn.Module):
 
 
 _TABLES = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
-_OWN = frozenset({"stats", "last_mismatch", "_latest", "training"})
+# After this many runs that filled a cache, a cache is taken to be filled by every call.
+_PASSING = 4
+_OWN = frozenset({"stats", "_passing", "last_mismatch", "_latest", "training"})
 
 
 def _wrap(model: Callable[..., Any], max_traces: int | None) -> BendedModule:

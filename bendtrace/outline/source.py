@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from bendtrace.recording.sites import Place, Span
 from bendtrace.recording.statements import (
     _FUNCTIONS,
+    _closes,
     _conclude,
     _File,
     _file,
@@ -16,7 +17,6 @@ from bendtrace.recording.statements import (
     _is_one_of_several,
     _needs_all,
     _of_generator,
-    _side,
     _span,
     _spans,
     governed,
@@ -261,6 +261,24 @@ def decided_by(place: Place, outcome: bool) -> tuple[tuple[Choice, bool], ...]:
     return tuple((choice, value) for choice, value in pairs if choice is not None)
 
 
+def _only_if(file: _File, branch: ast.If | ast.IfExp | ast.While, value: bool) -> tuple[Span, ...]:
+    """Return the source that runs only after a branch took one side.
+
+    Where the other side leaves, that is also the rest of its own block, but not of those around
+    it, which can be reached past the branch.
+    """
+    if isinstance(branch, ast.IfExp):
+        return (_span(branch.body if value else branch.orelse),)
+    taken, other = (branch.body, branch.orelse) if value else (branch.orelse, branch.body)
+    spans = _spans(taken)
+    if isinstance(branch, ast.If) and _closes(other):
+        for name in ("body", "orelse", "finalbody"):
+            block = getattr(file.parents[branch], name, None)
+            if isinstance(block, list) and branch in block:
+                spans += _spans(block[block.index(branch) + 1 :])
+    return spans
+
+
 def _choices_at(file: _File, node: ast.AST) -> list[Choice]:
     if isinstance(node, ast.BoolOp):
         kind = "and" if isinstance(node.op, ast.And) else "or"
@@ -277,7 +295,7 @@ def _choices_at(file: _File, node: ast.AST) -> list[Choice]:
     elif isinstance(node, ast.Assert):
         sides = [("assert", node.test, (), ())]
     elif isinstance(node, (ast.If, ast.IfExp, ast.While)):
-        true, false = _side(file, node, True), _side(file, node, False)
+        true, false = _only_if(file, node, True), _only_if(file, node, False)
         sides = [(_KINDS[type(node)], node.test, true, false)]
     elif isinstance(node, (ast.For, ast.AsyncFor)) and node.orelse:
         sides = [("for-else", node.iter, _spans(node.orelse), ())]

@@ -24,6 +24,8 @@ import torch.autograd.forward_ad
 import torch.utils._python_dispatch
 from torch import nn
 
+from bendtrace.errors import InputError
+from bendtrace.recording.scalars import TRACED
 from bendtrace.recording.watcher import Watcher, current_watcher, set_watcher
 
 __all__ = ["BOUNDARY_CODES", "opaque", "watching"]
@@ -44,6 +46,9 @@ def opaque(function: Callable[..., Any]) -> Callable[..., Any]:
     Returns:
         A function that does the same, and is one op when a trace comes by it.
 
+    Raises:
+        InputError: if `function` cannot be called.
+
     Example:
         >>> import numpy, torch, bendtrace as bt
         >>> @bt.opaque
@@ -55,6 +60,8 @@ def opaque(function: Callable[..., Any]) -> Callable[..., Any]:
         >>> out, bended.stats.replays
         (tensor([3., 6., 6.]), 1)
     """
+    if not callable(function):
+        raise InputError(f"only what can be called can be opaque; {function!r} cannot")
     return _as_one_op(function)
 
 
@@ -114,7 +121,7 @@ _has_torch_function = torch.overrides.has_torch_function
 def _asks_for_torch_function(arguments: Any) -> bool:
     # Modules ask this to choose a fused path (nn.TransformerEncoderLayer). The recorder itself
     # must not change their choice; tensor subclasses still do.
-    if current_watcher() is None:
+    if current_watcher() is None or sys._getframe(1).f_code is _HIGHER_ORDER:
         return _has_torch_function(arguments)
     with torch._C.DisableTorchFunction():
         return any(
@@ -124,6 +131,8 @@ def _asks_for_torch_function(arguments: Any) -> bool:
         )
 
 
+# torch.cond and its like ask the same question, and are ops that the mode has to see.
+_HIGHER_ORDER = torch._ops.HigherOrderOperator.__call__.__code__
 _TENSORS = frozenset({torch.Tensor, nn.Parameter})
 
 
@@ -171,6 +180,28 @@ def _reports(what: str, function: Callable[..., Any]) -> Callable[..., Any]:
         return function(*args, **kwargs)
 
     return call
+
+
+class _WrappedNumber:
+    """Puts the value of a traced scalar into the tensor that torch's C++ code makes of it.
+
+    Where the function mode is switched off - inside an op, in another thread - the argument
+    parser takes any symbolic number for a placeholder, 7777777, and marks the tensor that it
+    makes with this attribute, so that a compiler could find the number. Seen in torch 2.6 to
+    2.13; test_boundaries.py would notice a change.
+    """
+
+    def __get__(self, tensor: torch.Tensor | None, owner: type) -> Any:
+        if tensor is None:
+            return self
+        raise AttributeError("_wrapped_number")
+
+    def __set__(self, tensor: torch.Tensor, number: Any) -> None:
+        if type(number) in TRACED:
+            with torch._C.DisableTorchFunction(), torch.no_grad():
+                tensor.fill_(number._consume("torch"))
+        else:
+            tensor.__dict__["_wrapped_number"] = number
 
 
 _compile = torch.compile
@@ -234,6 +265,7 @@ def _entry_points() -> Iterator[_EntryPoint]:
     yield entry(torch.utils, "swap_tensors", _swaps)
     yield entry(torch.Tensor, "set_", _sets)
     yield entry(torch, "compile", _compiles)
+    yield entry(torch.Tensor, "_wrapped_number", _WrappedNumber())
     for name in ("manual_seed", "get_rng_state", "set_rng_state"):
         ours = _as_one_op(getattr(torch, name))
         yield entry(torch, name, ours)

@@ -207,7 +207,12 @@ def without_traced(value: Any, memo: dict[int, Any] | None = None) -> Any:
     kind = type(value)
     if kind in TRACED:
         return value._value
-    if kind in PLAIN_TYPES or isinstance(value, (Tensor, nn.Module, type)):
+    if kind in PLAIN_TYPES or isinstance(value, (nn.Module, type)):
+        return value
+    if isinstance(value, Tensor):
+        if value.__dict__:
+            for name, item in value.__dict__.items():
+                value.__dict__[name] = without_traced(item, memo)
         return value
     memo = {} if memo is None else memo
     if id(value) in memo:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import functools
 import types
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
-__all__ = ["build", "can_build", "make_function", "make_partial", "refill", "tagged"]
+__all__ = ["build", "can_build", "held_by", "make_function", "make_partial", "refill", "tagged"]
 
 _BASES = frozenset({object, tuple, list, dict, OrderedDict, set, frozenset})
 _HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: made by a class statement, so no state of its own in C
@@ -64,6 +64,26 @@ def make_function(
     made = types.FunctionType(code, namespace, code.co_name, defaults, cells)
     made.__kwdefaults__ = keyword_defaults
     return made
+
+
+def held_by(function: Any) -> Iterator[Any]:
+    """Yield what code holds on to: its closure, defaults and bound arguments, and containers."""
+    if isinstance(function, types.MethodType):
+        yield from (function.__func__, function.__self__)
+    elif isinstance(function, type) and issubclass(function, torch.autograd.Function):
+        for member in vars(function).values():
+            yield member.__func__ if isinstance(member, (staticmethod, classmethod)) else member
+    elif isinstance(function, functools.partial):
+        yield from (function.func, *function.args, *function.keywords.values())
+    elif isinstance(function, types.FunctionType):
+        yield from function.__defaults__ or ()
+        for cell in function.__closure__ or ():
+            try:
+                yield cell.cell_contents
+            except ValueError:  # a name that is assigned only later
+                continue
+    elif isinstance(function, (tuple, list)):
+        yield from function
 
 
 def make_partial(

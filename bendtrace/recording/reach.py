@@ -97,7 +97,8 @@ class _Search:
 
     def _follow(self, function: types.FunctionType) -> None:
         self.waiting += [cell for cell in _cells(function) if isinstance(cell, types.FunctionType)]
-        names = set(names_in(function.__code__))
+        # Others, such as `@pytest_ar`, are put there by tools that rewrite code.
+        names = set(filter(str.isidentifier, names_in(function.__code__)))
         spaces: list[Mapping[str, Any]] = [function.__globals__]
         for name in names & function.__globals__.keys():
             value = function.__globals__[name]

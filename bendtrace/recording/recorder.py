@@ -36,7 +36,8 @@ from bendtrace.recording.functions import (
     name_of,
 )
 from bendtrace.recording.handlers import raised_by
-from bendtrace.recording.parts import PLAIN_TYPES, Change, Part, PartKind, requires_grad
+from bendtrace.recording.objects import held_by
+from bendtrace.recording.parts import PLAIN_TYPES, Access, Change, Part, PartKind, requires_grad
 from bendtrace.recording.scalars import (
     TRACED,
     TracedBool,
@@ -139,6 +140,7 @@ class Recorder(TorchFunctionMode):
         self.tape = Tape(blockers=list(surroundings.blockers))
         self.surroundings = surroundings
         self._prefix = prefix
+        self._arguments = tuple(p.value for p in surroundings.parts if p.access is Access.ROOT)
         self._resumed = 0 if prefix is None else len(prefix.ops)
         self._known: dict[int, _Known] = {}
         self._sites = SiteTable(BOUNDARY_CODES | {Recorder.run.__code__})
@@ -266,7 +268,7 @@ class Recorder(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if self._within:
-            return func(*args, **kwargs)
+            return func(*_plain(args), **_plain(kwargs))
         frame = sys._getframe(1)
         if func in _SPECIAL:
             return self._special(func, args, kwargs, frame)
@@ -310,6 +312,11 @@ class Recorder(TorchFunctionMode):
         frame = sys._getframe(2)
         with torch._C.DisableTorchFunction():  # what is read here is not the model's reading
             op, args, kwargs = self._write(function, args, kwargs, frame)
+            if self._holds_values(function, set()):
+                self.tape.block(
+                    f"{name_of(function)} at {_user_place(frame)} closes over values of the run, "
+                    "which a replay could not exchange"
+                )
         self._within = True
         try:
             out = self._carry_out(op, function, args, kwargs)
@@ -317,6 +324,20 @@ class Recorder(TorchFunctionMode):
             self._within = False
         with torch._C.DisableTorchFunction():
             return self._bind(out, op, frame)
+
+    def _holds_values(self, thing: Any, seen: set[int]) -> bool:
+        """Whether what is called as one op holds on to values that this run computed."""
+        if type(thing) in TRACED:
+            return True
+        if isinstance(thing, Tensor):
+            known = self._known.get(id(thing))
+            if known is None or known() is not thing:
+                return False
+            return known.ref is None or self.tape.ops[known.ref.index].kind is not OpKind.STATE
+        if id(thing) in seen:
+            return False
+        seen.add(id(thing))
+        return any(self._holds_values(held, seen) for held in held_by(thing))
 
     def forget(self, *tensors: Tensor) -> None:
         """Let go of tensors altogether, weak references included."""
@@ -471,6 +492,8 @@ class Recorder(TorchFunctionMode):
     ) -> Op:
         ops = self.tape.ops
         site = None if frame is None else self._site(frame)
+        if len(ops) < self._resumed:
+            self._name_again(kind, target)
         op = Op(len(ops), kind, target, args, kwargs, self._scope, site, current_context())
         if torch.get_default_dtype() is not self._dtype:
             place = _user_place(sys._getframe(1))
@@ -487,6 +510,34 @@ class Recorder(TorchFunctionMode):
         ops.append(op)
         return op
 
+    def _name_again(self, kind: OpKind, target: Any) -> None:
+        """Keep in step with a run that knew as two tensors what is one by now.
+
+        Its prefix names the tensor a second time, from another place of the model's state.
+        """
+        assert self._prefix is not None
+        ops = self.tape.ops
+        while len(ops) < self._resumed:
+            before = self._prefix.ops[len(ops)]
+            if before.kind is not OpKind.STATE:
+                return
+            if kind is OpKind.STATE and str(before.target) == str(target):
+                return
+            try:
+                tensor = before.target.read(self._arguments)
+            except (LookupError, AttributeError, TypeError):
+                return
+            known = self._known.get(id(tensor))
+            if known is None or known() is not tensor or known.ref is None:
+                return
+            part = self.surroundings.find(tensor)
+            again = Op(
+                len(ops), OpKind.STATE, part, (), {}, before.scope, before.site, before.context
+            )
+            again.meta = before.meta
+            self._aliases[again.index] = self._aliases.get(known.ref.index, known.ref.index)
+            ops.append(again)
+
     def _means_the_same(self, before: Op, op: Op) -> bool:
         """Whether two ops differ only in which of its names they call a tensor by.
 
@@ -497,6 +548,8 @@ class Recorder(TorchFunctionMode):
         def first_name(ref: Ref) -> Ref:
             return Ref(self._aliases.get(ref.index, ref.index))
 
+        if before.kind is OpKind.STATE and op.kind is OpKind.STATE:
+            return before.target.read(self._arguments) is op.target.read(self._arguments)
         arguments = [map_refs((some.args, some.kwargs), first_name) for some in (before, op)]
         return (
             arguments[0] == arguments[1]
@@ -688,6 +741,16 @@ class Recorder(TorchFunctionMode):
         parent, path = source
         ref = scalar._source = self._element(parent, path, scalar)
         return ref
+
+
+def _plain(value: Any) -> Any:
+    """Make traced scalars in arguments plain, and guard them."""
+    kind = type(value)
+    if kind in TRACED:
+        return value._consume("torch")
+    if kind in (tuple, list, torch.Size):
+        return kind([_plain(item) for item in value])
+    return {key: _plain(item) for key, item in value.items()} if kind is dict else value
 
 
 def _outside_scalars() -> FrameType:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections.abc import Callable
 from typing import Any
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 
+from bendtrace.errors import InputError
 from bendtrace.recording.parts import Access, Part, PartKind
 from bendtrace.recording.recorder import Prefix, Recorder, Recording
 from bendtrace.recording.surroundings import Surroundings
 
-__all__ = ["Signature", "record"]
+__all__ = ["Signature", "record", "uninitialized_in"]
 
 
 class Signature:
@@ -75,8 +78,13 @@ def record(
         prefix: for a resumed run, what was carried out already.
 
     Raises:
+        InputError: if the function is a model with parameters that are not initialised yet.
         Exception: whatever the function raises, as it is.
     """
+    if uninitialized_in(function):
+        raise InputError(
+            "the model has lazy modules, whose parameters the first call makes: call it once first"
+        )
     surroundings = Surroundings(function, signature.bind(args, kwargs))
     recorder = Recorder(surroundings, prefix)
     exchanged = _Arguments(recorder)
@@ -87,6 +95,13 @@ def record(
     )
     surroundings.release()
     return recording
+
+
+def uninitialized_in(function: Callable[..., Any]) -> bool:
+    """Whether a model has lazy modules that have not been called yet."""
+    return isinstance(function, nn.Module) and any(
+        map(is_lazy, itertools.chain(function.parameters(), function.buffers()))
+    )
 
 
 class _Arguments:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 import linecache
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -28,6 +29,8 @@ _EXHAUSTING = frozenset(
     {"dict", "frozenset", "list", "max", "min", "set", "sorted", "sum", "tuple"}
 )
 _SEVERAL = _WALKERS | _EXHAUSTING | {"all", "any", "dict", "filter"}
+# CPython 3.11 counts the depth of what it parses per process (gh-106905).
+_parsing = threading.Lock()
 _LOOPS = (ast.For, ast.AsyncFor, ast.While)
 _COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
@@ -107,7 +110,8 @@ class _File:
         self.expressions: dict[Span, ast.expr] = {}
         self.statements: dict[Span, ast.stmt] = {}
         try:
-            tree = ast.parse("".join(linecache.getlines(file)))
+            with _parsing:
+                tree = ast.parse("".join(linecache.getlines(file)))
         except (SyntaxError, ValueError):  # not Python, or nothing there: no roles
             return
         for node in ast.walk(tree):

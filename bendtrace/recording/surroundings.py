@@ -247,7 +247,10 @@ class Surroundings:
         elif is_array(value):
             self._add(value, reach, PartKind.ARRAY).size = Array(value)
         elif isinstance(value, contextvars.ContextVar):
-            part = self._add(value, reach, PartKind.IDENTITY)
+            self._add(value, reach, PartKind.IDENTITY)
+            part = self._add(
+                value, _Reach(None, Access.FIXED, None, reach.label, False), PartKind.IDENTITY
+            )
             part.content = {value.name: value.get(UNSET)}
             inside = _Reach(part, Access.CONTEXT, value.name, value.name, False)
             self._walk(part.content[value.name], inside)

@@ -9,15 +9,15 @@ from bendtrace.recording.reach import place_naming
 
 __all__ = ["unseen_in"]
 
-_SETTINGS = "changes or asks for a setting of torch's that a replay does not keep track of"
+_SETTINGS = "changes a setting of torch's, which a replay would not"
 _GENERATORS = "reads or sets the state of a random generator past the tracer"
 _NAMES = {
     **dict.fromkeys(
         (
-            "sdpa_kernel", "use_deterministic_algorithms", "are_deterministic_algorithms_enabled",
-            "set_deterministic_debug_mode", "set_float32_matmul_precision", "set_num_threads",
-            "get_num_threads", "set_flush_denormal", "enable_flash_sdp", "enable_math_sdp",
-            "enable_mem_efficient_sdp", "set_fastpath_enabled", "mkldnn", "cudnn",
+            "sdpa_kernel", "use_deterministic_algorithms", "set_deterministic_debug_mode",
+            "set_float32_matmul_precision", "set_num_threads", "set_flush_denormal",
+            "enable_flash_sdp", "enable_math_sdp", "enable_mem_efficient_sdp",
+            "set_fastpath_enabled",
         ),
         _SETTINGS,
     ),
@@ -26,7 +26,9 @@ _NAMES = {
         ("DisableTorchFunction", "DisableTorchFunctionSubclass"), "switches function modes off"
     ),
 }  # fmt: skip
-_STATES = frozenset({"get_state", "set_state", "clone_state", "graphsafe_set_state", "seed"})
+_STATES = frozenset(
+    {"get_state", "set_state", "clone_state", "graphsafe_set_state", "seed", "manual_seed"}
+)
 
 
 def unseen_in(

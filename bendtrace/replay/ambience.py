@@ -23,6 +23,8 @@ class Ambience(NamedTuple):
         modes: the active function modes, outermost first; a device context by its device.
         hooked: whether hooks are registered for all modules of the process.
         fast_attention: whether fused layers may take their fast path.
+        flags: other settings that a model can ask for: deterministic algorithms (on, and only
+            warning), precision of float32 products, MKLDNN, anomaly detection, threads.
     """
 
     context: Context
@@ -30,6 +32,7 @@ class Ambience(NamedTuple):
     modes: tuple[Any, ...]
     hooked: bool
     fast_attention: bool
+    flags: tuple[Any, ...]
 
     @classmethod
     def current(cls) -> Ambience:
@@ -42,7 +45,8 @@ class Ambience(NamedTuple):
             or _module._global_backward_pre_hooks
         )
         fast = torch.backends.mha.get_fastpath_enabled()
-        return cls(current_context(), torch.get_default_dtype(), modes, hooked, fast)
+        flags = tuple([ask() for ask in _FLAGS])
+        return cls(current_context(), torch.get_default_dtype(), modes, hooked, fast, flags)
 
     def difference(self) -> str | None:
         """Say what is different now, or None."""
@@ -53,12 +57,23 @@ class Ambience(NamedTuple):
         return None
 
 
+# Seen in torch 2.6 to 2.13; test_modes.py would notice a change.
+_FLAGS = (
+    torch._C._get_deterministic_algorithms,
+    torch._C._get_deterministic_algorithms_warn_only,
+    torch._C._get_float32_matmul_precision,
+    torch._C._get_mkldnn_enabled,
+    torch._C.is_anomaly_enabled,
+    torch.get_num_threads,
+)
+
 _NAMES = {
     "context": "the grad, inference or autocast mode",
     "dtype": "the default dtype",
     "modes": "the active function modes",
     "hooked": "whether there are global module hooks",
     "fast_attention": "torch.backends.mha's fast path",
+    "flags": "a setting of torch's (deterministic algorithms, precision, anomaly detection)",
 }
 
 

@@ -61,6 +61,7 @@ class CheckWriter:
         self._recording = recording
         self._analysis = analysis
         self._ignored = ignored
+        self._reached: set[int] = set()  # in the function that is being written
         # State tensors on which the run sets attributes that were not there.
         self._marked = {
             change.part for change in recording.changes if change.part.kind is PartKind.TENSOR
@@ -80,6 +81,7 @@ class CheckWriter:
         source = Source()
         self._write_measurement(source, mappings)
         self._write_comparison(source, simple)
+        self._reached.clear()
         source.line("def check(A):")
         source.indent = 1
         source.line("if list(map(len, mappings)) != lengths:")
@@ -133,6 +135,7 @@ class CheckWriter:
         )
 
     def _write_measurement(self, source: Source, mappings: list[Part]) -> None:
+        self._reached.clear()
         source.line("def measure():")
         source.indent = 1
         for part in mappings:
@@ -149,6 +152,7 @@ class CheckWriter:
             assert part.parent is not None
             held.setdefault(part.parent.index, []).append(part)
         getters, holders, expected = [], [], []
+        self._reached.clear()
         source.line("def compare():")
         source.indent = 1
         for parts in held.values():
@@ -180,7 +184,7 @@ class CheckWriter:
             if kind in _SAME_FOR_EVER:
                 return
         elif kind is not PartKind.ALIAS:
-            source.line(f"{name} = {source.reach(part)}")
+            self._reach(source, part)
         if kind is PartKind.PLAIN:
             wrong = f"{label} is not {part.value!r}"
             if part.value is None or type(part.value) is bool:
@@ -193,6 +197,8 @@ class CheckWriter:
             if first.kind in (PartKind.MODULE, PartKind.IDENTITY):
                 name = source.constant(first.value)
             wrong = f"{label} is not the same as {first.label}"
+            if part.parent is not None:
+                self._reach(source, part.parent)
             fail_if(f"{source.reach(part)} is not {name}", wrong)
         elif kind in (PartKind.MODULE, PartKind.IDENTITY):
             fail_if(f"{name} is not {source.constant(part.value)}", f"{label} was replaced")
@@ -215,6 +221,14 @@ class CheckWriter:
             fail_if(
                 f"{source.constant(part.size)} != {reader}({name})", f"{label} has other content"
             )
+
+    def _reach(self, source: Source, part: Part) -> None:
+        """Give a part its name, after what it is reached from."""
+        if part.access is not Access.FIXED and part.index not in self._reached:
+            self._reached.add(part.index)
+            if part.parent is not None:
+                self._reach(source, part.parent)
+            source.line(f"{source.part(part)} = {source.reach(part)}")
 
     def _write_conditions(self, source: Source) -> None:
         ops = self._recording.tape.ops

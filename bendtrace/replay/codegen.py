@@ -101,6 +101,8 @@ class _RunWriter:
         last_use, last_guard = self._last_uses(needed), self._last_divergence()
         self._define_parts(needed)
         self._define_available(needed)
+        if self.available and last_guard < self.start:
+            source.line("E.clear()")
         switches = any(
             op.context != self.entry for op in self.tape.ops[self.start :] if op.kind is OpKind.CALL
         )
@@ -109,7 +111,7 @@ class _RunWriter:
             source.line("try:")
             source.indent = 2
         current = self.entry
-        kept: list[int] = []
+        kept = [i for i in sorted(needed & self.available) if self._is_freed(self.tape.ops[i])]
         for position in range(self.start, len(self.tape.ops) + 1):
             for number, guard in self.guards.get(position, ()):
                 self._depart_unless(number, guard)
@@ -132,7 +134,7 @@ class _RunWriter:
             source.emitted.add(position)
             if position >= last_guard:
                 self._free(op, position, last_use, kept)
-            elif not _is_scalar(op) and op.raised is None and not gives_nothing(op):
+            elif self._is_freed(op):
                 kept.append(position)
         self._finish()
         if switches:
@@ -207,14 +209,21 @@ class _RunWriter:
             index
             for index in sorted(used)
             if last_use.get(index, -1) <= position
-            and not _is_scalar(self.tape.ops[index])
             and (index >= self.start or index in kept)
-            and self.tape.ops[index].kind is OpKind.CALL
-            and self.tape.ops[index].raised is None
-            and not gives_nothing(self.tape.ops[index])
+            and self._is_freed(self.tape.ops[index])
         ]
         if dead:
             self.source.line("del " + ", ".join(f"v{index}" for index in dead))
+
+    @staticmethod
+    def _is_freed(op: Op) -> bool:
+        """Whether the value of an op takes memory that nothing but the run holds."""
+        return (
+            op.kind in (OpKind.CALL, OpKind.SCALAR)
+            and not _is_scalar(op)
+            and op.raised is None
+            and not gives_nothing(op)
+        )
 
     def _define_parts(self, needed: set[int]) -> None:
         """Take the arguments and state that are used out of their containers."""

@@ -208,6 +208,8 @@ class Program:
             return Check(different)
         try:
             number = self._check(arguments)
+        except NameError:  # a fault of the check itself
+            raise
         except Exception as error:
             # A key or attribute that the check reads is gone, or a value is of a kind that
             # cannot be compared: in either case not what was recorded.
@@ -220,6 +222,8 @@ class Program:
             return False
         try:
             return self._check(arguments) is None
+        except NameError:  # a fault of the check itself
+            raise
         except Exception:  # see `failing`
             return False
 

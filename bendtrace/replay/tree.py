@@ -93,7 +93,9 @@ class TraceTree:
         if written:
             ignored = frozenset(p for p in recording.surroundings.parts if p.label in written)
             for label in sorted(written):
-                recording.tape.block(f"{label} changes on every call")
+                place = recording.surroundings.place_of(label)
+                see = f" (see {place})" if place else ""
+                recording.tape.block(f"{label} changes on every call{see}")
         program = Program(recording, ambience, ignored)
         with self._lock:
             self._programs[names] = (program, *self._programs.get(names, ()))
