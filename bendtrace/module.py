@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Self, cast
 
+import torch
 from torch import nn
 
 from bendtrace._trace import Trace, _name
@@ -136,7 +137,8 @@ class BendedModule(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model, along recorded paths as far as they go."""
-        if current_watcher() is not None:  # inside another trace, which wants to see it all
+        if current_watcher() is not None or torch.compiler.is_dynamo_compiling():
+            # Inside another trace, which wants to see it all.
             return call_itself(self._model, args, kwargs)
         bound = self._signature.bind(args, kwargs)
         names, arguments = tuple(bound), tuple(bound.values())
@@ -155,9 +157,6 @@ class BendedModule(nn.Module):
             self.stats.replays += 1
             return result.output
         return self._resume(args, kwargs, program, result)
-
-    # torch.compile leaves the call of a wrapped model as it is.
-    forward._torchdynamo_disable = True  # type: ignore[attr-defined]
 
     def trace(self, *args: Any, _return_out: bool = False, **kwargs: Any) -> Any:
         """Run the model under the tracer, and remember the path it takes.
@@ -320,6 +319,8 @@ class BendedModule(nn.Module):
         except Exception as error:
             self._tree.failed(error, divergence)
             raise
+        finally:
+            divergence.release(prefix)
         self.stats.retraces += 1
         self.stats.resumes += 1
         self.last_mismatch = mismatch

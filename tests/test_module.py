@@ -260,7 +260,9 @@ def test_a_counter_is_noticed_and_the_model_runs_live() -> None:
     bended = assert_promise(Counts, [randn_inputs(2)] * 12)
     assert bended.stats.live >= 6
     assert bended.stats.traces <= 6
-    assert bended.why_live == ("self.calls changes on every call",)
+    (reason,) = bended.why_live
+    line = Counts.forward.__code__.co_firstlineno + 1
+    assert reason == f"self.calls changes on every call (see {__file__}:{line})"
 
 
 def test_needs_something_to_call() -> None:

@@ -10,6 +10,7 @@ from bendtrace.graph.names import node_names
 from bendtrace.recording.iterations import user_code
 from bendtrace.recording.parts import Access, Part, PartKind
 from bendtrace.recording.tape import OpKind, TensorMeta
+from bendtrace.replay.ambience import Ambience
 from bendtrace.replay.analysis import GuardKind
 from bendtrace.replay.program import Program
 
@@ -108,16 +109,31 @@ def _facts_of(program: Program) -> Facts:
         elif (text := _fact(part)) is not None:
             told[part.label] = text
     facts.update(_conditions(program))
-    context, dtype, modes, hooked, fast = program.ambience
-    facts["grad mode"] = "is on" if context.grad else "is off"
-    facts["inference mode"] = "is on" if context.inference else "is off"
-    used = [f"{cast.device_type} {_plain(cast.dtype)}" for cast in context.autocast if cast.enabled]
-    facts["autocast"] = f"is {', '.join(used) or 'off'}"
-    facts["the default dtype"] = f"is {_plain(dtype)}"
-    facts["function modes"] = f"are {', '.join(map(str, modes)) or 'none'}"
-    facts["global module hooks"] = f"are {'there' if hooked else 'none'}"
-    facts["torch.backends.mha's fast path"] = f"is {'on' if fast else 'off'}"
+    facts.update(_facts_of_ambience(program.ambience))
     return facts | state
+
+
+def _facts_of_ambience(ambience: Ambience) -> Facts:
+    context = ambience.context
+    used = [f"{cast.device_type} {_plain(cast.dtype)}" for cast in context.autocast if cast.enabled]
+    facts = {
+        "grad mode": f"is {'on' if context.grad else 'off'}",
+        "inference mode": f"is {'on' if context.inference else 'off'}",
+        "autocast": f"is {', '.join(used) or 'off'}",
+    }
+    for name, value in ambience._asdict().items():
+        if name != "context":
+            facts[_AMBIENCE.get(name, name)] = f"is {_short(value)}"
+    return facts
+
+
+_AMBIENCE = {
+    "dtype": "the default dtype",
+    "modes": "the stack of function modes",
+    "hooked": "whether there are global module hooks",
+    "fast_attention": "torch.backends.mha's fast path",
+    "flags": "(determinism, precision, mkldnn, anomaly detection, threads)",
+}
 
 
 def _facts_of_tensor(part: Part) -> Facts:

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch._functorch.apis
+import torch._higher_order_ops.utils
 import torch.autograd.forward_ad
 import torch.utils._python_dispatch
 from torch import nn
@@ -218,6 +219,34 @@ def _compiles(*args: Any, **kwargs: Any) -> Any:
 _stances: list[Any] = []
 
 
+def _higher_order(run: Callable[..., Any]) -> Callable[..., Any]:
+    """torch.cond and its like compile themselves, which has to go on as without a recorder."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        watcher = current_watcher()
+        if watcher is None:
+            return run(*args, **kwargs)
+        watcher.unseen("torch.cond or another higher-order op")
+        stances = _leave_compiled_code_alone()
+        set_watcher(None)
+        try:
+            with torch._C.DisableTorchFunction():
+                return run(*args, **kwargs)
+        finally:
+            set_watcher(watcher)
+            if stances:
+                _run_compiled_code_eagerly()
+
+    return call
+
+
+def _leave_compiled_code_alone() -> bool:
+    found = bool(_stances)
+    while _stances:
+        _stances.pop().__exit__(None, None, None)
+    return found
+
+
 def _run_compiled_code_eagerly() -> None:
     if not _stances:
         stance = torch.compiler.set_stance("force_eager")
@@ -265,6 +294,9 @@ def _entry_points() -> Iterator[_EntryPoint]:
     yield entry(torch.utils, "swap_tensors", _swaps)
     yield entry(torch.Tensor, "set_", _sets)
     yield entry(torch, "compile", _compiles)
+    if hasattr(torch._higher_order_ops.utils, "_hop_compile_and_call"):
+        ours = _higher_order(torch._higher_order_ops.utils._hop_compile_and_call)
+        yield entry(torch._higher_order_ops.utils, "_hop_compile_and_call", ours)
     yield entry(torch.Tensor, "_wrapped_number", _WrappedNumber())
     for name in ("manual_seed", "get_rng_state", "set_rng_state"):
         ours = _as_one_op(getattr(torch, name))
@@ -308,8 +340,7 @@ def _enter() -> list[Any]:
 
 
 def _leave(before: list[Any]) -> None:
-    while _stances:
-        _stances.pop().__exit__(None, None, None)
+    _leave_compiled_code_alone()
     for entry, value in zip(_ENTRY_POINTS, before, strict=True):
         current = vars(entry.owner)[entry.name]
         if current is entry.ours and value is _ABSENT:

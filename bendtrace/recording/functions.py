@@ -10,7 +10,17 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-__all__ = ["CONTEXT", "DESCEND", "ESCAPES", "METADATA", "SHAPES", "VALUES", "entered", "name_of"]
+__all__ = [
+    "CONTEXT",
+    "DESCEND",
+    "ESCAPES",
+    "METADATA",
+    "SHAPES",
+    "VALUES",
+    "entered",
+    "is_torchs_function",
+    "name_of",
+]
 
 
 def _getters(*names: str) -> dict[Any, str]:
@@ -123,6 +133,22 @@ def entered(function: Any) -> Callable[..., Any]:
         twin.__kwdefaults__ = function.__kwdefaults__
         _entered[function] = twin
     return twin
+
+
+def is_torchs_function(function: object) -> bool:
+    """Whether a function is torch's own, so that metadata in decides metadata out."""
+    module = getattr(function, "__module__", None)
+    owner = getattr(function, "__objclass__", None) or getattr(function, "__self__", None)
+    if isinstance(owner, type) and not owner.__module__.startswith("torch"):
+        return False
+    if getattr(function, "__name__", "") in ("apply", *_TRANSFORMS):
+        return False
+    if isinstance(module, str):
+        return module.split(".")[0] in ("torch", "builtins", "_VariableFunctions")
+    return owner is not None or module is None or isinstance(function, type(Tensor.add))
+
+
+_TRANSFORMS = ("vmap_impl", "grad_impl", "grad_and_value_impl", "_jvp_with_argnums")
 
 
 def name_of(function: Any) -> str:

@@ -41,7 +41,8 @@ class Reach(NamedTuple):
         members: (class namespace, name) of the class attributes and methods that they name.
         names: all names of globals and attributes in it.
         stores: names of attributes that it assigns.
-        tells_numbers: whether some of it asks for the exact type of a number.
+        tells_numbers: whether some of it asks for the exact type of a number, or hands numbers
+            to code that runs out of the tracer's sight.
     """
 
     functions: tuple[types.FunctionType, ...]
@@ -73,7 +74,7 @@ def reach_of(subject: type | types.FunctionType, entries: frozenset[str] = _CALL
         tuple(search.members.values()),
         frozenset(search.names),
         frozenset(name for code in codes for name in _stores_in(code)),
-        any(_tells_numbers(code) for code in codes),
+        not search.names.isdisjoint(_ELSEWHERE) or any(_tells_numbers(code) for code in codes),
     )
 
 
@@ -96,7 +97,11 @@ class _Search:
                 self._follow(function)
 
     def _follow(self, function: types.FunctionType) -> None:
-        self.waiting += [cell for cell in _cells(function) if isinstance(cell, types.FunctionType)]
+        for cell in _cells(function):
+            if isinstance(cell, types.FunctionType):
+                self.waiting.append(cell)
+            elif isinstance(cell, type) and is_users_class(cell):
+                self.add_class(cell, _MADE)
         # Others, such as `@pytest_ar`, are put there by tools that rewrite code.
         names = set(filter(str.isidentifier, names_in(function.__code__)))
         spaces: list[Mapping[str, Any]] = [function.__globals__]
@@ -227,6 +232,13 @@ def _cells(function: types.FunctionType) -> Iterator[Any]:
             continue
 
 
+# Where the tracer is not asked, and traced numbers would be taken for placeholders.
+_ELSEWHERE = frozenset(
+    {
+        "Thread", "ThreadPoolExecutor", "DisableTorchFunction", "DisableTorchFunctionSubclass",
+        "cond", "while_loop", "scan", "associative_scan",
+    }
+)  # fmt: skip
 _NUMBERS = frozenset({"int", "float", "bool"})
 _COMPARES = frozenset({"COMPARE_OP", "CONTAINS_OP", "IS_OP"})
 

@@ -33,11 +33,13 @@ from bendtrace.recording.functions import (
     SHAPES,
     VALUES,
     entered,
+    is_torchs_function,
     name_of,
 )
 from bendtrace.recording.handlers import raised_by
 from bendtrace.recording.objects import held_by
 from bendtrace.recording.parts import PLAIN_TYPES, Access, Change, Part, PartKind, requires_grad
+from bendtrace.recording.reach import names_in, reach_of
 from bendtrace.recording.scalars import (
     TRACED,
     TracedBool,
@@ -48,6 +50,7 @@ from bendtrace.recording.scalars import (
     retire,
 )
 from bendtrace.recording.sites import Site, SiteTable
+from bendtrace.recording.structure import Existing, Made
 from bendtrace.recording.surroundings import Surroundings
 from bendtrace.recording.tape import (
     Guard,
@@ -187,6 +190,8 @@ class Recorder(TorchFunctionMode):
             for scalar in self._scalars:
                 retire(scalar)
             self._scalars.clear()
+            # A cycle of recorder and encoder must not keep what the caller gave alive.
+            self._arguments, self._prefix = (), None
 
     def _block(self, reason: str) -> None:
         self.tape.block(f"{reason} (in {self._start})" if self._start else reason)
@@ -225,6 +230,7 @@ class Recorder(TorchFunctionMode):
             )
             recording.changes.append(Change(change.part, change.key, encoded, change.deleted))
         self._root.output = self._encoder.output(output, "the output", memo)
+        self._check_opaque_ops(recording.changes)
         self._root.stop = len(self.tape.ops)
         if self._gone_astray is not None:  # and the model caught it
             raise self._gone_astray
@@ -233,6 +239,48 @@ class Recorder(TorchFunctionMode):
         self.active = False
         recording.result = without_traced(output, self._clean(changes))
         return recording
+
+    def _check_opaque_ops(self, changes: list[Change]) -> None:
+        """Block if code that is called as one op might read what the run changes.
+
+        A replay changes objects only at its end. Other ops read no objects.
+        """
+        changed = {str(change.key) for change in changes if change.part.kind is not PartKind.TENSOR}
+        if not changed:
+            return
+        for op in self.tape.ops:
+            if op.kind is OpKind.CALL and not is_torchs_function(op.target):
+                read = changed & self._names_read(op)
+                if read:
+                    where = f"at {op.site.place}" if op.site is not None else "in the run"
+                    self.tape.block(
+                        f"{name_of(op.target)} {where} is called as one op, and might read what "
+                        f"the run changes: {', '.join(sorted(read))}"
+                    )
+
+    def _names_read(self, op: Op) -> frozenset[str]:
+        """The names that the code of an opaque op uses, as far as it is known."""
+        names: set[str] = set()
+        waiting: list[Any] = [op.target, *op.args, *op.kwargs.values()]
+        while waiting:
+            thing = waiting.pop()
+            if isinstance(thing, types.CodeType):
+                names.update(names_in(thing))
+            elif isinstance(thing, Made):
+                waiting += thing.args
+            elif isinstance(thing, (tuple, list)):
+                waiting += thing
+            elif isinstance(thing, Existing):
+                if thing.part.kind in (PartKind.MODULE, PartKind.OBJECT):
+                    return self.surroundings.names
+                waiting.append(thing.part.value)
+            elif isinstance(thing, types.MethodType):
+                waiting.append(thing.__func__)
+            elif isinstance(thing, types.FunctionType):
+                names |= reach_of(thing).names
+            if isinstance(thing, types.MethodType) and isinstance(thing.__self__, type):
+                names |= reach_of(thing.__self__, _FUNCTION_METHODS).names
+        return frozenset(names)
 
     def _clean(self, changes: list[Change]) -> dict[int, Any]:
         """Make plain what the run left in its surroundings; return what is plain by now."""
@@ -719,7 +767,7 @@ class Recorder(TorchFunctionMode):
             use = f"is used at {place}" if place else f"is given out by {self._start}"
             self.tape.block(
                 f"a tensor of unknown origin {use}: it was made by something that torch does not "
-                "let a tracer see (name that something in bendtrace.opaque)"
+                "let a tracer see, or kept in a cache (name what made it with bendtrace.opaque)"
             )
         self._bind_tensor(tensor, op)
         return Ref(op.index)
@@ -770,7 +818,7 @@ def _users_code(frame: FrameType) -> types.CodeType:
 
 def _user_place(frame: FrameType | None) -> str:
     """Where the nearest code is that is the model's; "" once the model has returned."""
-    while frame is not None and frame.f_code is not _FINISH:
+    while frame is not None and frame.f_code not in _OUTSIDE:
         file = frame.f_code.co_filename
         if not file.startswith((_PACKAGE, _TORCH)) and not _is_stdlibs(file):
             return f"{file}:{frame.f_lineno}"
@@ -807,7 +855,8 @@ def _python_random_states() -> tuple[Any, ...]:
     )
 
 
-_FINISH = Recorder._finish.__code__
+# Seen from inside, what lies behind these is not the model.
+_OUTSIDE = (Recorder._finish.__code__, Recorder.run.__code__)
 _STDLIB = sysconfig.get_paths()["stdlib"] + os.sep
 _ITER_CODE = Tensor.__iter__.__code__
 _GLOBAL_HOOKS = (
@@ -818,6 +867,7 @@ _OPTIONAL = frozenset(
     for name in ("grad", "_grad", "_base")
     if name in vars(torch._C.TensorBase)
 )
+_FUNCTION_METHODS = frozenset({"forward", "setup_context"})  # of an autograd.Function
 _SETTERS = frozenset(
     getattr(attribute, "__set__")  # noqa: B009 - a slot of the descriptor, not a known attribute
     for attribute in map(

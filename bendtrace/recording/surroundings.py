@@ -150,7 +150,11 @@ class Surroundings:
         """Yield what is different now from when the parts were listed."""
         for hooks, (label, items) in zip(self.hook_dicts, self._hooks, strict=True):
             if tuple(hooks.items()) != items:
-                self._block(f"the run puts or removes {label.replace('_', ' ')}", "register")
+                holder, _, name = label.rpartition("._")
+                kind = name.replace("_", " ")
+                self._block(
+                    f"the run puts {kind} on {holder}, or removes some", f"register_{name[:-1]}"
+                )
         for part in self.parts:
             before = part.content
             if part.kind is PartKind.SET and exact_members(part.value) != part.size:
@@ -274,6 +278,7 @@ class Surroundings:
                 if isinstance(value.__wrapped__, types.FunctionType):
                     self._walk_code(value.__wrapped__)
                 self._caches.append((reach.label, value, value.cache_info().misses))
+                self.tells_numbers = True  # a traced number would be a key of its own
             elif isinstance(value, (types.MethodType, functools.partial)):
                 self._walk_callable(value)
             elif _changes_unwatched(value):

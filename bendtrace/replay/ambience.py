@@ -10,6 +10,7 @@ from torch.nn.modules import module as _module
 from torch.overrides import _get_current_function_mode_stack
 
 from bendtrace.recording.contexts import Context, current_context
+from bendtrace.recording.recorder import Recorder
 
 __all__ = ["Ambience"]
 
@@ -80,5 +81,7 @@ _NAMES = {
 def _modes() -> tuple[Any, ...]:
     # torch.set_default_device and `with torch.device(...)` push a DeviceContext.
     return tuple(
-        getattr(mode, "device", None) or mode for mode in _get_current_function_mode_stack()
+        getattr(mode, "device", None) or mode
+        for mode in _get_current_function_mode_stack()
+        if not isinstance(mode, Recorder)  # of a run around this one
     )

@@ -14,6 +14,7 @@ from bendtrace.recording.functions import (
     RANK_DEPENDS_ON_SIZES,
     RANKS,
     SHAPES,
+    is_torchs_function,
     name_of,
 )
 from bendtrace.recording.parts import Part
@@ -88,7 +89,7 @@ class Analysis:
         elif op.kind is OpKind.UNKNOWN:
             steady_type = steady_rank = False
         elif op.kind is OpKind.CALL:
-            known = _is_torchs(op.target)
+            known = is_torchs_function(op.target)
             steady_type = steady_type and known and self.fixed_metadata
             steady_rank = (
                 steady_type and steady_rank and name_of(op.target) not in RANK_DEPENDS_ON_SIZES
@@ -148,16 +149,3 @@ def counts(guard: Guard, ops: list[Op]) -> bool:
     """Whether a guard is on how many slices a tensor has: a size, and no value."""
     op = ops[guard.index]
     return guard.test is Test.LENGTH and op.target in (Tensor.unbind, torch.unbind)
-
-
-def _is_torchs(function: object) -> bool:
-    """Whether a function is torch's own, so that metadata in decides metadata out."""
-    module = getattr(function, "__module__", None)
-    owner = getattr(function, "__objclass__", None) or getattr(function, "__self__", None)
-    if isinstance(owner, type) and not owner.__module__.startswith("torch"):
-        return False
-    if getattr(function, "__name__", "") == "apply":
-        return False
-    if isinstance(module, str):
-        return module.split(".")[0] in ("torch", "builtins", "_VariableFunctions")
-    return owner is not None or module is None or isinstance(function, type(Tensor.add))

@@ -166,6 +166,14 @@ class Divergence:
                 computed[op.index] = value
         return Prefix(ops, computed, errors)
 
+    def release(self, prefix: Prefix) -> None:
+        """Let go of the values, once a run has been resumed with them."""
+        # Whoever else still holds the prefix, as the recorder does until the garbage collector
+        # comes by, would keep them alive.
+        prefix.values.clear()
+        prefix.errors.clear()
+        self.values.clear()
+
 
 class Program:
     """All known paths that share one set of input guards.
