@@ -420,7 +420,9 @@ class BendedModule(nn.Module):
 _TABLES = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
 # After this many runs that filled a cache, a cache is taken to be filled by every call.
 _PASSING = 4
-_OWN = frozenset({"stats", "_passing", "last_mismatch", "_latest", "training"})
+_OWN = frozenset(
+    {"stats", "_passing", "last_mismatch", "_latest", "training", "_is_full_backward_hook"}
+)
 
 
 def _wrap(model: Callable[..., Any], max_traces: int | None) -> BendedModule:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import bendtrace as bt
-from bendtrace.recording.boundaries import current_watcher
+from bendtrace.recording.watcher import current_watcher
 from tests.promise import assert_promise, bits, footprint, randn_inputs
 
 

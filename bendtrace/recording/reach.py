@@ -10,6 +10,7 @@ import dis
 import functools
 import sys
 import types
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from enum import Enum
 from typing import Any, NamedTuple
@@ -21,6 +22,7 @@ __all__ = [
     "is_users_class",
     "methods_of",
     "names_in",
+    "namespace_of",
     "place_naming",
     "reach_of",
 ]
@@ -38,15 +40,16 @@ class Reach(NamedTuple):
     Attributes:
         functions: methods, properties and plain functions, its own and others.
         globals: (namespace, name) of the globals that these name, also in other modules.
+        owners: the namespaces of the classes that it looks for members in.
         members: (class namespace, name) of the class attributes and methods that they name.
         names: all names of globals and attributes in it.
         stores: names of attributes that it assigns.
-        tells_numbers: whether some of it asks for the exact type of a number, or hands numbers
-            to code that runs out of the tracer's sight.
+        tells_numbers: whether some of it asks for the exact type of a number.
     """
 
     functions: tuple[types.FunctionType, ...]
     globals: tuple[Named, ...]
+    owners: tuple[Mapping[str, Any], ...]
     members: tuple[Named, ...]
     names: frozenset[str]
     stores: frozenset[str]
@@ -71,10 +74,11 @@ def reach_of(subject: type | types.FunctionType, entries: frozenset[str] = _CALL
     return Reach(
         tuple(search.functions.values()),
         tuple(search.globals.values()),
+        tuple(search.owners.values()),
         tuple(search.members.values()),
         frozenset(search.names),
         frozenset(name for code in codes for name in _stores_in(code)),
-        not search.names.isdisjoint(_ELSEWHERE) or any(_tells_numbers(code) for code in codes),
+        any(_tells_numbers(code) for code in codes),
     )
 
 
@@ -82,16 +86,17 @@ class _Search:
     """Follows names from functions to the functions and classes that they stand for."""
 
     def __init__(self) -> None:
-        self.waiting: list[types.FunctionType] = []
+        # First in, first out: what a class has itself comes before what it inherits.
+        self.waiting: deque[types.FunctionType] = deque()
         self.functions: dict[int, types.FunctionType] = {}
         self.globals: dict[tuple[int, str], Named] = {}
         self.members: dict[tuple[int, str], Named] = {}
         self.names: set[str] = set()
-        self._owners: dict[int, Mapping[str, Any]] = {}
+        self.owners: dict[int, Mapping[str, Any]] = {}
 
     def run(self) -> None:
         while self.waiting:
-            function = self.waiting.pop()
+            function = self.waiting.popleft()
             if id(function) not in self.functions and not is_torchs(function.__module__):
                 self.functions[id(function)] = function
                 self._follow(function)
@@ -109,13 +114,14 @@ class _Search:
             value = function.__globals__[name]
             if isinstance(value, types.ModuleType) and _is_users(value):
                 spaces.append(vars(value))
-        for owner in tuple(self._owners.values()):
+        for owner in tuple(self.owners.values()):
             self._take(owner, (names - self.names) & owner.keys())
         self.names |= names
         for space in spaces:
             for name in names & space.keys():
                 value = space[name]
                 if isinstance(value, type):
+                    self.globals[id(space), name] = (space, name)
                     if is_users_class(value):
                         self.add_class(value, _MADE)
                 elif not isinstance(value, types.ModuleType):
@@ -125,13 +131,13 @@ class _Search:
     def add_class(self, cls: type, entries: frozenset[str]) -> None:
         """Follow a class: some of its methods, and what names used so far stand for in it."""
         for base in cls.__mro__:
-            owner = _namespace(base)
+            owner = namespace_of(base)
             if (
                 base is not object
                 and not is_torchs(base.__module__)
-                and id(owner) not in self._owners
+                and id(owner) not in self.owners
             ):
-                self._owners[id(owner)] = owner
+                self.owners[id(owner)] = owner
                 self._take(owner, (entries | self.names) & owner.keys())
 
     def _take(self, owner: Mapping[str, Any], names: Iterable[str]) -> None:
@@ -203,7 +209,8 @@ def is_torchs(module: str | None) -> bool:
 
 
 @functools.cache
-def _namespace(cls: type) -> Mapping[str, Any]:
+def namespace_of(cls: type) -> Mapping[str, Any]:
+    """Return the namespace of a class, each time the same object."""
     return vars(cls)  # every access makes another view; this one stands for the class
 
 
@@ -232,13 +239,6 @@ def _cells(function: types.FunctionType) -> Iterator[Any]:
             continue
 
 
-# Where the tracer is not asked, and traced numbers would be taken for placeholders.
-_ELSEWHERE = frozenset(
-    {
-        "Thread", "ThreadPoolExecutor", "DisableTorchFunction", "DisableTorchFunctionSubclass",
-        "cond", "while_loop", "scan", "associative_scan",
-    }
-)  # fmt: skip
 _NUMBERS = frozenset({"int", "float", "bool"})
 _COMPARES = frozenset({"COMPARE_OP", "CONTAINS_OP", "IS_OP"})
 

@@ -193,8 +193,11 @@ class Recorder(TorchFunctionMode):
             # A cycle of recorder and encoder must not keep what the caller gave alive.
             self._arguments, self._prefix = (), None
 
-    def _block(self, reason: str) -> None:
-        self.tape.block(f"{reason} (in {self._start})" if self._start else reason)
+    def _block(self, reason: str, *names: str) -> None:
+        """Note why the run must not be replayed, and where the model uses one of the names."""
+        named = filter(None, map(self.surroundings.place_of, names))
+        place = next(named, self._start)
+        self.tape.block(f"{reason} (see {place})" if place else reason)
 
     def _seeds(self) -> list[int]:
         """The seeds of the generators that the run knows; reseeding one is not always seen."""
@@ -209,7 +212,7 @@ class Recorder(TorchFunctionMode):
         # The run may be the first to import numpy.
         now = zip(_python_random_states(), random_states, strict=False)
         if any(state != before for state, before in now):
-            self._block("the run draws from Python's or numpy's random generator")
+            self._block("the run draws from Python's or numpy's random generator", *_RANDOM)
         if self._seeds() != seeds and not any(
             getattr(op.target, "__name__", "") == "manual_seed" for op in self.tape.ops
         ):
@@ -867,6 +870,7 @@ _OPTIONAL = frozenset(
     for name in ("grad", "_grad", "_base")
     if name in vars(torch._C.TensorBase)
 )
+_RANDOM = ("random", "rand", "randn", "randint", "choice", "shuffle", "uniform", "normal", "sample")
 _FUNCTION_METHODS = frozenset({"forward", "setup_context"})  # of an autograd.Function
 _SETTERS = frozenset(
     getattr(attribute, "__set__")  # noqa: B009 - a slot of the descriptor, not a known attribute

@@ -276,6 +276,21 @@ _RETIRED = {
     TracedBool: _kind("RetiredBool", _NotSymbolic, bool),
 }
 RETIRED: frozenset[type] = frozenset(_RETIRED.values())
+
+
+class _Over:
+    """The origin of scalars whose run is over."""
+
+    active = False
+
+    def consume(self, scalar: TracedScalar, how: str) -> Any:
+        return scalar._value
+
+    def arithmetic(self, function: Callable[..., Any], operands: tuple[Any, ...]) -> Any:
+        return function(*map(plain, operands))
+
+
+_OVER = _Over()
 _set_class: Any = vars(object)["__class__"].__set__
 
 
@@ -287,3 +302,4 @@ def retire(scalar: TracedScalar) -> None:
     compute with a placeholder instead of their value.
     """
     _set_class(scalar, _RETIRED[type(scalar)])
+    scalar._origin, scalar._source = _OVER, None  # the run need not live as long

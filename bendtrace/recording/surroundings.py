@@ -47,6 +47,7 @@ from bendtrace.recording.reach import (
     is_torchs,
     is_users_class,
     methods_of,
+    namespace_of,
     place_naming,
     reach_of,
 )
@@ -86,6 +87,7 @@ class Surroundings:
         hook_dicts: the modules' own tables of hooks.
         names: all names that the code of the model uses, as far as it is known.
         stores: names of the attributes that it assigns, likewise.
+        namespaces: those of the classes of the model, with how many names they have.
         functions: the code of the model, likewise.
         tells_numbers: whether some of that code asks for the exact type of a number.
     """
@@ -105,6 +107,7 @@ class Surroundings:
         self._names_walked: set[tuple[int, str]] = set()
         self._unwatched: list[Part] = []
         self._tagged: list[tuple[Part, _Reach]] = []
+        self.namespaces: dict[int, tuple[Mapping[str, Any], int]] = {}
         self._hooks: list[tuple[str, tuple[tuple[Any, Any], ...]]] = []
         self._caches: list[tuple[str, functools._lru_cache_wrapper[Any], int]] = []
         self._plain_numbers = _needs_plain_numbers(function) or _tells_numbers(function)
@@ -278,10 +281,9 @@ class Surroundings:
                 if isinstance(value.__wrapped__, types.FunctionType):
                     self._walk_code(value.__wrapped__)
                 self._caches.append((reach.label, value, value.cache_info().misses))
-                self.tells_numbers = True  # a traced number would be a key of its own
             elif isinstance(value, (types.MethodType, functools.partial)):
                 self._walk_callable(value)
-            elif _changes_unwatched(value):
+            elif _changes_unwatched(value) and not reach.is_argument:
                 self._unwatched.append(part)
             elif reach.is_argument and not callable(value) and kind is not torch.Generator:
                 self._block(
@@ -312,6 +314,10 @@ class Surroundings:
         if isinstance(module, torch.jit.ScriptModule):
             return  # a call of it is one op, which reads what it holds anew
         self._walk_code(type(module))
+        for cls in type(module).__mro__:
+            if "forward" in vars(cls):  # also of torch's own modules, which are not followed
+                self._walk_name(namespace_of(cls), "forward")
+                break
         attributes = vars(module)
         for name in _HOOKS:
             hooks = attributes.get(name)
@@ -375,9 +381,12 @@ class Surroundings:
         self.stores |= reach.stores
         self.functions += reach.functions
         self.tells_numbers = self.tells_numbers or reach.tells_numbers
+        for owner in reach.owners:
+            self.namespaces[id(owner)] = (owner, len(owner))
         for namespace, name in reach.globals:
-            if name in namespace and (namespace is own or _is_watched(namespace[name])):
-                self._walk_name(namespace, name)
+            if name in namespace:
+                watched = namespace is own or _is_watched(namespace[name])
+                self._walk_name(namespace, name, watched)
         for namespace, name in reach.members:
             if name in namespace:
                 self._walk_name(namespace, name)
@@ -389,7 +398,7 @@ class Surroundings:
                 *(function.__defaults__ or ()),
                 *(function.__kwdefaults__ or {}).values(),
             ):
-                if isinstance(value, (list, dict, set, torch.Tensor)) and not self.find(value):
+                if type(value) not in PLAIN_TYPES and not self.find(value):
                     label = f"a default of {function.__name__}"
                     self._walk(value, _Reach(None, Access.FIXED, None, label, False))
 
@@ -407,8 +416,11 @@ class Surroundings:
                 holder.content = {name: value}
                 self._walk(value, _Reach(holder, Access.CELL, None, name, False))
 
-    def _walk_name(self, namespace: Mapping[str, Any], name: str) -> None:
-        """Walk one name of a module's globals, or of a class."""
+    def _walk_name(self, namespace: Mapping[str, Any], name: str, watched: bool = True) -> None:
+        """Walk one name of a module's globals, or of a class.
+
+        What is not watched is guarded by identity alone.
+        """
         if (id(namespace), name) in self._names_walked or name.startswith("__"):
             return
         self._names_walked.add((id(namespace), name))
@@ -421,7 +433,8 @@ class Surroundings:
         if holder.content is not None:
             holder.content[name] = value
         reach = _Reach(holder, Access.ITEM, name, name, False)
-        if isinstance(value, types.FunctionType) or type(value) is types.MethodDescriptorType:
+        by_identity = isinstance(value, (types.FunctionType, type))
+        if by_identity or not watched or type(value) is types.MethodDescriptorType:
             self._add(value, reach, PartKind.IDENTITY)
         else:
             self._walk(value, reach)

@@ -39,7 +39,14 @@ def stores_outside(code: CodeType) -> bool:
     return any(isinstance(inner, CodeType) and stores_outside(inner) for inner in code.co_consts)
 
 
-_TELLING_NAMES = frozenset({"type", "manual_seed", "dumps", "deque", "Decimal", "timedelta"})
+_TELLING_NAMES = frozenset(
+    {
+        "type", "manual_seed", "dumps", "deque", "Decimal", "timedelta",
+        # These run code out of the tracer's sight, where torch takes traced sizes for symbols.
+        "Thread", "ThreadPoolExecutor", "DisableTorchFunction", "DisableTorchFunctionSubclass",
+        "cond", "while_loop", "associative_scan",
+    }
+)  # fmt: skip
 _plain: dict[int, tuple[CodeType, bool]] = {}
 
 

@@ -93,6 +93,17 @@ class CheckWriter:
         )
         changed = self._note("a module is of another class now")
         source.line(f"if list(map(type, modules)) != classes: return {changed}")
+        namespaces = surroundings.namespaces.values()
+        codes = [f for f in surroundings.functions if "site-packages" not in f.__code__.co_filename]
+        source.names.update(
+            namespaces=[namespace for namespace, _ in namespaces],
+            sizes=[size for _, size in namespaces],
+            functions=codes, written=list(map(_WRITTEN, codes)), read=_WRITTEN,
+        )  # fmt: skip
+        grown = self._note("a class has gained or lost attributes")
+        source.line(f"if list(map(len, namespaces)) != sizes: return {grown}")
+        edited = self._note("a function has another code, or other defaults")
+        source.line(f"if list(map(read, functions)) != written: return {edited}")
         source.line("if not all(map(is_, chain(map(call, getters, holders)), expected)):")
         source.line("    number = compare()")
         source.line("    if number is not None: return number")
@@ -254,6 +265,8 @@ class CheckWriter:
                 source.line(f"if {fails(source, event, ops)}: return {failed}", event.index)
 
 
+# What is exchanged in a function that is edited in place, as notebooks do when they reload.
+_WRITTEN = operator.attrgetter("__code__", "__defaults__", "__kwdefaults__")
 _WHOLE = {PartKind.SET: exact_members, PartKind.LARGE: exact_items, PartKind.ARRAY: Array}
 
 

@@ -1,0 +1,148 @@
+"""Peak memory of replays against eager: `python -m tests.benchmarks.memory`.
+
+Counted are the bytes of all tensors that ops made and that are alive at once, op by op, so that
+the numbers do not depend on an allocator and are the same in each run.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from tabulate import tabulate
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import bendtrace as bt
+from tests.hf_models import MODELS
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of the storages that ops make, while they live.
+
+    Attributes:
+        live: bytes alive now.
+        peak: the most that were alive after an op.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live = self.peak = 0
+        # A storage has one Python object for as long as it lives, whoever holds it (torch 2.1).
+        self._made: dict[int, weakref.ref[Any]] = {}
+        self._given: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for value in tree_leaves((args, kwargs)):
+            if isinstance(value, Tensor) and value._typed_storage()._cdata not in self._made:
+                self._given.add(value._typed_storage()._cdata)
+        out = func(*args, **(kwargs or {}))
+        for value in tree_leaves(out):
+            if isinstance(value, Tensor):
+                self._note(value.untyped_storage())
+        return out
+
+    def _note(self, storage: torch.UntypedStorage) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        if key in self._made or key in self._given:
+            return
+
+        def gone(_: Any) -> None:
+            self.live -= size
+            del self._made[key]
+
+        self._made[key] = weakref.ref(storage, gone)
+        self.live += size
+        self.peak = max(self.peak, self.live)
+
+
+def peak_of(call: Callable[[], Any]) -> tuple[int, int]:
+    """Return the most bytes alive at once during a call, and those alive after it.
+
+    The result counts for the former; nobody has it any more afterwards.
+    """
+    with LiveBytes() as counted:
+        result = call()
+    del result
+    return counted.peak, counted.live
+
+
+class Chain(nn.Module):
+    """Layers without data guards; `first` puts one before them all, `each` one behind each."""
+
+    def __init__(self, *, first: bool = False, each: bool = False, layers: int = 20) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(layers))
+        self.first, self.each = first, each
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.first and x.isnan().any():
+            x = x.nan_to_num()
+        for layer in self.layers:
+            x = layer(x).relu()
+            if self.each and x.mean() < -1:
+                return x
+        return x
+
+
+class Exits(nn.Module):
+    """Three data guards at a third, two thirds and the end of a chain."""
+
+    def __init__(self, layers: int = 7) -> None:
+        super().__init__()
+        self.stages = nn.ModuleList(Chain(layers=layers) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for stage in self.stages:
+            x = stage(x)
+            if x.amax() > 1e6:
+                return x
+        return x
+
+
+def cases() -> dict[str, tuple[nn.Module, dict[str, Any]]]:
+    """Return the models to measure and their keyword arguments."""
+    x = {"x": torch.randn(256, 64)}
+    gpt2 = next(model for model in MODELS if model.name == "gpt2")
+    return {
+        "no data guard": (Chain(), x),
+        "a data guard before all": (Chain(first=True), x),
+        "3 data guards": (Exits(), x),
+        "a data guard behind each layer": (Chain(each=True), x),
+        "gpt2": (gpt2.make(), gpt2.inputs(batch=4, length=32)),
+    }
+
+
+def measure(
+    model: nn.Module, inputs: dict[str, Any], mode: Callable[[], AbstractContextManager[Any]]
+) -> tuple[int, int]:
+    """Return the peak of eager and that of a replay."""
+    bended = bt.BendedModule(model)
+    with mode():
+        bended(**inputs)
+        peaks = peak_of(lambda: model(**inputs))[0], peak_of(lambda: bended(**inputs))[0]
+        assert bended.stats.replays == 1
+    return peaks
+
+
+def main() -> None:
+    """Print the table."""
+    torch.manual_seed(0)
+    rows = []
+    for name, (model, inputs) in cases().items():
+        for mode in (torch.no_grad, torch.enable_grad):
+            eager, replay = measure(model, inputs, mode)
+            rows.append(
+                [name, mode.__name__, f"{eager / 1024:.0f} KiB", f"{replay / 1024:.0f} KiB",
+                 f"{replay / eager:.2f}x"]
+            )  # fmt: skip
+    headers = ["model", "mode", "eager's peak", "replay's peak", "ratio"]
+    print(tabulate(rows, headers, disable_numparse=True))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,424 @@
+"""Python around the tensors: threads, caches, context, iterators, and what only Python knows."""
+
+from __future__ import annotations
+
+import contextvars
+import dataclasses
+import functools
+import threading
+import weakref
+from collections import Counter, defaultdict, namedtuple
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+import bendtrace as bt
+from tests.borders.border import DEFAULT, Border, Case, Stateful
+from tests.promise import bits, randn_inputs
+
+border = Border()
+SAME = [randn_inputs(3, 4)] * 6
+
+
+@border.live("origin|thread")
+def computed_by_another_thread(x: Tensor) -> Tensor:
+    with ThreadPoolExecutor(1) as pool:
+        y = pool.submit(lambda: x * 2).result()
+    return x + y
+
+
+@border.live("origin|thread")
+def returned_by_another_thread(x: Tensor) -> Tensor:
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(lambda: x * 2).result()
+
+
+@border.live("thread", at="thread")
+def written_by_another_thread(x: Tensor) -> Tensor:
+    y = x * 1
+    thread = threading.Thread(target=lambda: y.detach().add_(1))
+    thread.start()
+    thread.join()
+    return y * 2
+
+
+@border.live("thread")
+def a_number_from_another_thread(x: Tensor) -> Tensor:
+    with ThreadPoolExecutor(1) as pool:
+        largest = pool.submit(lambda: float(x.detach().max())).result()
+    return x * largest
+
+
+@border.live("origin|thread")
+class AModuleInAnotherThread(Stateful):
+    def forward(self, x: Tensor) -> Tensor:
+        with ThreadPoolExecutor(2) as pool:
+            a, b = pool.map(self.fc, [x, x * 2])
+        return a + b
+
+
+@border.live("origin|thread")
+def random_numbers_in_another_thread(x: Tensor) -> Tensor:
+    with ThreadPoolExecutor(1) as pool:
+        drawn = pool.submit(lambda: torch.rand(4)).result()
+    return x * drawn + torch.rand(4)
+
+
+@border.replays
+def forked_by_torch(x: Tensor) -> Tensor:
+    future = torch.jit.fork(torch.sin, x)
+    return torch.jit.wait(future) + x
+
+
+@functools.cache
+def cached_scale(n: int) -> float:
+    return n * 0.5
+
+
+@functools.cache
+def cached_table(n: int) -> Tensor:
+    return torch.arange(n).float()
+
+
+@border.either("cache", at="cached_scale")
+def a_cached_number(x: Tensor) -> Tensor:
+    return x * cached_scale(x.shape[0])
+
+
+@border.live("unknown origin")
+def a_cached_tensor(x: Tensor) -> Tensor:
+    return x * cached_table(x.shape[1]) + cached_table(4)
+
+
+@border.either("cache", at="self.table")
+class ACachedMethod(Stateful):
+    @functools.lru_cache(maxsize=8)  # noqa: B019 - models do write it
+    def table(self, n: int) -> Tensor:
+        return torch.arange(n).float()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(x) + self.table(4)
+
+
+@border.replays
+class ACachedProperty(Stateful):
+    @functools.cached_property
+    def table(self) -> Tensor:
+        return torch.arange(4).float()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(x) + self.table
+
+
+@border.replays(inputs=DEFAULT * 2)
+class ACacheOfItsOwn(Stateful):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tables: dict[int, Tensor] = {}
+
+    def forward(self, x: Tensor) -> Tensor:
+        if len(x) not in self.tables:
+            self.tables[len(x)] = torch.arange(4).float() * len(x)
+        return self.fc(x) + self.tables[len(x)]
+
+
+scale: contextvars.ContextVar[float] = contextvars.ContextVar("scale", default=2.0)
+
+
+def reads_a_context_variable(x: Tensor) -> Tensor:
+    return x * scale.get()
+
+
+@border.replays
+def sets_a_context_variable(x: Tensor) -> Tensor:
+    token = scale.set(float(x.shape[0]))
+    try:
+        return x * scale.get()
+    finally:
+        scale.reset(token)
+
+
+def chunks(x: Tensor) -> Iterator[Tensor]:
+    for row in x:
+        yield row * 2
+
+
+@border.replays
+def a_generator_within_the_call(x: Tensor) -> Any:
+    return sum(chunks(x)), next(chunks(x)), [row for row, _ in zip(chunks(x), "ab", strict=False)]
+
+
+@border.live("content cannot be guarded|generator|iterator", inputs=SAME)
+class AGeneratorAcrossCalls(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps = (k * 0.5 for k in range(100))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * next(self.steps)
+
+
+@border.live("content cannot be guarded|generator|iterator", inputs=SAME)
+class AGeneratorOfTensorsAcrossCalls(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps = self.make()
+        next(self.steps)
+
+    def make(self) -> Iterator[Any]:
+        total = torch.zeros(4)
+        while True:
+            x = yield total
+            if x is not None:
+                total = total + x.sum(0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.steps.send(x.detach()) * x
+
+
+@border.live("steps", inputs=SAME)
+def a_generator_in_a_closure() -> Callable[[Tensor], Tensor]:
+    steps = iter(range(100))
+
+    def model(x: Tensor) -> Tensor:
+        return x * next(steps)
+
+    return model
+
+
+@border.live("counts", inputs=SAME * 2)
+class CountsInACounter(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.counts["calls"] += 1
+        return x * self.counts["calls"]
+
+
+@border.replays
+def default_dicts(x: Tensor) -> Any:
+    found = defaultdict(list)
+    for i, row in enumerate(x):
+        found[i % 2].append(row)
+    return {key: torch.stack(rows) for key, rows in found.items()}
+
+
+@dataclasses.dataclass
+class Output:
+    first: Tensor
+    size: int
+    extra: Any = None
+
+
+class Pair(NamedTuple):
+    a: Tensor
+    b: Any
+
+
+Old = namedtuple("Old", "x y")
+
+
+@border.replays
+def dataclasses_returned(x: Tensor) -> Any:
+    out = Output(x * 2, x.shape[0])
+    return dataclasses.replace(out, extra=[out.first + 1])
+
+
+@border.replays
+def named_tuples_returned(x: Tensor) -> Any:
+    pair = Pair(x * 2, {"n": x.shape[1]})
+    return pair._replace(a=pair.a + 1), Old(*pair)
+
+
+@border.replays
+def trees(x: Tensor) -> Any:
+    made = {"a": x * 2, "b": [x + 1, (x.sum(), 3)]}
+    leaves, spec = pytree.tree_flatten(made)
+    doubled = pytree.tree_map(lambda leaf: leaf * 2, made)
+    return doubled, pytree.tree_unflatten(leaves[::-1], spec), len(leaves)
+
+
+@border.replays
+def weak_values(x: Tensor) -> Tensor:
+    kept = weakref.WeakValueDictionary()
+    y = x * 2
+    kept["y"] = y
+    return kept["y"] + 1
+
+
+@border.replays
+def identities(x: Tensor) -> Tensor:
+    y = x * 2
+    seen = {id(y): y}
+    return seen[id(y)] if y is not x else x
+
+
+@border.replays
+def hashes(x: Tensor) -> Any:
+    first, second = x * 2, x * 3
+    table = {first: 1, second: 2}
+    return first * table[first] + second * table[second]
+
+
+@border.replays
+def partials_and_operators(x: Tensor) -> Tensor:
+    twice = functools.partial(torch.mul, 2)
+    return functools.reduce(torch.add, map(twice, x.unbind()))
+
+
+@border.replays
+def exceptions(x: Tensor) -> Tensor:
+    try:
+        x[100]
+    except IndexError as error:
+        return x * len(str(error).split())
+    return x
+
+
+@border.replays
+def recursion(x: Tensor) -> Tensor:
+    def halve(y: Tensor) -> Tensor:
+        return y if len(y) <= 1 else halve(y[: len(y) // 2]) + y[0]
+
+    return halve(x)
+
+
+@border.replays
+class ClosuresHeld(Stateful):
+    def __init__(self) -> None:
+        super().__init__()
+        factor = torch.ones(4) * 3
+        self.scale = lambda x: x * factor
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scale(self.fc(x))
+
+
+@border.live("count", inputs=SAME)
+def a_nonlocal_counter() -> Callable[[Tensor], Tensor]:
+    count = 0
+
+    def model(x: Tensor) -> Tensor:
+        nonlocal count
+        count += 1
+        return x * count
+
+    return model
+
+
+@border.live("total", at="total = total")
+def a_nonlocal_tensor() -> Callable[[Tensor], Tensor]:
+    total = torch.zeros(4)
+
+    def model(x: Tensor) -> Tensor:
+        nonlocal total
+        total = total + x.detach().sum(0)
+        return x * total
+
+    return model
+
+
+def a_global_number(x: Tensor) -> Tensor:
+    return x * FACTORS["global"]
+
+
+FACTORS = {"global": 2.0}
+
+
+class Helper:
+    """An object that is no module; its methods read a global and a class attribute."""
+
+    bias = 1.0
+
+    def apply(self, x: Tensor) -> Tensor:
+        return x * FACTORS["global"] + self.bias
+
+
+helper = Helper()
+
+
+def a_helper_object(x: Tensor) -> Tensor:
+    return helper.apply(x)
+
+
+class HoldsAHelper(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.helper = Helper()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.helper.apply(x)
+
+
+@border.each
+@pytest.mark.filterwarnings("ignore:.*torch.jit.(fork|wait)")
+def test_python_around_tensors(case: Case) -> None:
+    case.check()
+
+
+def _changed_between(model: Callable[..., Any], change: Callable[[int], Any]) -> bt.BendedModule:
+    bended = bt.BendedModule(model)
+    for step in range(6):
+        change(step // 2)
+        (x,), _ = randn_inputs(3, 4, seed=step)()
+        assert bits(bended(x)) == bits(model(x)), step
+    return bended
+
+
+def test_a_context_variable_set_by_the_caller() -> None:
+    token = scale.set(0.0)
+    try:
+        _changed_between(reads_a_context_variable, lambda n: scale.set(float(n)))
+    finally:
+        scale.reset(token)
+
+
+def test_a_cache_that_is_emptied_and_filled_anew() -> None:
+    base = [1.0]
+
+    @functools.cache
+    def factor(n: int) -> float:
+        return n * base[0]
+
+    def model(x: Tensor) -> Tensor:
+        return x * factor(x.shape[0])
+
+    def change(n: int) -> None:
+        base[0] = float(n)
+        factor.cache_clear()
+
+    _changed_between(model, change)
+
+
+def test_globals_that_a_helper_reads(monkeypatch: Any) -> None:
+    def change(n: int) -> None:
+        monkeypatch.setitem(FACTORS, "global", float(n))
+        monkeypatch.setattr(Helper, "bias", float(n + 1))
+
+    for model in (a_global_number, a_helper_object, HoldsAHelper()):
+        _changed_between(model, change)
+
+
+def test_environment_read_through_a_module_attribute(monkeypatch: Any) -> None:
+    def model(x: Tensor) -> Tensor:
+        return x * (2 if torch.backends.mkldnn.enabled else 3)
+
+    _changed_between(model, lambda n: monkeypatch.setattr(torch.backends.mkldnn, "enabled", n != 1))
+
+
+def test_threads_that_use_the_same_wrapped_model_at_once() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2)).eval()
+    bended = bt.BendedModule(model)
+    inputs = [torch.randn(2 + i % 3, 4) for i in range(24)]
+    wanted = [model(x) for x in inputs]
+    with ThreadPoolExecutor(4) as pool:
+        given = list(pool.map(bended, inputs))
+    assert bits(given) == bits(wanted)

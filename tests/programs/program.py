@@ -1,0 +1,271 @@
+"""A program as source text, the calls to make of it, and how it is compared with eager."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import linecache
+import sys
+import types
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+import bendtrace as bt
+from tests.promise import bits, footprint, state
+
+__all__ = ["Call", "Program", "Unlike", "check"]
+
+_numbers = itertools.count(1)
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a program.
+
+    Attributes:
+        arguments: what stands between the parentheses of the call, in terms of `values`.
+        train: whether the model is in training mode.
+        grad: whether gradients are on.
+        step: what is done to the model before, as a statement about `model`.
+        write: whether the caller then writes to the tensors and lists that it gets.
+    """
+
+    arguments: str
+    train: bool = True
+    grad: bool = True
+    step: str = ""
+    write: bool = False
+
+
+@dataclass(frozen=True)
+class Program:
+    """The source of a module with a class `Model`, and calls of it."""
+
+    source: str
+    calls: tuple[Call, ...]
+
+    def __str__(self) -> str:
+        return self.source + "\n" + "\n".join(f"# {call}" for call in self.calls)
+
+    @contextmanager
+    def modules(self, copies: int) -> Iterator[list[types.ModuleType]]:
+        """Run the source, several times over, as modules that `inspect` can read."""
+        name = f"random_program_{next(_numbers)}"
+        file = f"{name}.py"
+        lines = self.source.splitlines(keepends=True)
+        linecache.cache[file] = (len(self.source), None, lines, file)
+        code = compile(self.source, file, "exec")
+        made = []
+        try:
+            for _ in range(copies):
+                module = types.ModuleType(name)
+                module.__file__ = file
+                sys.modules[name] = module
+                exec(code, vars(module))
+                made.append(module)
+            yield made
+        finally:
+            del linecache.cache[file], sys.modules[name]
+
+
+class Unlike(AssertionError):
+    """A `BendedModule` that is not like its model."""
+
+
+def normal(seed: int, *dims: int, plus: float = 0.0, grad: bool = False, turned: bool = False) -> Any:
+    made = torch.randn(dims, generator=torch.Generator().manual_seed(seed)) + plus
+    return _laid_out(made, turned).requires_grad_(grad)
+
+
+def integers(seed: int, *dims: int) -> Tensor:
+    return torch.randint(0, 4, dims, generator=torch.Generator().manual_seed(seed))
+
+
+def truths(seed: int, *dims: int) -> Tensor:
+    return integers(seed, *dims) > 1
+
+
+def _laid_out(tensor: Tensor, turned: bool) -> Tensor:
+    return tensor.mT.contiguous().mT if turned and tensor.dim() > 1 else tensor
+
+
+_VALUES = {"normal": normal, "integers": integers, "truths": truths, "torch": torch}
+
+
+def _taken(text: str, model: nn.Module) -> Any:
+    return eval(f"take({text})", {**_VALUES, "model": model, "take": lambda *a, **k: (a, k)})
+
+
+def check(program: Program) -> bt.Stats:
+    """Make all the calls of a program with eager and a `BendedModule`, and compare.
+
+    Returns:
+        The statistics of the `BendedModule`, and how many calls raised in eager.
+
+    Raises:
+        Unlike: naming the first thing that differs.
+    """
+    # Of torch's warnings some come only once in a process.
+    with warnings.catch_warnings(action="ignore"), program.modules(2) as modules:
+        _seed(0)
+        eager = modules[0].Model()
+        _seed(0)
+        model = modules[1].Model()
+        bended = bt.BendedModule(model)
+        kept: list[tuple[Any, Any]] = []
+        for seed, call in enumerate(program.calls):
+            where = f"call {seed}"
+            wanted = _one(eager, eager, call, seed)
+            before = footprint()
+            given = _one(bended, model, call, seed)
+            _same(footprint() == before, where, "something left behind")
+            if type(given.error) is not type(wanted.error) or str(given.error) != str(wanted.error):
+                message = f"{where}: {given.error!r}, not {wanted.error!r}"
+                raise Unlike(message) from given.error
+            for name in _Outcome.compared:
+                _same(getattr(given, name) == getattr(wanted, name), where, f"other {name}")
+            _same(_globals(modules[0]) == _globals(modules[1]), where, "other globals")
+            kept.append((given.output, wanted.output))
+            for of_given, of_wanted in kept:
+                _same(_read(bits, of_given) == _read(bits, of_wanted), where, "earlier outputs changed")
+            shared = [_shared(list(outputs)) for outputs in zip(*kept, strict=True)]
+            _same(shared[0] == shared[1], where, "something shared with earlier outputs")
+        stats = bended.stats
+        stats.why = bended.why_live  # type: ignore[attr-defined]
+        stats.raised = sum(1 for _, output in kept if output is _RAISED)  # type: ignore[attr-defined]
+        return stats
+
+
+_RAISED = ("raised",)
+
+
+@dataclass
+class _Outcome:
+    error: Exception | None
+    output: Any
+    result: Any
+    arguments: Any
+    rng: Any
+    state: Any
+    layout: Any
+    backward: Any
+    gradients: Any
+
+    compared = ("result", "arguments", "rng", "state", "layout", "backward", "gradients")
+
+
+def _one(
+    subject: Callable[..., Any], model: nn.Module, call: Call, seed: int
+) -> _Outcome:
+    args, kwargs = _taken(call.arguments, model)
+    subject.train(call.train)  # type: ignore[attr-defined]
+    if call.step:
+        with torch.no_grad():
+            exec(call.step, {"model": model, "torch": torch, "nn": nn})
+    output: Any = _RAISED
+    with nullcontext() if call.grad else torch.no_grad():
+        _seed(seed)
+        error = None
+        try:
+            output = subject(*args, **kwargs)
+        except Exception as raised:
+            error = raised
+    rng = torch.get_rng_state().tolist()
+    result = _read(bits, output)
+    arguments = _read(bits, [args, kwargs])
+    own = _read(state, model)
+    held = [vars(m) for m in model.modules()]
+    layout = _read(_layout, [output, args, kwargs, held])
+    backward = None
+    leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+    try:
+        losses = [leaf.sum() for leaf in leaves if leaf.requires_grad]
+        if losses:
+            torch.stack(losses).sum().backward()
+    except RuntimeError as error_there:
+        backward = str(error_there)
+    inputs = [a for a in tree_leaves([args, kwargs]) if isinstance(a, Tensor) and a.is_leaf]
+    gradients = _read(bits, [[a.grad for a in inputs], [p.grad for p in model.parameters()]])
+    if call.write:
+        _write(output)
+    return _Outcome(error, output, result, arguments, rng, own, layout, backward, gradients)
+
+
+def _write(output: Any) -> None:
+    if isinstance(output, list):
+        output.append(0)
+    for leaf in tree_leaves(output):
+        if isinstance(leaf, Tensor) and leaf.is_floating_point():
+            with contextlib.suppress(RuntimeError), torch.no_grad():
+                leaf.add_(1)
+
+
+def _seed(seed: int) -> None:
+    # What `torch.manual_seed` does on a CPU, without the formatted stacks that it piles up.
+    torch.default_generator.manual_seed(seed)
+
+
+def _read(how: Callable[[Any], Any], value: Any) -> Any:
+    try:
+        return how(value)
+    except RuntimeError as error:  # of a view whose base has changed in a way autograd forbids
+        return str(error)
+
+
+def _layout(values: Any) -> Any:
+    """How the tensors lie in memory, which share it, and where autograd has them from."""
+    tensors: dict[int, Tensor] = {}
+    _collect(values, tensors, set())
+    storages: dict[int, int] = {}
+    found = []
+    for tensor in tensors.values():
+        pointer = tensor.untyped_storage()._cdata
+        shared = storages.setdefault(pointer, len(storages))
+        origin = type(tensor.grad_fn).__name__
+        found.append((tuple(tensor.stride()), tensor.storage_offset(), shared, tensor.is_leaf, origin))
+    return found
+
+
+def _shared(values: list[Any]) -> list[int]:
+    """For each tensor, list and dict in some values which of them it is."""
+    found: dict[int, int] = {}
+    parts = []
+    while values:
+        value = values.pop()
+        if isinstance(value, (Tensor, list, dict)):
+            parts.append(found.setdefault(id(value), len(found)))
+        if isinstance(value, (tuple, list)):
+            values += value
+        elif isinstance(value, dict):
+            values += value.values()
+    return parts
+
+
+def _collect(value: Any, found: dict[int, Tensor], seen: set[int]) -> None:
+    if id(value) in seen:
+        return
+    seen.add(id(value))
+    if isinstance(value, Tensor):
+        found[id(value)] = value
+    elif isinstance(value, dict):
+        for key in value:
+            _collect(value[key], found, seen)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            _collect(item, found, seen)
+
+
+def _globals(module: types.ModuleType) -> Any:
+    return bits([value for name, value in vars(module).items() if name.isupper() and name != "F"])
+
+
+def _same(equal: bool, where: str, what: str) -> None:
+    if not equal:
+        raise Unlike(f"{where}: {what}")

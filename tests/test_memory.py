@@ -1,0 +1,185 @@
+"""Memory: a replay lets values go when the model would; only data guards make it keep some.
+
+Bytes are counted op by op (`tests.benchmarks.memory`), so that the numbers are exact.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import bendtrace as bt
+from tests.benchmarks.memory import Chain, Exits, peak_of
+
+Mode = Callable[[], AbstractContextManager[Any]]
+MODES = pytest.mark.parametrize("mode", [torch.no_grad, torch.enable_grad])
+SIZE = 64 * 64 * 4  # bytes of one activation
+
+
+class Sorts(nn.Module):
+    """Takes results apart: their elements have to be let go one by one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            values, indices = layer(x).sort(-1)
+            least, _ = (values * indices).min(-1, keepdim=True)
+            x = values - least
+        return x
+
+
+class Cell(nn.Module):
+    """Loops, in-place ops, views and a dict as the output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into, self.over = nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        hidden = x.new_zeros(64, 64)
+        collected = x.new_zeros(8, 64, 64)
+        for step in range(8):
+            hidden = (self.into(x) + self.over(hidden)).tanh_()
+            collected[step] = hidden * 2
+        return {"last": hidden, "all": collected.transpose(0, 1)}
+
+
+class Sides(nn.Module):
+    """A guard on what was computed before, and long ways behind it on both sides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.plus, self.minus = Chain(layers=3), Chain(layers=6), Chain(layers=6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.before(x)
+        if x.sum() > 0:
+            return self.plus(y)
+        z = y * 2
+        return self.minus(z)
+
+
+def inputs(sign: float = 1.0) -> Tensor:
+    return torch.full((64, 64), sign)
+
+
+@pytest.fixture(autouse=True)
+def _only_counting_references() -> Iterator[None]:
+    """What only the garbage collector would find has to show."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@MODES
+@pytest.mark.parametrize(
+    "make", [Chain, lambda: Chain(first=True), Sorts, Cell, lambda: nn.LSTM(64, 64)]
+)
+def test_a_replay_needs_no_more_than_eager(make: Callable[[], nn.Module], mode: Mode) -> None:
+    model = make()
+    bended = bt.BendedModule(model)
+    with mode():
+        bended(inputs())
+        eager, _ = peak_of(lambda: model(inputs()))
+        replay, left = peak_of(lambda: bended(inputs()))
+    assert bended.stats.replays == 1
+    assert replay <= eager
+    assert left == 0
+
+
+def test_values_are_kept_until_the_last_data_guard_and_no_longer() -> None:
+    model = Exits(layers=5)
+    bended = bt.BendedModule(model)
+    with torch.no_grad():
+        bended(inputs())
+        eager, _ = peak_of(lambda: model(inputs()))
+        replay, left = peak_of(lambda: bended(inputs()))
+    # Three stages of five layers, each of which computes two values. Eager has those of one layer
+    # at a time, what came into it, what came into the stage, and the input.
+    assert eager == 5 * SIZE
+    assert 30 * SIZE <= replay <= 32 * SIZE
+    assert left == 0
+
+
+@MODES
+@pytest.mark.parametrize("layers", [4, 16])
+def test_a_guard_at_the_end_keeps_what_there_is_and_one_at_the_start_nothing(
+    layers: int, mode: Mode
+) -> None:
+    class Late(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.chain = Chain(layers=layers)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.chain(x)
+            return x if x.isfinite().all() else x.nan_to_num()
+
+    late, early = bt.BendedModule(Late()), bt.BendedModule(Chain(first=True, layers=layers))
+    with mode():
+        late(inputs()), early(inputs())
+        at_the_end, _ = peak_of(lambda: late(inputs()))
+        at_the_start, _ = peak_of(lambda: early(inputs()))
+    assert 2 * layers * SIZE < at_the_end < (2 * layers + 3) * SIZE
+    assert at_the_start <= (4 if mode is torch.no_grad else layers + 3) * SIZE
+
+
+@MODES
+def test_a_known_other_side_lets_go_of_what_the_first_had_kept(mode: Mode) -> None:
+    model = Sides()
+    bended = bt.BendedModule(model)
+    with mode():
+        bended(inputs()), bended(inputs(-1.0))
+        for sign in (1.0, -1.0):
+            eager, _ = peak_of(lambda sign=sign: model(inputs(sign)))
+            replay, left = peak_of(lambda sign=sign: bended(inputs(sign)))
+            kept = 6 * SIZE  # what stands before the guard
+            assert replay <= max(eager, kept + 3 * SIZE)
+            assert left == 0
+    assert bended.stats == bt.Stats(traces=2, replays=2, retraces=1, resumes=1)
+
+
+@MODES
+def test_neither_the_first_call_nor_a_resumed_one_leaves_anything_alive(mode: Mode) -> None:
+    bended = bt.BendedModule(Sides())
+    with mode():
+        _, left = peak_of(lambda: bended(inputs()))
+        assert left == 0
+        peak, left = peak_of(lambda: bended(inputs(-1.0)))
+    assert bended.stats.resumes == 1
+    assert left == 0
+    assert peak <= 22 * SIZE
+
+
+def test_an_error_in_a_replay_leaves_nothing_alive() -> None:
+    bended = bt.BendedModule(lambda x, y: (x * 2).relu() @ y)
+    bended(inputs(), inputs())
+
+    def call() -> None:
+        with pytest.raises(RuntimeError, match="cannot be multiplied"):
+            bended(inputs(), torch.ones(3, 3))
+
+    assert peak_of(call)[1] == 0
+    assert bended.stats.traces == 1
+
+
+def test_paths_that_are_forgotten_are_freed() -> None:
+    bended = bt.BendedModule(lambda x: x * int(x.max()), max_traces=2)
+    bended(torch.tensor([1.0]))
+    bended(torch.tensor([2.0]))
+    second = weakref.ref(next(p for p in next(bended._tree.programs()).paths()[1:]))
+    with pytest.warns(bt.TraceLimitWarning):
+        bended(torch.tensor([3.0]))
+    gc.collect()
+    assert second() is None

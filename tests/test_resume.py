@@ -1,0 +1,667 @@
+"""A run that leaves the known paths goes on from there: nothing is done twice, nothing is lost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import bendtrace as bt
+from tests.promise import Inputs, bits, state
+
+Make = Callable[[], Callable[..., Any]]
+
+
+class _Ops(TorchDispatchMode):
+    """Writes down which operations reach the kernels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def _called(call: Callable[..., Any], inputs: Inputs, seed: int) -> tuple[Any, ...]:
+    """Return what a call gives, the gradients it leads to, and the ops that it ran."""
+    torch.manual_seed(seed)
+    args, kwargs = inputs
+    with _Ops() as ops:
+        result = error = None
+        try:
+            result = call(*args, **kwargs)
+        except Exception as raised:
+            error = type(raised), str(raised)
+    if isinstance(result, Tensor) and result.requires_grad:
+        result.square().sum().backward()
+    leaves = [arg.grad for arg in args if isinstance(arg, Tensor) and arg.is_leaf]
+    return (
+        error, bits(result), bits([args, kwargs]), bits(leaves), torch.get_rng_state().tolist(),
+        ops.names,
+    )  # fmt: skip
+
+
+def follow(
+    make: Make,
+    *arguments: Callable[[], Any],
+    mode: Callable[[], AbstractContextManager[Any]] = nullcontext,
+) -> bt.BendedModule:
+    """Call a model and its `BendedModule` in turn, backwards too, and compare everything.
+
+    Each call has to carry out the very ops of eager, in eager's order.
+    """
+    torch.manual_seed(0)
+    eager = make()
+    torch.manual_seed(0)
+    model = make()
+    bended = bt.BendedModule(model)
+    for seed, inputs in enumerate(arguments):
+        with mode():
+            wanted = _called(eager, _inputs(inputs), seed)
+            given = _called(bended, _inputs(inputs), seed)
+        for what, here, there in zip(_COMPARED, given, wanted, strict=True):
+            assert here == there, f"call {seed}: other {what}"
+        assert state(model) == state(eager), f"call {seed}: other state"
+    return bended
+
+
+_COMPARED = ("error", "output", "arguments", "gradients of inputs", "RNG state", "ops")
+
+
+def _inputs(make: Callable[[], Any]) -> Inputs:
+    made = make()
+    return (made if isinstance(made, tuple) else (made,)), {}
+
+
+def resumed(bended: bt.BendedModule, times: int) -> None:
+    """Every retrace was a resume, and all runs could be recorded."""
+    assert bended.stats.resumes == bended.stats.retraces == times, bended.stats
+    assert bended.stats.live == 0, bended.why_live
+
+
+def filled(*values: float, grad: bool = False) -> Callable[[], Tensor]:
+    return lambda: torch.tensor(values).repeat(4, 1).requires_grad_(grad)
+
+
+UP, DOWN = filled(1.0, 2.0, 3.0), filled(-1.0, -2.0, -3.0)
+UP_GRAD, DOWN_GRAD = filled(1.0, 2.0, 3.0, grad=True), filled(-1.0, -2.0, -3.0, grad=True)
+
+
+class Normed(nn.Module):
+    """Everything with a side effect stands before the branch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.drop, self.fc = nn.BatchNorm1d(3), nn.Dropout(0.5), nn.Linear(3, 3)
+        self.register_buffer("total", torch.zeros(()))
+        self.last = torch.zeros(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.total += x.detach().sum()
+        y = self.drop(self.norm(self.fc(x)))
+        self.last = y.detach()
+        return y * 2 + torch.randn(3) if x.sum() > 0 else y.sin() - torch.rand(())
+
+
+def test_batch_norm_is_updated_and_dropout_drawn_once() -> None:
+    bended = follow(Normed, UP_GRAD, DOWN_GRAD)
+    resumed(bended, 1)
+    assert bended.model.norm.num_batches_tracked.item() == 2
+    torch.manual_seed(5)
+    bended(UP())
+    drawn = torch.get_rng_state()
+    torch.manual_seed(5)
+    torch.nn.functional.dropout(torch.ones(4, 3))
+    torch.randn(3)
+    assert torch.equal(torch.get_rng_state(), drawn)
+
+
+def test_both_sides_replay_once_they_are_known() -> None:
+    bended = follow(Normed, UP_GRAD, DOWN_GRAD, UP_GRAD, DOWN_GRAD, DOWN_GRAD, UP_GRAD)
+    resumed(bended, 1)
+    assert bended.stats.replays == 4
+
+
+def _in_place(x: Tensor, memory: Tensor, seen: list[Tensor]) -> Tensor:
+    x.add_(1)
+    x[:, 0] = 5
+    memory.view(-1)[0] += x.sum()
+    seen.append(x.clone())
+    if memory.sum() > 0:
+        x.mul_(2)
+        return x.sum()
+    memory.zero_()
+    return x - 1
+
+
+def test_arguments_written_in_place_are_written_once() -> None:
+    def given(k: float) -> Callable[[], Any]:
+        return lambda: (torch.full((2, 3), k), torch.zeros(2, 2), [])
+
+    bended = follow(lambda: _in_place, given(1), given(-9), given(2), given(-9))
+    resumed(bended, 1)
+    assert bended.stats.replays == 2
+
+
+def _three_ways(x: Tensor) -> Tensor:
+    y = x + torch.rand(3)
+    if y[0].sum() > 0:
+        y = y * 2
+    z = torch.nn.functional.dropout(y, 0.5)
+    if x[1].sum() > 0:
+        z = z + torch.randn(3)
+    w = z.sin()
+    if x[2].sum() > 0:
+        w = w - torch.rand(())
+    return w
+
+
+def rows(*signs: int) -> Callable[[], Tensor]:
+    return lambda: (torch.tensor(signs)[:, None] * torch.full((1, 3), 9.0)).requires_grad_()
+
+
+@pytest.mark.parametrize("second", [(1, 1, -1), (1, -1, 1), (-1, 1, 1), (-1, -1, -1), (1, -1, -1)])
+def test_any_of_several_branches_may_be_the_one_that_differs(second: tuple[int, ...]) -> None:
+    bended = follow(lambda: _three_ways, rows(1, 1, 1), rows(*second), rows(1, 1, 1), rows(*second))
+    resumed(bended, 1)
+    assert bended.stats.replays == 2
+
+
+def test_a_resumed_path_is_itself_left_at_the_second_and_third_divergence() -> None:
+    sides = [(1, 1, 1), (1, 1, -1), (1, -1, 1), (1, -1, -1)]
+    sides += [(-1, *rest) for _, *rest in sides]
+    bended = follow(lambda: _three_ways, *(rows(*signs) for signs in sides + sides[::-1]))
+    resumed(bended, 7)
+    assert bended.stats.replays == len(sides)
+
+
+class _Halting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell, self.drop = nn.GRUCell(3, 3), nn.Dropout(0.25)
+        self.register_buffer("steps", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x: Tensor, bound: Tensor) -> Tensor:
+        h, n = torch.zeros(4, 3), 0
+        while n < bound:
+            h = self.drop(self.cell(x, h))
+            self.steps.add_(1)
+            n += 1
+        return h * n
+
+
+def test_resumed_in_the_middle_of_a_loop() -> None:
+    def given(n: int) -> Callable[[], Any]:
+        return lambda: (UP_GRAD(), torch.tensor(n))
+
+    order = (3, 1, 5, 2, 0, 4, 7)
+    bended = follow(_Halting, *map(given, order), *map(given, order))
+    assert bended.stats.replays == len(order)
+    assert bended.stats.resumes == len(order) - 1
+    assert bended.model.steps.item() == 2 * sum(order)
+
+
+def _each_row(x: Tensor) -> Tensor:
+    total = torch.zeros(())
+    for i, row in enumerate(x):
+        if row.sum() > 0:
+            total = total + row.sum() * i
+            continue
+        if (row < -5).all():
+            break
+        total = total - torch.rand(())
+    else:
+        total = total * 10
+    return total + x.mean()
+
+
+def test_resumed_inside_a_for_loop_with_break_continue_and_else() -> None:
+    ways = [(1, 1, 1), (1, 1, -1), (-0.1, 1, -0.1), (1, -0.1, -1), (-1, 1, 1)]
+
+    def given(way: tuple[float, ...]) -> Callable[[], Tensor]:
+        return lambda: (torch.tensor(way)[:, None] * torch.full((1, 3), 9.0)).requires_grad_()
+
+    bended = follow(lambda: _each_row, *map(given, ways), *map(given, ways))
+    assert bended.stats.replays == len(ways)
+    resumed(bended, len(ways) - 1)
+
+
+class _Rejected(ValueError):
+    pass
+
+
+class Trying(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(3)
+        self.register_buffer("failures", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        try:
+            z = y * torch.rand(3)
+            if x.sum() < 0:
+                raise _Rejected("negative")
+            z = z + 1
+        except _Rejected:
+            self.failures += 1
+            z = z - 1
+        finally:
+            self.norm.num_batches_tracked.add_(1)
+        return z
+
+
+def test_resumed_inside_try_except_and_finally() -> None:
+    bended = follow(Trying, UP_GRAD, DOWN_GRAD, UP_GRAD, DOWN_GRAD)
+    resumed(bended, 1)
+    assert bended.stats.replays == 2
+
+
+def _contexts(x: Tensor, w: Tensor) -> Tensor:
+    with torch.no_grad():
+        scale = x.abs().max() + torch.rand(())
+        if x.sum() < 0:
+            scale = scale * (w * 3)[0]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = x @ w.expand(3, 3)
+        if scale > 2:
+            y = y @ w.expand(3, 3)
+        with torch.autocast("cpu", enabled=False):
+            y = y.float() @ w.expand(3, 3)
+    with torch.enable_grad():
+        return y * scale
+
+
+@pytest.mark.parametrize("mode", [nullcontext, torch.no_grad], ids=["grad", "no_grad"])
+def test_resumed_under_no_grad_and_autocast(mode: Any) -> None:
+    def given(*values: float) -> Callable[[], Any]:
+        return lambda: (filled(*values, grad=True)(), torch.ones(3, requires_grad=True))
+
+    inputs = [given(k, 2 * k, 3 * k) for k in (1.0, -1.0, 0.1, -0.1)]
+    bended = follow(lambda: _contexts, *inputs, *inputs, mode=mode)
+    assert bended.stats.replays >= len(inputs)
+    assert bended.stats.live == 0
+
+
+@pytest.mark.parametrize(
+    "mode", [torch.no_grad, torch.inference_mode, lambda: torch.autocast("cpu", torch.bfloat16)],
+    ids=["no_grad", "inference_mode", "autocast"],
+)  # fmt: skip
+def test_resumed_in_the_mode_of_the_caller(mode: Any) -> None:
+    bended = follow(Normed, UP, DOWN, UP, DOWN, mode=mode)
+    resumed(bended, 1)
+    assert bended.stats.replays == 2
+
+
+class _Inner(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.drop = nn.Linear(3, 3), nn.Dropout(0.5)
+        self.seen: list[float] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.drop(self.fc(x))
+        return y.relu() if x.mean() > 0 else y.tanh() + torch.rand(3)
+
+
+class Nested(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(3)
+        self.blocks = nn.ModuleList(_Inner() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        for block, sign in zip(self.blocks, x[:3].sign().unbind(0), strict=True):
+            y = block(y + 10 * sign)
+        return y.sum() + self.norm(x).sum()
+
+
+@pytest.mark.parametrize("other", [(1, 1, -1), (1, -1, 1), (-1, 1, 1), (-1, -1, -1)])
+def test_resumed_in_a_submodule(other: tuple[int, ...]) -> None:
+    bended = follow(Nested, rows(1, 1, 1), rows(*other), rows(1, 1, 1), rows(*other))
+    assert bended.stats.resumes == bended.stats.retraces >= 1
+    assert bended.stats.replays == 2
+    assert bended.model.norm.num_batches_tracked.item() == 8
+
+
+class Raising(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(3)
+        self.calls: list[str] = []
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        x.mul_(0.5)
+        z = self.norm(x) * torch.rand(3)
+        if x.sum() < 0:
+            self.latest = z.detach()
+            torch.rand(2)
+            return z + y  # fails for some `y`
+        return z
+
+
+def test_an_exception_after_the_divergence_leaves_what_eager_leaves() -> None:
+    def given(k: float, n: int) -> Callable[[], Any]:
+        return lambda: (torch.full((2, 3), k) * torch.arange(1, 4), torch.ones(n))
+
+    good, fails, fits = given(1.0, 3), given(-1.0, 2), given(-1.0, 3)
+    bended = follow(Raising, good, fails, good, fails, fits, good, fits, fails)
+    assert bended.model.norm.num_batches_tracked.item() == 8
+    assert bended.stats.replays >= 2
+
+
+class _LastOpFails(nn.Module):
+    def __init__(self, caught: bool) -> None:
+        super().__init__()
+        self.caught, self.norm, self.latest = caught, nn.BatchNorm1d(3), torch.zeros(2, 3)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        x.mul_(0.5)
+        torch.rand(2)
+        z = self.norm(x) * torch.rand(3)
+        if not self.caught:
+            self.latest = z.detach()
+            return z + y
+        try:
+            return z + y
+        except RuntimeError:
+            return z
+
+
+@pytest.mark.parametrize("caught", [False, True])
+def test_when_the_last_op_fails_what_stands_before_it_is_not_done_again(caught: bool) -> None:
+    def given(n: int) -> Callable[[], Any]:
+        return lambda: (torch.arange(6.0).view(2, 3), torch.ones(n))
+
+    order = [given(n) for n in (3, 3, 2, 3, 2)]
+    bended = follow(lambda: _LastOpFails(caught), *order)
+    assert bended.stats.live == 0
+    assert bended.stats.replays >= 2
+
+
+def test_an_exception_of_the_model_in_the_resumed_part_is_raised_as_it_is() -> None:
+    def model(x: Tensor) -> Tensor:
+        y = x * torch.rand(3)
+        if x.sum() < 0:
+            raise _Rejected(f"negative: {float(x.sum())}")
+        return y
+
+    bended = follow(lambda: model, UP, DOWN, UP, DOWN, UP)
+    assert bended.stats.replays == 2
+    with pytest.raises(_Rejected, match=r"negative: -24\.0"):
+        bended(DOWN())
+
+
+def _numbers(x: Tensor, n: int, scale: float) -> Tensor:
+    parts = [x * i for i in range(n)]
+    largest = x.max().item()
+    width = x.shape[1] * n
+    noise = torch.rand(width)
+    label = f"{n}-{width}"
+    grown = torch.stack(parts).sum() * abs(largest) + noise.sum() * scale
+    if grown > 0:
+        return grown * len(label) + torch.randn(n).sum()
+    return grown / (width + scale) - torch.randint(0, n, (n,)).sum() - largest
+
+
+@pytest.mark.parametrize(("n", "scale"), [(2, 1.5), (3, -1.0)])
+def test_numbers_and_random_draws_of_the_prefix_are_taken_over(n: int, scale: float) -> None:
+    ways = [lambda: (UP_GRAD(), n, scale), lambda: (DOWN_GRAD(), n, scale)]
+    bended = follow(lambda: _numbers, *ways, *ways)
+    assert bended.stats.live == 0
+    assert bended.stats.resumes >= 1
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_draws_that_decide_the_path(seed: int) -> None:
+    def model(x: Tensor) -> Tensor:
+        y, n = x, 0
+        while torch.rand(()) < 0.6 and n < 4:
+            y = torch.nn.functional.dropout(y, 0.3) + torch.randn(3)
+            n += 1
+        return y * n
+
+    bended = follow(lambda: model, *[UP_GRAD] * (12 + seed))
+    assert bended.stats.replays >= 3
+    assert bended.stats.resumes == bended.stats.retraces
+
+
+def test_views_and_aliases_of_the_prefix_stay_views() -> None:
+    def model(x: Tensor) -> list[Tensor]:
+        base = x.clone()
+        left, right = base[:, :1], base[:, 1:]
+        both = [left, right, base]
+        if x.sum() < 0:
+            left.add_(100)
+            both.append(base.t())
+        right.mul_(2)
+        return both
+
+    bended = follow(lambda: model, UP, DOWN, UP, DOWN)
+    resumed(bended, 1)
+    base, left = (bended(DOWN())[i] for i in (2, 0))
+    assert base.untyped_storage().data_ptr() != left.untyped_storage().data_ptr()
+    (left, right, base, turned) = bended(DOWN())
+    storages = {t.untyped_storage().data_ptr() for t in (left, right, base, turned)}
+    assert len(storages) == 1
+
+
+class _Autocast(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            y = self.fc(x)
+            y = self.fc(y) if x.sum() > 0 else self.fc(y.tanh())
+            return self.fc(y).float()
+
+
+def test_weights_cast_by_autocast_are_cast_once() -> None:
+    bended = follow(_Autocast, UP_GRAD, DOWN_GRAD, UP_GRAD, DOWN_GRAD)
+    resumed(bended, 1)
+    assert bended.stats.replays == 2
+
+
+# What the prefix changed about its tensors, or about torch
+
+
+def _reshaped(x: Tensor) -> Any:
+    n, shape, strides = x.shape[0], x.shape, x.stride()
+    x.t_().unsqueeze_(0)
+    return (x * n, shape) if x.sum() > 0 else (x - strides[0], x.shape)
+
+
+def _resized(x: Tensor) -> Tensor:
+    n, total = x.shape[0], x.sum()
+    x.resize_(2, 2).fill_(3)
+    return x * n if total > 0 else x - n
+
+
+def _other_data(x: Tensor) -> Tensor:
+    n, total = x.numel(), x.sum()
+    x.data = torch.ones(7)
+    return x * n if total > 0 else x - n
+
+
+def _version(x: Tensor) -> Tensor:
+    n = x._version
+    x.add_(1)
+    return x * n if x.sum() > 0 else x - n
+
+
+def _asked_for_grad(x: Tensor) -> Tensor:
+    n = int(x.requires_grad) + 2
+    x.requires_grad_()
+    return x.sin() * n if x.sum() > 0 else x.cos() - n
+
+
+def _reseeded(x: Tensor) -> Tensor:
+    torch.manual_seed(3)
+    y = x + torch.rand(3)
+    return y * torch.rand(3) if x.sum() > 0 else y - torch.rand(3)
+
+
+def _forked(x: Tensor) -> Tensor:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        y = x + torch.rand(3)
+        y = y * torch.rand(3) if x.sum() > 0 else y - torch.rand(3)
+    return y + torch.rand(3)
+
+
+def _set_back(x: Tensor) -> Tensor:
+    before = torch.get_rng_state()
+    y = x + torch.rand(3)
+    if x.sum() > 0:
+        torch.set_rng_state(before)
+    return y + torch.rand(3)
+
+
+def _grad_switched_off(x: Tensor) -> Tensor:
+    torch.set_grad_enabled(False)
+    y = x * 2
+    y = y * 3 if x.sum() > 0 else y.sin()
+    torch.set_grad_enabled(True)
+    return y * x
+
+
+def _in_inference_mode(x: Tensor) -> Tensor:
+    with torch.inference_mode():
+        y = x * 2 + torch.rand(3)
+    return y.clone() + 1 if x.sum() > 0 else y.clone() - 1
+
+
+def _retained(x: Tensor) -> Tensor:
+    y = x * 2
+    y.retain_grad()
+    return y * 3 if x.sum() > 0 else y * 5
+
+
+def _caught(x: Tensor) -> Tensor:
+    try:
+        y = x @ torch.ones(2, 2)
+    except RuntimeError:
+        y = x * torch.rand(3)
+    return y + 1 if x.sum() > 0 else y * 2
+
+
+def _out_twice(x: Tensor) -> Tensor:
+    out = torch.empty(4, 3)
+    first = torch.add(x.detach(), 1, out=out).clone()
+    torch.mul(x.detach(), 2, out=out)
+    return out + first if x.sum() > 0 else out - first
+
+
+def _row_by_row(x: Tensor) -> Tensor:
+    rows = torch.zeros(4, 3)
+    for i, row in enumerate(x):
+        rows[i] = row * i
+        rows[i:].add_(torch.rand(()))
+    return rows * 2 if x.sum() > 0 else rows.sin()
+
+
+def _lists_of_numbers(x: Tensor) -> Tensor:
+    values, n = x.sum(0).tolist(), int(x[0, 0].abs()) + 2
+    y = torch.full((n,), values[0]) + torch.rand(n)
+    return y * values[1] if values[2] > 0 else y - values[1]
+
+
+def _transformed(x: Tensor) -> Tensor:
+    y = torch.func.vmap(lambda row: row * 2 + row.sum())(x)
+    y = y + torch.func.grad(lambda z: (z**2).sum())(x)
+    return y + 1 if x.sum() > 0 else y * 2
+
+
+def _gradient_in_forward(x: Tensor) -> Tensor:
+    z = x.detach().requires_grad_()
+    (gradient,) = torch.autograd.grad((z**2).sum(), z)
+    return gradient * x if x.sum() > 0 else gradient - x
+
+
+class _Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * 2 + torch.rand(3)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * ctx.saved_tensors[0]
+
+
+def _own_function(x: Tensor) -> Tensor:
+    y = _Doubled.apply(x)
+    return y + 1 if x.sum() > 0 else y * 2
+
+
+PREFIXES = [
+    _reshaped, _resized, _other_data, _version, _asked_for_grad, _reseeded, _forked, _set_back,
+    _grad_switched_off, _in_inference_mode, _retained, _caught, _out_twice, _row_by_row,
+    _lists_of_numbers, _transformed, _gradient_in_forward, _own_function,
+]  # fmt: skip
+WITHOUT_GRAD = {_reshaped, _resized, _other_data, _version, _asked_for_grad, _in_inference_mode}
+
+
+@pytest.mark.parametrize("model", PREFIXES, ids=lambda model: model.__name__.strip("_"))
+def test_what_the_prefix_read_before_it_changed_it(model: Any) -> None:
+    up, down = (UP, DOWN) if model in WITHOUT_GRAD else (UP_GRAD, DOWN_GRAD)
+    bended = follow(lambda: model, up, down, up, down)
+    resumed(bended, 1)
+    assert bended.stats.replays == 2
+
+
+def test_a_gradient_that_the_prefix_found_and_made() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.ones(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            found = self.w.grad is not None
+            (self.w * x).sum().backward()
+            y = self.w.grad * (2 if found else 3)
+            if x.sum() > 0:
+                self.w.grad = None
+                return y
+            return -y
+
+    bended = follow(Model, UP, DOWN, DOWN, UP, UP, DOWN, DOWN, UP)
+    assert bended.stats.replays >= 4
+
+
+def test_a_backward_pass_in_the_prefix_is_run_once() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.ones(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            loss = (self.w * x).square().sum()
+            loss.backward()
+            if x.sum() < 0:
+                return self.w.grad * 2
+            return self.w.grad.sum()
+
+    bended = follow(Model, UP, DOWN, UP, DOWN)
+    assert bended.stats.resumes <= 1
+
+
+def test_a_resume_says_which_condition_led_to_it() -> None:
+    bended = bt.BendedModule(Normed())
+    bended(UP())
+    assert bended.last_mismatch is None
+    bended(DOWN())
+    assert "x.sum() > 0" in str(bended.last_mismatch)
+    assert "test_resume.py" in str(bended.last_mismatch)
