@@ -168,6 +168,7 @@ class Trace:
             raise DivergenceError(mismatch.reason, mismatch.step)
         result = self.program.run(values)
         if isinstance(result, Divergence):
+            result.hold.release()
             mismatch = explain_divergence(result, self.flow_steps)
             raise DivergenceError(mismatch.reason, mismatch.step)
         return result.output

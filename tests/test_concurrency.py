@@ -634,7 +634,7 @@ def test_hooks_on_the_bended_module_itself_fire_once_a_call() -> None:
         bended.register_full_backward_hook(lambda *_: fired.append("backward")),
     ]
     for _ in range(3):
-        bended(INPUTS[0]).sum().backward()
+        bended(INPUTS[0].clone().requires_grad_()).sum().backward()
     assert fired == ["before", "after", "backward"] * 3
     for handle in handles:
         handle.remove()

@@ -40,11 +40,11 @@ def test_random_programs_do_what_eager_does() -> None:
     one()
     share = {name: count / seen["programs"] for name, count in seen.items()}
     assert share["calls"] > 4, share
-    assert share["replaying"] > 0.6, share
+    assert share["replaying"] > 0.5, share
     assert share["diverging"] > 0.4, share
-    assert share["resuming"] > 0.12, share
-    assert share["live"] < 0.1, share
-    assert seen["raising calls"] < 0.15 * seen["calls"], share
+    assert share["resuming"] > 0.15, share
+    assert share["live"] < 0.15, share
+    assert seen["raising calls"] < 0.2 * seen["calls"], share
 
 
 @pytest.mark.parametrize("name", FOUND)

@@ -1646,4 +1646,4 @@ def test_other_random_generators_are_run_live_with_the_place(kind: str) -> None:
     assert bended.stats.live == 4
     (reason,) = bended.why_live
     assert "random" in reason
-    assert line_of(model, "def model") in reason
+    assert line_of(model, "draw =") in reason

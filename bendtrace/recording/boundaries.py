@@ -26,6 +26,7 @@ import torch.utils._python_dispatch
 from torch import nn
 
 from bendtrace.errors import InputError
+from bendtrace.recording.contexts import forget_casts
 from bendtrace.recording.scalars import TRACED
 from bendtrace.recording.watcher import Watcher, current_watcher, set_watcher
 
@@ -205,6 +206,14 @@ class _WrappedNumber:
             tensor.__dict__["_wrapped_number"] = number
 
 
+def _forgets_casts() -> None:
+    # Leaving the outermost block of autocast comes down to this.
+    watcher = current_watcher()
+    if watcher is not None:
+        watcher.forgot_casts()
+    forget_casts()
+
+
 _compile = torch.compile
 
 
@@ -293,6 +302,7 @@ def _entry_points() -> Iterator[_EntryPoint]:
         yield entry(script, "__call__", _method_of_script(script.__call__))
     yield entry(torch.utils, "swap_tensors", _swaps)
     yield entry(torch.Tensor, "set_", _sets)
+    yield entry(torch, "clear_autocast_cache", _forgets_casts)
     yield entry(torch, "compile", _compiles)
     if hasattr(torch._higher_order_ops.utils, "_hop_compile_and_call"):
         ours = _higher_order(torch._higher_order_ops.utils._hop_compile_and_call)
@@ -329,20 +339,18 @@ def _add_numpys() -> None:
 BOUNDARY_CODES = frozenset({nn.Module._wrapped_call_impl.__code__, nn.Module._call_impl.__code__})
 
 
-def _enter() -> list[Any]:
+def _enter() -> None:
     if "torch._dynamo" in sys.modules:  # else nothing is compiled yet
         _run_compiled_code_eagerly()
     _add_numpys()
-    before = [vars(entry.owner).get(entry.name, _ABSENT) for entry in _ENTRY_POINTS]
+    _before[:] = [vars(entry.owner).get(entry.name, _ABSENT) for entry in _ENTRY_POINTS]
     for entry in _ENTRY_POINTS:
         setattr(entry.owner, entry.name, entry.ours)
-    return before
 
 
-def _leave(before: list[Any]) -> None:
-    _leave_compiled_code_alone()
-    for entry, value in zip(_ENTRY_POINTS, before, strict=True):
-        current = vars(entry.owner)[entry.name]
+def _leave() -> None:
+    for entry, value in zip(_ENTRY_POINTS, _before, strict=False):
+        current = vars(entry.owner).get(entry.name)
         if current is entry.ours and value is _ABSENT:
             delattr(entry.owner, entry.name)
         elif current is entry.ours:
@@ -351,27 +359,34 @@ def _leave(before: list[Any]) -> None:
             # torch._dynamo wraps manual_seed when it is imported, and that was during the run.
             restored = torch._disable_dynamo(entry.original)  # type: ignore[attr-defined]
             setattr(entry.owner, entry.name, restored)
+    _before.clear()
+    _leave_compiled_code_alone()
 
 
 _lock = threading.Lock()
-_running = 0
+_running: set[object] = set()  # a token for each context that was entered and not left
 _before: list[Any] = []
 
 
 @contextmanager
 def watching(watcher: Watcher | None) -> Iterator[None]:
-    """Report the calling thread's module calls and opaque calls to `watcher`."""
-    global _running
-    with _lock:
-        _running += 1
-        if _running == 1:
-            _before[:] = _enter()
-    outer = set_watcher(watcher)
+    """Report the calling thread's module calls and opaque calls to `watcher`.
+
+    An interrupt may come at any point; what was entered until then is left again.
+    """
+    outer, token = current_watcher(), object()
     try:
+        with _lock:
+            first = not _running
+            _running.add(token)
+            if first:
+                _enter()
+        set_watcher(watcher)
         yield
     finally:
         set_watcher(outer)
         with _lock:
-            _running -= 1
-            if _running == 0:
-                _leave(_before)
+            if token in _running:
+                _running.discard(token)
+                if not _running:
+                    _leave()

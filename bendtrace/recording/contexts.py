@@ -7,7 +7,14 @@ from typing import NamedTuple
 
 import torch
 
-__all__ = ["Autocast", "Context", "ContextSwitch", "current_context"]
+__all__ = [
+    "Autocast",
+    "AutocastHold",
+    "Context",
+    "ContextSwitch",
+    "current_context",
+    "forget_casts",
+]
 
 
 class Autocast(NamedTuple):
@@ -50,6 +57,40 @@ def current_context() -> Context:
             for name in device_types
         )
     )
+
+
+forget_casts = torch.clear_autocast_cache
+
+
+class AutocastHold:
+    """Keeps autocast's cache of cast weights until the recorded run forgot it.
+
+    Autocast forgets what it has cast when the outermost block is left. A replay enters and leaves
+    blocks where the mode of its ops changes, which is not quite where the model does; and when it
+    goes on as another one, or as a resumed run, it leaves a block in the middle and enters it
+    again. Weights must not be cast twice, or their gradients are summed in another precision.
+    """
+
+    __slots__ = ("_held",)
+
+    def __init__(self) -> None:
+        self._held = False
+
+    def take(self) -> None:
+        """Forget nothing until `release`."""
+        if not self._held:
+            self._held = True
+            torch.autocast_increment_nesting()
+
+    def release(self) -> bool:
+        """Leave it to the blocks around; forget, and return True, if there are none."""
+        if not self._held:
+            return False
+        self._held = False
+        outermost = torch.autocast_decrement_nesting() == 0
+        if outermost:
+            forget_casts()
+        return outermost
 
 
 class ContextSwitch:

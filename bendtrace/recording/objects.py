@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import types
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -10,7 +11,16 @@ from typing import Any
 
 import torch
 
-__all__ = ["build", "can_build", "held_by", "make_function", "make_partial", "refill", "tagged"]
+__all__ = [
+    "build",
+    "can_build",
+    "held_by",
+    "holds_any",
+    "make_function",
+    "make_partial",
+    "refill",
+    "tagged",
+]
 
 _BASES = frozenset({object, tuple, list, dict, OrderedDict, set, frozenset})
 _HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: made by a class statement, so no state of its own in C
@@ -84,6 +94,19 @@ def held_by(function: Any) -> Iterator[Any]:
                 continue
     elif isinstance(function, (tuple, list)):
         yield from function
+
+
+def holds_any(cache: Any, kinds: frozenset[type], depth: int = 4) -> bool:
+    """Whether a `functools.lru_cache` has things of some exact types among what it keeps."""
+    return any(
+        type(held) in kinds
+        or (depth > 0 and _is_cache_part(held) and holds_any(held, kinds, depth - 1))
+        for held in gc.get_referents(cache)
+    )
+
+
+def _is_cache_part(thing: Any) -> bool:
+    return type(thing) in (dict, list, tuple) or type(thing).__name__ == "_lru_list_elem"
 
 
 def make_partial(

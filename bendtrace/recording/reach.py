@@ -20,7 +20,7 @@ __all__ = [
     "codes_in",
     "is_torchs",
     "is_users_class",
-    "methods_of",
+    "members_of",
     "names_in",
     "namespace_of",
     "place_naming",
@@ -56,7 +56,10 @@ class Reach(NamedTuple):
     tells_numbers: bool
 
 
-@functools.lru_cache(maxsize=1024)  # bounded: a function keeps what it closes over alive
+_KEPT = 1024  # bounded: a function keeps what it closes over alive
+_kept: dict[Any, tuple[Reach, Any]] = {}
+
+
 def reach_of(subject: type | types.FunctionType, entries: frozenset[str] = _CALLED) -> Reach:
     """Find what a class, through some of its methods, or a function can reach.
 
@@ -64,6 +67,22 @@ def reach_of(subject: type | types.FunctionType, entries: frozenset[str] = _CALL
         subject: the class or function.
         entries: names of the methods that are called; those of a module unless they are given.
     """
+    known = _kept.get((subject, entries))
+    if known is not None and known[1] == _stamp(known[0]):
+        return known[0]
+    reach = _search(subject, entries)
+    if len(_kept) >= _KEPT:
+        _kept.clear()
+    _kept[subject, entries] = reach, _stamp(reach)
+    return reach
+
+
+def _stamp(reach: Reach) -> Any:
+    """What is another when classes have gained members, or functions other code."""
+    return [*map(len, reach.owners)], [function.__code__ for function in reach.functions]
+
+
+def _search(subject: type | types.FunctionType, entries: frozenset[str]) -> Reach:
     search = _Search()
     if isinstance(subject, type):
         search.add_class(subject, entries)
@@ -154,12 +173,9 @@ def _stores_in(code: types.CodeType) -> Iterator[str]:
                 yield step.argval
 
 
-def methods_of(cls: type) -> frozenset[str]:
-    """Return the names of a class's own methods and properties, its bases' included."""
-    return frozenset(
-        name for base in cls.__mro__ if is_users_class(base) for name, member in vars(base).items()
-        if _function(member)
-    )  # fmt: skip
+def members_of(cls: type) -> frozenset[str]:
+    """Return the names of what a class and its bases have, as far as they are the user's."""
+    return frozenset(name for base in cls.__mro__ if is_users_class(base) for name in vars(base))
 
 
 def is_users_class(cls: type) -> bool:

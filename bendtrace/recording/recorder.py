@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from bendtrace.errors import NondeterminismError
 from bendtrace.recording import scalars
 from bendtrace.recording.boundaries import BOUNDARY_CODES, watching
-from bendtrace.recording.contexts import current_context
+from bendtrace.recording.contexts import AutocastHold, current_context
 from bendtrace.recording.encoding import Encoder, make_keys_plain, without_traced
 from bendtrace.recording.functions import (
     CONTEXT,
@@ -37,7 +37,7 @@ from bendtrace.recording.functions import (
     name_of,
 )
 from bendtrace.recording.handlers import raised_by
-from bendtrace.recording.objects import held_by
+from bendtrace.recording.objects import held_by, holds_any
 from bendtrace.recording.parts import PLAIN_TYPES, Access, Change, Part, PartKind, requires_grad
 from bendtrace.recording.reach import names_in, reach_of
 from bendtrace.recording.scalars import (
@@ -85,14 +85,22 @@ class Prefix:
         ops: the tape up to the divergence.
         values: what the replay computed, by op; ops without a value are carried out.
         errors: what ops raised in the replay.
+        hold: on autocast's cache, until the run is past the prefix.
     """
 
-    __slots__ = ("errors", "ops", "values")
+    __slots__ = ("errors", "hold", "ops", "values")
 
-    def __init__(self, ops: list[Op], values: dict[int, Any], errors: dict[int, Exception]) -> None:
+    def __init__(
+        self,
+        ops: list[Op],
+        values: dict[int, Any],
+        errors: dict[int, Exception],
+        hold: AutocastHold,
+    ) -> None:
         self.ops = ops
         self.values = values
         self.errors = errors
+        self.hold = hold
 
 
 class Recording:
@@ -190,6 +198,8 @@ class Recorder(TorchFunctionMode):
             for scalar in self._scalars:
                 retire(scalar)
             self._scalars.clear()
+            if self._prefix is not None:
+                self._prefix.hold.release()
             # A cycle of recorder and encoder must not keep what the caller gave alive.
             self._arguments, self._prefix = (), None
 
@@ -222,9 +232,13 @@ class Recorder(TorchFunctionMode):
         changes = list(self.surroundings.changes())
         for reason in self.surroundings.blockers:
             self.tape.block(reason)
-        for reason in self.surroundings.filled_caches():
-            self.tape.block(reason)
-            recording.is_transient = True
+        for reason, cache in self.surroundings.filled_caches():
+            # What a function computes in Python alone is the same when it comes from the cache.
+            if self._has_ops_of(cache.__wrapped__):
+                self.tape.block(reason)
+                recording.is_transient = True
+            if holds_any(cache, TRACED):  # which nobody may meet after the run
+                cache.cache_clear()
         memo: dict[int, Any] = {}
         for change in changes:
             change.key = without_traced(change.key)
@@ -242,6 +256,19 @@ class Recorder(TorchFunctionMode):
         self.active = False
         recording.result = without_traced(output, self._clean(changes))
         return recording
+
+    def _has_ops_of(self, function: Any) -> bool:
+        """Whether torch functions were called from within a function of the model's."""
+        code = getattr(function, "__code__", None)
+        for op in self.tape.ops:
+            site, scope = op.site, op.scope
+            while op.kind is OpKind.CALL and site is not None:
+                if any(running is code for running, _ in site.chain):
+                    return True
+                if scope.parent is None:
+                    break
+                site, scope = scope.site, scope.parent
+        return False
 
     def _check_opaque_ops(self, changes: list[Change]) -> None:
         """Block if code that is called as one op might read what the run changes.
@@ -389,6 +416,10 @@ class Recorder(TorchFunctionMode):
             return False
         seen.add(id(thing))
         return any(self._holds_values(held, seen) for held in held_by(thing))
+
+    def forgot_casts(self) -> None:
+        """Note that autocast forgets what it has cast (see `watcher.Watcher`)."""
+        self.tape.forgets.append(len(self.tape.ops))
 
     def forget(self, *tensors: Tensor) -> None:
         """Let go of tensors altogether, weak references included."""
@@ -545,6 +576,8 @@ class Recorder(TorchFunctionMode):
         site = None if frame is None else self._site(frame)
         if len(ops) < self._resumed:
             self._name_again(kind, target)
+        elif self._prefix is not None and self._prefix.hold.release():
+            self.forgot_casts()
         op = Op(len(ops), kind, target, args, kwargs, self._scope, site, current_context())
         if torch.get_default_dtype() is not self._dtype:
             place = _user_place(sys._getframe(1))

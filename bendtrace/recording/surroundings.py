@@ -46,7 +46,7 @@ from bendtrace.recording.reach import (
     Reach,
     is_torchs,
     is_users_class,
-    methods_of,
+    members_of,
     namespace_of,
     place_naming,
     reach_of,
@@ -142,12 +142,11 @@ class Surroundings:
         part = self._by_id.get(id(thing))
         return part if part is not None and part.value is thing else None
 
-    def filled_caches(self) -> Iterator[str]:
-        """Yield what the run put into a `functools.lru_cache`, so that the next run skips it."""
+    def filled_caches(self) -> Iterator[tuple[str, functools._lru_cache_wrapper[Any]]]:
+        """Yield each `functools.lru_cache` that the run put something into."""
         for label, cache, misses in self._caches:
             if cache.cache_info().misses != misses:
-                place = self.place_of(label)
-                yield f"the run fills the cache of {label} (see {place})"
+                yield f"the run fills the cache of {label} (see {self.place_of(label)})", cache
 
     def changes(self) -> Iterator[Change]:
         """Yield what is different now from when the parts were listed."""
@@ -314,6 +313,7 @@ class Surroundings:
         if isinstance(module, torch.jit.ScriptModule):
             return  # a call of it is one op, which reads what it holds anew
         self._walk_code(type(module))
+        self._meet_helper(type(module))
         for cls in type(module).__mro__:
             if "forward" in vars(cls):  # also of torch's own modules, which are not followed
                 self._walk_name(namespace_of(cls), "forward")
@@ -348,15 +348,15 @@ class Surroundings:
             self._helpers[cls] = frozenset()
 
     def _walk_helpers(self) -> None:
-        """Walk the code of plain objects' methods, those whose names the rest of the code uses."""
+        """Walk the members of classes, those whose names code of other classes uses."""
         progress = True
         while progress:
             progress = False
             for cls, known in tuple(self._helpers.items()):
-                methods = frozenset(name for name in methods_of(cls) if name in self.names)
-                if methods > known:
-                    self._helpers[cls] = methods
-                    self._take(reach_of(cls, methods), None)
+                named = members_of(cls) & self.names
+                if named > known:
+                    self._helpers[cls] = named
+                    self._take(reach_of(cls, named), None)
                     progress = True
 
     def _walk_code(self, subject: type | types.FunctionType, everything: bool = False) -> None:

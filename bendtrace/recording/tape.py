@@ -250,12 +250,14 @@ class Tape:
         ops: the records, in order.
         guards: the guards, in order.
         calls: the module calls, in order of their beginning.
+        forgets: positions at which autocast forgot the weights that it had cast.
         blockers: why a replay could be wrong; one line each, empty for nearly all models.
     """
 
     ops: list[Op] = field(default_factory=list)
     guards: list[Guard] = field(default_factory=list)
     calls: list[ModuleCall] = field(default_factory=list)
+    forgets: list[int] = field(default_factory=list)
     blockers: list[str] = field(default_factory=list)
 
     def block(self, reason: str) -> None:

@@ -24,6 +24,9 @@ class Watcher(Protocol):
     def unseen(self, what: str) -> None:
         """Note that the run comes by something that a replay could not repeat."""
 
+    def forgot_casts(self) -> None:
+        """Note that autocast forgets the weights that it has cast."""
+
     def forget(self, *tensors: torch.Tensor) -> None:
         """Keep nothing that refers to these tensors."""
 

@@ -125,6 +125,8 @@ class _RunWriter:
             if position == len(self.tape.ops):
                 break
             op = self.tape.ops[position]
+            if position in self.tape.forgets:
+                source.line("forget_casts()")
             if position not in needed or op.kind in (OpKind.INPUT, OpKind.STATE):
                 continue
             if op.kind is OpKind.CALL and op.context != current:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from bendtrace.recording.contexts import AutocastHold
 from bendtrace.recording.handlers import raised_by
 from bendtrace.recording.parts import Access, Part, identical
 from bendtrace.recording.recorder import Prefix, Recording
@@ -81,6 +82,7 @@ class Stretch(Path):
         sides: where runs go on whose guard (by number; -1 - i where op i raised, or did not
             although it had when recorded) had another outcome.
         failures: names of exceptions that its ops raised and the model has no handler for.
+        casts: whether some of it runs under autocast.
     """
 
     code: Code = field(kw_only=True)
@@ -88,6 +90,10 @@ class Stretch(Path):
     # Read without a lock: the tuples are exchanged, not changed.
     sides: dict[int, tuple[Side, ...]] = field(default_factory=dict)
     failures: Counter[tuple[int, str]] = field(default_factory=Counter)
+    casts: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.casts = any(op.context.autocast for op in self.recording.tape.ops)
 
     def side(self, number: int, outcome: Any) -> Side | None:
         """Return what is known of an outcome of a guard."""
@@ -123,12 +129,14 @@ class Divergence:
             did not raise although it had when recorded.
         outcome: what the test gave.
         values: the variables of the run so far: `v<op>`, and others.
+        hold: on autocast's cache; released by who goes on.
     """
 
     stretch: Stretch
     number: int
     outcome: Any
     values: dict[str, Any]
+    hold: AutocastHold
 
     @property
     def recording(self) -> Recording:
@@ -164,7 +172,7 @@ class Divergence:
                 computed[op.index] = None
             elif value is not _MISSING:
                 computed[op.index] = value
-        return Prefix(ops, computed, errors)
+        return Prefix(ops, computed, errors, self.hold)
 
     def release(self, prefix: Prefix) -> None:
         """Let go of the values, once a run has been resumed with them."""
@@ -271,28 +279,39 @@ class Program:
             Exception: what an op raises where the model has no handler for it: the model
                 itself would have raised the same at the same point.
         """
-        return self._run(self.root, arguments, {})
+        return self._run(self.root, arguments, {}, AutocastHold())
 
     def go_on(self, divergence: Divergence, arguments: tuple[Any, ...]) -> Finished | Divergence:
         """Continue a replay whose other side has become known since it diverged."""
         side = divergence.stretch.side(divergence.number, divergence.outcome)
         assert side is not None
         assert side.target is not None
-        return self._run(side.target, arguments, divergence.values)
+        return self._run(side.target, arguments, divergence.values, divergence.hold)
 
     def _run(
-        self, stretch: Stretch, arguments: tuple[Any, ...], values: dict[str, Any]
+        self,
+        stretch: Stretch,
+        arguments: tuple[Any, ...],
+        values: dict[str, Any],
+        hold: AutocastHold,
     ) -> Finished | Divergence:
         while True:
             departure: Departure | None
+            if stretch.casts:
+                hold.take()
             try:
                 result = stretch.code.function(arguments, values)
             except Exception as error:
                 departure = _raised(error, stretch)
                 if departure is None:
+                    hold.release()
                     raise
+            except BaseException:
+                hold.release()
+                raise
             else:
                 if type(result) is not Departure:
+                    hold.release()
                     stretch.hits += 1
                     return Finished(result, stretch.recording)
                 departure = result
@@ -304,7 +323,7 @@ class Program:
             result = departure = None
             side = stretch.side(number, outcome)
             if side is None or side.target is None:
-                return Divergence(stretch, number, outcome, values)
+                return Divergence(stretch, number, outcome, values, hold)
             stretch = side.target
 
     def stretches(self) -> Iterator[tuple[Stretch, Stretch | None]]:

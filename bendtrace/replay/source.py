@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bendtrace.recording.contexts import ContextSwitch
+from bendtrace.recording.contexts import ContextSwitch, forget_casts
 from bendtrace.recording.objects import build
 from bendtrace.recording.parts import UNSET, Access, Array, Part, PartKind, identical
 from bendtrace.recording.structure import Existing, Fixed, Instance, Made
@@ -98,6 +98,7 @@ class Source:
         self.names: dict[str, Any] = {
             "__builtins__": builtins, "build": build, "Departure": Departure,
             "identical": identical, "Switch": ContextSwitch,
+            "forget_casts": forget_casts,
         }  # fmt: skip
         self.op_of_line: dict[int, int] = {}
         self.emitted: set[int] = set()

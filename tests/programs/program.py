@@ -79,7 +79,22 @@ class Unlike(AssertionError):
     """A `BendedModule` that is not like its model."""
 
 
-def normal(seed: int, *dims: int, plus: float = 0.0, grad: bool = False, turned: bool = False) -> Any:
+@dataclass
+class Counts(bt.Stats):
+    """How the calls of a program were served.
+
+    Attributes:
+        raised: calls that raise in eager.
+        why_live: what the `BendedModule` says.
+    """
+
+    raised: int = 0
+    why_live: tuple[str, ...] = ()
+
+
+def normal(
+    seed: int, *dims: int, plus: float = 0.0, grad: bool = False, turned: bool = False
+) -> Any:
     made = torch.randn(dims, generator=torch.Generator().manual_seed(seed)) + plus
     return _laid_out(made, turned).requires_grad_(grad)
 
@@ -103,11 +118,11 @@ def _taken(text: str, model: nn.Module) -> Any:
     return eval(f"take({text})", {**_VALUES, "model": model, "take": lambda *a, **k: (a, k)})
 
 
-def check(program: Program) -> bt.Stats:
+def check(program: Program) -> Counts:
     """Make all the calls of a program with eager and a `BendedModule`, and compare.
 
     Returns:
-        The statistics of the `BendedModule`, and how many calls raised in eager.
+        How the calls went.
 
     Raises:
         Unlike: naming the first thing that differs.
@@ -134,13 +149,15 @@ def check(program: Program) -> bt.Stats:
             _same(_globals(modules[0]) == _globals(modules[1]), where, "other globals")
             kept.append((given.output, wanted.output))
             for of_given, of_wanted in kept:
-                _same(_read(bits, of_given) == _read(bits, of_wanted), where, "earlier outputs changed")
+                _same(
+                    _read(bits, of_given) == _read(bits, of_wanted),
+                    where,
+                    "earlier outputs changed",
+                )
             shared = [_shared(list(outputs)) for outputs in zip(*kept, strict=True)]
             _same(shared[0] == shared[1], where, "something shared with earlier outputs")
-        stats = bended.stats
-        stats.why = bended.why_live  # type: ignore[attr-defined]
-        stats.raised = sum(1 for _, output in kept if output is _RAISED)  # type: ignore[attr-defined]
-        return stats
+        raised = sum(1 for _, output in kept if output is _RAISED)
+        return Counts(raised=raised, why_live=bended.why_live, **vars(bended.stats))
 
 
 _RAISED = ("raised",)
@@ -161,9 +178,7 @@ class _Outcome:
     compared = ("result", "arguments", "rng", "state", "layout", "backward", "gradients")
 
 
-def _one(
-    subject: Callable[..., Any], model: nn.Module, call: Call, seed: int
-) -> _Outcome:
+def _one(subject: Callable[..., Any], model: nn.Module, call: Call, seed: int) -> _Outcome:
     args, kwargs = _taken(call.arguments, model)
     subject.train(call.train)  # type: ignore[attr-defined]
     if call.step:
@@ -229,7 +244,9 @@ def _layout(values: Any) -> Any:
         pointer = tensor.untyped_storage()._cdata
         shared = storages.setdefault(pointer, len(storages))
         origin = type(tensor.grad_fn).__name__
-        found.append((tuple(tensor.stride()), tensor.storage_offset(), shared, tensor.is_leaf, origin))
+        found.append(
+            (tuple(tensor.stride()), tensor.storage_offset(), shared, tensor.is_leaf, origin)
+        )
     return found
 
 

@@ -43,11 +43,13 @@ def _candidates(program: Program) -> Iterator[Program]:
         yield replace(program, calls=_without(program.calls, position))
     for position, call in enumerate(program.calls):
         if call != Call(call.arguments):
-            plain = (*program.calls[:position], Call(call.arguments), *program.calls[position + 1 :])
+            plain = (
+                *program.calls[:position],
+                Call(call.arguments),
+                *program.calls[position + 1 :],
+            )
             yield replace(program, calls=plain)
-    for source in chain(
-        _edits(program.source, _statements), _edits(program.source, _expressions)
-    ):
+    for source in chain(_edits(program.source, _statements), _edits(program.source, _expressions)):
         if len(source) < len(program.source):
             yield replace(program, source=source)
 
@@ -87,7 +89,9 @@ def _statements(tree: ast.Module) -> Iterator[_Edit]:
                 needed = [] if field != "body" or len(suite) > 1 else [ast.Pass()]
                 yield lambda s=suite, p=position, n=needed: s.__setitem__(slice(p, p + 1), n)
                 inner = getattr(statement, "body", None)
-                if isinstance(inner, list) and not isinstance(statement, (ast.FunctionDef, ast.ClassDef)):
+                if isinstance(inner, list) and not isinstance(
+                    statement, (ast.FunctionDef, ast.ClassDef)
+                ):
                     yield lambda s=suite, p=position, n=inner: s.__setitem__(slice(p, p + 1), n)
 
 

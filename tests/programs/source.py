@@ -8,7 +8,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from . import scalars, tensors  # noqa: F401 - the ways to write expressions register themselves
+from . import assignments, definitions, flow, holding, scalars, tensors  # noqa: F401 - they register
 from .program import Call, Program
 from .statements import body, function, returned
 from .writer import WIDTH, Dict, Function, List, Maybe, Tensor, Var, Writer
@@ -29,6 +29,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.programs.tools import Doubled, Pair, Stop
 """
+
 
 @st.composite
 def programs(draw: Callable[[Any], Any], statements: int = 20, calls: int = 9) -> Program:
@@ -141,7 +142,8 @@ def _parameters(w: Writer) -> list[Var]:
         var = w.pick(options)
         if all(var.name != other.name for other in found):
             found.append(var)
-    optional = [Var("n", int), Var("flag", bool), Var("s", float), Var("mask", Maybe(Tensor("b", first))),
+    optional = [Var("n", int), Var("flag", bool), Var("s", float), Var("mask", Maybe(Tensor("b",
+    first))),
                 Var("extra", Maybe(Tensor("f", first))), Var("j", int)]  # fmt: skip
     for var in optional:
         if w.chance(3):
@@ -174,23 +176,26 @@ def _calls(
 
 def _shared(w: Writer, arguments: str, forms: Any, init: dict[str, str]) -> str:
     """Arguments of which one is another, a part of it, or a tensor of the model."""
-    tensors = re.findall(r"normal\(.*?\)", arguments)
-    one = w.pick(tensors)
+    given = re.findall(r"normal\(.*?\)", arguments)
+    one = w.pick(given)
     options = [name for name in ("w", "buf", "h") if name in init]
     if ", 4" in one and one.count(",") == 1 and options:
         return arguments.replace(one, f"model.{w.pick(options)}", 1)
-    if len(tensors) > 1 and tensors[0].count(",") == tensors[1].count(","):
-        return arguments.replace(tensors[0], f"(a := {tensors[0]})", 1).replace(tensors[1], "a", 1)
-    if len(tensors) > 1 and "grad=" not in arguments:
-        return arguments.replace(tensors[0], f"(a := {tensors[0]})", 1).replace(tensors[1], "a[0]", 1)
-    return arguments
+    if len(given) < 2:
+        return arguments
+    same = len(re.findall(r", \d", given[0])) == len(re.findall(r", \d", given[1]))
+    if not same and "grad=" in arguments:
+        return arguments
+    parts = iter((f"(a := {given[0]})", "a" if same else "a[0]"))
+    return re.sub(r"normal\(.*?\)", lambda found: next(parts, found[0]), arguments)
 
 
 def _step(w: Writer, init: dict[str, str]) -> str:
     options = ["for p in model.parameters(): p.mul_(0.5)"]
     changes = {
         "scale": "model.scale = 0.25", "count": "model.count = 5", "h": "model.h = torch.ones(4)",
-        "w": "model.w = nn.Parameter(torch.ones(4))", "buf": "model.buf.fill_(0.5)", "last": "model.last = None",
+        "w": "model.w = nn.Parameter(torch.ones(4))", "buf": "model.buf.fill_(0.5)",
+        "last": "model.last = None",
         "lin": "model.lin.weight.requires_grad_(False)", "log": "model.log.clear()",
     }  # fmt: skip
     options += [text for name, text in changes.items() if name in init]

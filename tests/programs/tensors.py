@@ -97,7 +97,9 @@ def held(w: Writer, t: Tensor) -> str:
     )
 
 
-@gives(Tensor, lambda w, t: w.in_method and t == Tensor("f", (WIDTH, WIDTH)), nested=False, weight=4)
+@gives(
+    Tensor, lambda w, t: w.in_method and t == Tensor("f", (WIDTH, WIDTH)), nested=False, weight=4
+)
 def held_matrix(w: Writer, t: Tensor) -> str:
     return w.attribute("lin", "nn.Linear(4, 4)") + ".weight"
 
@@ -143,8 +145,10 @@ def unary(w: Writer, t: Tensor) -> str:
         "{a}.clamp(min=0.0).sqrt()", "F.leaky_relu({a}, 0.2)", "{a}.round()", "torch.cos({a})",
         "{a}.detach().clone()", "F.hardtanh({a}, -1.0, 1.0, inplace=False)", "{a}.erf()",
         "torch.nan_to_num({a})", "{a}.float()" if t.dtype == "f" else "{a}.double()", "{a}[...]",
-        "torch.zeros_like({a})", "torch.ones_like({a})", "torch.rand_like({a})", "{a}.exp().log1p()",
-        "{a}.reciprocal().tanh()", "torch.empty_like({a}).copy_({a})", "{a}.masked_fill({a} < 0, 0.5)",
+        "torch.zeros_like({a})", "torch.ones_like({a})", "torch.rand_like({a})",
+        "{a}.exp().log1p()",
+        "{a}.reciprocal().tanh()", "torch.empty_like({a}).copy_({a})",
+        "{a}.masked_fill({a} < 0, 0.5)",
         a=w.write(t),
     )  # fmt: skip
 
@@ -155,7 +159,8 @@ def binary(w: Writer, t: Tensor) -> str:
     forms = ["({a} + {b})", "({a} * {b})", "({a} - {b})", "torch.maximum({a}, {b})",
              "torch.add({b}, {a})", "torch.mul({a}, {b})", "({b} - {a})"]  # fmt: skip
     if t.dtype != "i":
-        forms += ["({a} / ({b}.abs() + 1))", "torch.atan2({a}, {b})", "torch.lerp({a}, {b} * 1, 0.5)",
+        forms += ["({a} / ({b}.abs() + 1))", "torch.atan2({a}, {b})",
+        "torch.lerp({a}, {b} * 1, 0.5)",
                   "torch.addcmul({a}, {b}, {b}, value=0.5)"]  # fmt: skip
     return w.pick(forms).format(a=a, b=b)
 
@@ -220,11 +225,18 @@ def inserted(w: Writer, t: Tensor, dtype: str | None = None) -> tuple[Tensor, in
 @gives(Tensor, ranked(0, 2, "fdi"), weight=3)
 def reduced(w: Writer, t: Tensor) -> str:
     kind, axis = inserted(w, t)
-    forms = ["{a}.sum({k})", "{a}.sum(dim={k})", "torch.sum({a}, {k})", "{a}.cumsum({k}).select({k}, -1)",
-             "{a}.amax({k})", "{a}.max({k}).values", "{a}.min(dim={k})[0]", "torch.max({a}, {k})[0]",
+    forms = ["{a}.sum({k})", "{a}.sum(dim={k})", "torch.sum({a}, {k})",
+    "{a}.cumsum({k}).select({k}, -1)",
+             "{a}.amax({k})", "{a}.max({k}).values", "{a}.min(dim={k})[0]",
+             "torch.max({a}, {k})[0]",
              "{a}.sum(axis={k}, keepdim=True).squeeze({k})"]  # fmt: skip
     if t.dtype != "i":
-        forms += ["{a}.mean({k})", "{a}.std({k}, correction=0)", "{a}.logsumexp({k})", "{a}.norm(dim={k})"]
+        forms += [
+            "{a}.mean({k})",
+            "{a}.std({k}, correction=0)",
+            "{a}.logsumexp({k})",
+            "{a}.norm(dim={k})",
+        ]
     if not t.dims:
         forms += ["{a}.sum()", "{a}.max()", "torch.sum({a})"]
     return w.pick(forms).format(a=w.write(kind), k=axis)
@@ -285,7 +297,11 @@ def gathered(w: Writer, t: Tensor) -> str:
     source = w.pick(w.sizes())
     a = w.write(Tensor(t.dtype, (source, *t.dims[1:])))
     index = f"({w.write(Tensor('i', t.dims[:1]))} % {w.size(source)})"
-    forms = [f"{a}[{index}]", f"{a}.index_select(0, {index})", f"torch.index_select({a}, 0, {index})"]
+    forms = [
+        f"{a}[{index}]",
+        f"{a}.index_select(0, {index})",
+        f"torch.index_select({a}, 0, {index})",
+    ]
     if len(t.dims) == 1:
         forms += [f"{a}.gather(0, {index})", f"torch.take({a}, {index})", f"{a}[{index}.tolist()]"]
     return w.pick(forms)
@@ -318,7 +334,8 @@ def reshaped(w: Writer, t: Tensor) -> str:
 def expanded(w: Writer, t: Tensor) -> str:
     a = w.write(Tensor(t.dtype, t.dims[1:]))
     head = w.size(t.dims[0])
-    forms = [f"{a}.expand({w.shape(t.dims)})", f"{a}.unsqueeze(0).repeat({head}{', 1' * (len(t.dims) - 1)})",
+    forms = [f"{a}.expand({w.shape(t.dims)})",
+    f"{a}.unsqueeze(0).repeat({head}{', 1' * (len(t.dims) - 1)})",
              f"torch.stack([{a}] * {head})"]  # fmt: skip
     return w.pick(forms)
 
@@ -381,7 +398,8 @@ def found(w: Writer, t: Tensor) -> str:
 @gives(Tensor, ranked(0, 3, "i"), weight=2)
 def to_integer(w: Writer, t: Tensor) -> str:
     return one_of(
-        w, "{a}.clamp(-4, 4).nan_to_num().long()", "({a} > 0).long()", "({a} < 0.5).to(torch.int64)",
+        w, "{a}.clamp(-4, 4).nan_to_num().long()", "({a} > 0).long()",
+        "({a} < 0.5).to(torch.int64)",
         a=w.write(Tensor("f", t.dims)),
     )  # fmt: skip
 
@@ -459,7 +477,9 @@ def by_choice(w: Writer, t: Tensor) -> str:
     if w.chance(2):
         return f"{w.attribute('choice', made)}['a' if {w.write(bool)} else 'b']({a})"
     layers = w.attribute("layers", "nn.ModuleList([nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)])")
-    return w.pick((f"{layers}[{w.write(int)} % 3]({a})", f"nn.Sequential(*{layers}[:{small(w)}])({a})"))
+    return w.pick(
+        (f"{layers}[{w.write(int)} % 3]({a})", f"nn.Sequential(*{layers}[:{small(w)}])({a})")
+    )
 
 
 @gives(Tensor, wide_in_method)
@@ -475,13 +495,17 @@ def through_python(w: Writer, t: Tensor) -> str:
     with w.local(Var(name, t)):
         body = w.write(t)
     return one_of(
-        w, "(lambda {q}: {b})({a})", "[{b} for {q} in [{a}]][0]", "next(map(lambda {q}: {b}, [{a}]))",
+        w, "(lambda {q}: {b})({a})", "[{b} for {q} in [{a}]][0]",
+        "next(map(lambda {q}: {b}, [{a}]))",
         "functools.partial(torch.add, {a})(1)", "functools.reduce(torch.add, [{a}, {a}])",
         "getattr({a}, 'neg')()", "torch.add(*[{a}, {a}])", "torch.mul({a}, **dict(other=2))",
-        "{{0: {a}, 1: -{a}}}[{n}]", "({a}, -{a})[{c}]", "dict(a={a}).get('b', {a})", "copy.copy([{a}])[0]",
-        "operator.neg({a})", "list(zip([{a}], [1]))[0][0]", "dict(enumerate([{a}]))[0]", "max([{a}], key=id)",
+        "{{0: {a}, 1: -{a}}}[{n}]", "({a}, -{a})[{c}]", "dict(a={a}).get('b', {a})",
+        "copy.copy([{a}])[0]",
+        "operator.neg({a})", "list(zip([{a}], [1]))[0][0]", "dict(enumerate([{a}]))[0]",
+        "max([{a}], key=id)",
         "Pair({a}, {n}).first", "next(iter({{'k': {a}}}.values()))", "copy.deepcopy({a}.detach())",
-        "{a}.new_zeros({a}.shape)", "{a}.new_full({a}.size(), 2)", "{a}.apply_(abs) if False else {a}",
+        "{a}.new_zeros({a}.shape)", "{a}.new_full({a}.size(), 2)",
+        "{a}.apply_(abs) if False else {a}",
         q=name, a=w.write(t), b=body, n=f"({w.write(int)} & 1)", c=f"bool({w.write(bool)})",
     ).join("()")  # fmt: skip
 
