@@ -318,8 +318,11 @@ def test_live_calls_say_why(run: Run) -> None:
     told = traced(run, *given)
     assert [call["how"] for call in told["calls"]] == ["trace", "live"]
     assert [call["equal"] for call in told["calls"]] == [True, True]
-    reason = "the run draws from Python's or numpy's random generator"
-    assert told["why_live"] == told["trace"]["why_live"] == [reason]
+    (reason,) = told["why_live"]
+    assert told["trace"]["why_live"] == [reason]
+    drawn = "the run draws from Python's or numpy's random generator"
+    line = 1 + MODELS[: MODELS.index("random.")].count("\n")
+    assert re.fullmatch(rf"{drawn} \(see \S*models.py:{line}\)", reason)
     assert f"\n      {reason}\n" in run("trace", *given).out
 
 

@@ -251,7 +251,7 @@ class _NotSymbolic:
     """Takes the place of torch's class, with the same layout, once the run is over."""
 
 
-def _kind(name: str, base: type, plain_kind: type) -> Any:
+def _kind(base: type, plain_kind: type) -> Any:
     # Methods such as bit_length() or is_integer(), some of which torch's classes have too.
     public = {
         attribute: _attribute(attribute) for attribute in dir(plain_kind) if attribute[0] != "_"
@@ -263,17 +263,18 @@ def _kind(name: str, base: type, plain_kind: type) -> Any:
         __doc__=f"A {plain_kind.__name__} that knows the op it came from.",
         __module__=__name__,
     )
-    return type(name, (TracedScalar, base), body)
+    # By the name of the plain type, which Python's error messages and `type(n).__name__` give.
+    return type(plain_kind.__name__, (TracedScalar, base), body)
 
 
-TracedInt = _kind("TracedInt", torch.SymInt, int)
-TracedFloat = _kind("TracedFloat", torch.SymFloat, float)
-TracedBool = _kind("TracedBool", torch.SymBool, bool)
+TracedInt = _kind(torch.SymInt, int)
+TracedFloat = _kind(torch.SymFloat, float)
+TracedBool = _kind(torch.SymBool, bool)
 TRACED: frozenset[type] = frozenset({TracedInt, TracedFloat, TracedBool})
 _RETIRED = {
-    TracedInt: _kind("RetiredInt", _NotSymbolic, int),
-    TracedFloat: _kind("RetiredFloat", _NotSymbolic, float),
-    TracedBool: _kind("RetiredBool", _NotSymbolic, bool),
+    TracedInt: _kind(_NotSymbolic, int),
+    TracedFloat: _kind(_NotSymbolic, float),
+    TracedBool: _kind(_NotSymbolic, bool),
 }
 RETIRED: frozenset[type] = frozenset(_RETIRED.values())
 

@@ -258,6 +258,8 @@ class CheckWriter:
         tested: set[tuple[Any, ...]] = set()
         for _, number, event in sorted(events, key=lambda item: item[:2]):
             if number < 0:
+                if isinstance(event.target, Part):
+                    self._reach(source, event.target)
                 define(source, event)
             elif test_of(event) not in tested:
                 tested.add(test_of(event))

@@ -12,7 +12,7 @@ from bendtrace.recording.contexts import AutocastHold
 from bendtrace.recording.handlers import raised_by
 from bendtrace.recording.parts import Access, Part, identical
 from bendtrace.recording.recorder import Prefix, Recording
-from bendtrace.recording.tape import Guard, Ref, Test, refs_in
+from bendtrace.recording.tape import Guard, OpKind, Ref, Test, refs_in
 from bendtrace.replay.ambience import Ambience
 from bendtrace.replay.analysis import Analysis, counts
 from bendtrace.replay.check import Check, CheckWriter
@@ -151,7 +151,11 @@ class Divergence:
     @property
     def position(self) -> int:
         """The first op that has not been carried out."""
-        return -self.number if self.guard is None else self.guard.position
+        if self.guard is not None:
+            return self.guard.position
+        op = self.recording.tape.ops[-1 - self.number]
+        # Arithmetic that raises leaves no op, a torch function that raises does.
+        return op.index + (op.kind is OpKind.CALL)
 
     @property
     def known_live(self) -> bool:

@@ -58,6 +58,7 @@ class TraceTree:
         self._culprit = culprit
         self._programs: dict[tuple[str, ...], tuple[Program, ...]] = {}
         self._outdated: Counter[tuple[tuple[str, ...], str]] = Counter()
+        self._spent: set[int] = set()  # programs that were counted as outdated
         self._lock = threading.RLock()
 
     def programs(self, names: tuple[str, ...] | None = None) -> Iterator[Program]:
@@ -183,7 +184,9 @@ class TraceTree:
                 change.label == part.label for change in program.recording.changes
             ):
                 with self._lock:
-                    self._outdated[names, part.label] += 1
+                    if program.serial not in self._spent:  # a call that raises adds no other one
+                        self._spent.add(program.serial)
+                        self._outdated[names, part.label] += 1
                 break
         return frozenset(
             label
