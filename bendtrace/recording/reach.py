@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 __all__ = [
     "Reach",
     "codes_in",
+    "is_installed",
     "is_torchs",
     "is_users_class",
     "members_of",
@@ -179,13 +180,23 @@ def members_of(cls: type) -> frozenset[str]:
 
 
 def is_users_class(cls: type) -> bool:
-    """Whether a class is worth following: not torch's, nor of the standard library."""
-    package = cls.__module__.split(".")[0]
-    return (
-        package not in ("torch", "numpy", "bendtrace")
-        and package not in sys.stdlib_module_names
-        and not issubclass(cls, (BaseException, Enum))
-    ) or cls.__module__ == "__main__"
+    """Whether a class that code names, or has an object of, is worth following."""
+    return not (is_installed(cls.__module__) or issubclass(cls, (BaseException, Enum)))
+
+
+@functools.cache
+def is_installed(module: str | None) -> bool:
+    """Whether a Python module is the standard library's, or of an installed package.
+
+    Such code is taken to be finished: only its functions are followed, and of the globals that
+    they name only what may be data.
+    """
+    name = module or ""
+    package = name.partition(".")[0]
+    if package in ("torch", "numpy", "bendtrace") or package in sys.stdlib_module_names:
+        return name != "__main__"
+    file = getattr(sys.modules.get(name), "__file__", None) or ""
+    return "site-packages" in file or "dist-packages" in file
 
 
 def names_in(code: types.CodeType) -> Iterator[str]:

@@ -44,9 +44,11 @@ from bendtrace.recording.parts import (
 )
 from bendtrace.recording.reach import (
     Reach,
+    is_installed,
     is_torchs,
     is_users_class,
     members_of,
+    names_in,
     namespace_of,
     place_naming,
     reach_of,
@@ -313,7 +315,6 @@ class Surroundings:
         if isinstance(module, torch.jit.ScriptModule):
             return  # a call of it is one op, which reads what it holds anew
         self._walk_code(type(module))
-        self._meet_helper(type(module))
         for cls in type(module).__mro__:
             if "forward" in vars(cls):  # also of torch's own modules, which are not followed
                 self._walk_name(namespace_of(cls), "forward")
@@ -328,20 +329,34 @@ class Surroundings:
                     what = f"{label} has {name[1:].replace('_', ' ')}"
                     self.blockers.append(what + _definitions(hooks.values()))
         hidden = _MODULE_INTERNALS | getattr(type(module), "_untraced", frozenset())
-        self._walk_mapping(attributes, label, hidden)
+        self._walk_mapping(attributes, label, hidden, type(module))
         for name in ("_parameters", "_buffers", "_modules"):
             self._walk_mapping(attributes[name], label)
 
     def _walk_mapping(
-        self, mapping: dict[str, Any], label: str, hidden: frozenset[str] = frozenset()
+        self,
+        mapping: dict[str, Any],
+        label: str,
+        hidden: frozenset[str] = frozenset(),
+        owner: type | None = None,
     ) -> None:
-        """Walk one of the dicts that a module consists of: they live as long as it does."""
+        """Walk one of the dicts that a module consists of: they live as long as it does.
+
+        Args:
+            mapping: the dict.
+            label: how a person would write what it belongs to.
+            hidden: keys that are left out.
+            owner: the module's class, which functions among the attributes can ask for members.
+        """
         part = self._add(mapping, _Reach(None, Access.FIXED, None, label, False), PartKind.DICT)
         part.hidden = hidden
         part.content = content_of(part)
         part.size = len(mapping)
         for key, item in part.content.items():
             self._walk(item, _Reach(part, Access.ITEM, key, f"{label}.{key}", False))
+            if owner is not None and isinstance(item, types.FunctionType):
+                named = frozenset(names_in(item.__code__)) & members_of(owner)
+                self._take(reach_of(owner, named), None)
 
     def _meet_helper(self, cls: type) -> None:
         if cls not in self._helpers and is_users_class(cls):
@@ -386,7 +401,8 @@ class Surroundings:
         for namespace, name in reach.globals:
             if name in namespace:
                 watched = namespace is own or _is_watched(namespace[name])
-                self._walk_name(namespace, name, watched)
+                if watched or not is_installed(namespace.get("__name__")):
+                    self._walk_name(namespace, name, watched)
         for namespace, name in reach.members:
             if name in namespace:
                 self._walk_name(namespace, name)

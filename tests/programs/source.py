@@ -184,7 +184,7 @@ def _shared(w: Writer, arguments: str, forms: Any, init: dict[str, str]) -> str:
     if len(given) < 2:
         return arguments
     same = len(re.findall(r", \d", given[0])) == len(re.findall(r", \d", given[1]))
-    if not same and "grad=" in arguments:
+    if not same and ("grad=" in arguments or ", 0" in given[0]):
         return arguments
     parts = iter((f"(a := {given[0]})", "a" if same else "a[0]"))
     return re.sub(r"normal\(.*?\)", lambda found: next(parts, found[0]), arguments)
