@@ -150,6 +150,28 @@ def test_a_known_other_side_lets_go_of_what_the_first_had_kept(mode: Mode) -> No
     assert bended.stats == bt.Stats(traces=2, replays=2, retraces=1, resumes=1)
 
 
+def test_where_an_error_is_caught_the_known_way_on_lets_go_too() -> None:
+    chain = Chain(layers=4)
+
+    def model(x: Tensor, y: Tensor) -> Tensor:
+        before = chain(x)
+        try:
+            after = before @ y
+        except RuntimeError:
+            after = before + 1
+        return after.repeat(8, 1) * 2
+
+    bended = bt.BendedModule(model)
+    small = torch.ones(3, 3)
+    with torch.no_grad():
+        bended(inputs(), inputs()), bended(inputs(), small)
+        eager, _ = peak_of(lambda: model(inputs(), small))
+        replay, left = peak_of(lambda: bended(inputs(), small))
+    assert bended.stats == bt.Stats(traces=2, replays=1, retraces=1, resumes=1)
+    assert replay <= eager
+    assert left == 0
+
+
 @MODES
 def test_neither_the_first_call_nor_a_resumed_one_leaves_anything_alive(mode: Mode) -> None:
     bended = bt.BendedModule(Sides())
@@ -178,7 +200,8 @@ def splits(x: Tensor, y: Tensor) -> Tensor:
     z = (x * 2).relu() + 1
     if z.sum() > 0:
         return z @ y
-    return (z - 1) @ y
+    w = (z - 1) @ y
+    return w if w.sum() > 0 else -w
 
 
 def test_an_error_behind_a_divergence_leaves_nothing_alive() -> None:

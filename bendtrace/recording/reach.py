@@ -21,6 +21,7 @@ __all__ = [
     "is_installed",
     "is_torchs",
     "is_users_class",
+    "is_users_module",
     "members_of",
     "names_in",
     "namespace_of",
@@ -122,9 +123,12 @@ class _Search:
                 self._follow(function)
 
     def _follow(self, function: types.FunctionType) -> None:
+        modules: list[types.ModuleType] = []
         for cell in _cells(function):
             if isinstance(cell, types.FunctionType):
                 self.waiting.append(cell)
+            elif isinstance(cell, types.ModuleType):
+                modules.append(cell)
             elif isinstance(cell, type) and is_users_class(cell):
                 self.add_class(cell, _MADE)
         # Others, such as `@pytest_ar`, are put there by tools that rewrite code.
@@ -132,8 +136,9 @@ class _Search:
         spaces: list[Mapping[str, Any]] = [function.__globals__]
         for name in names & function.__globals__.keys():
             value = function.__globals__[name]
-            if isinstance(value, types.ModuleType) and _is_users(value):
-                spaces.append(vars(value))
+            if isinstance(value, types.ModuleType):
+                modules.append(value)
+        spaces += [vars(module) for module in modules if is_users_module(module)]
         for owner in tuple(self.owners.values()):
             self._take(owner, (names - self.names) & owner.keys())
         self.names |= names
@@ -241,7 +246,8 @@ def namespace_of(cls: type) -> Mapping[str, Any]:
     return vars(cls)  # every access makes another view; this one stands for the class
 
 
-def _is_users(module: types.ModuleType) -> bool:
+def is_users_module(module: types.ModuleType) -> bool:
+    """Whether the names of a Python module may be data of the user's."""
     package = module.__name__.split(".")[0]
     return package not in ("torch", "numpy") and package not in sys.stdlib_module_names
 

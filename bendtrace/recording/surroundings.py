@@ -10,10 +10,17 @@ from __future__ import annotations
 import argparse
 import collections
 import contextvars
+import datetime
 import functools
-import random
+import logging
+import numbers
+import pathlib
+import re
 import sys
+import threading
 import types
+import uuid
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
@@ -47,6 +54,7 @@ from bendtrace.recording.reach import (
     is_installed,
     is_torchs,
     is_users_class,
+    is_users_module,
     members_of,
     names_in,
     namespace_of,
@@ -110,6 +118,7 @@ class Surroundings:
         self._unwatched: list[Part] = []
         self._tagged: list[tuple[Part, _Reach]] = []
         self.namespaces: dict[int, tuple[Mapping[str, Any], int]] = {}
+        self._modules: list[types.ModuleType] = []
         self._hooks: list[tuple[str, tuple[tuple[Any, Any], ...]]] = []
         self._caches: list[tuple[str, functools._lru_cache_wrapper[Any], int]] = []
         self._plain_numbers = _needs_plain_numbers(function) or _tells_numbers(function)
@@ -117,6 +126,7 @@ class Surroundings:
             self._walk(value, _Reach(None, Access.ROOT, position, name, True))
         self._walk_callable(function)
         self._walk_helpers()
+        self._walk_modules()
         for part, reach in self._tagged:
             for key, item in (part.content or {}).items():
                 if key in self.names:  # others, such as marks of an optimizer, are not read
@@ -284,6 +294,9 @@ class Surroundings:
                 self._caches.append((reach.label, value, value.cache_info().misses))
             elif isinstance(value, (types.MethodType, functools.partial)):
                 self._walk_callable(value)
+            elif isinstance(value, types.ModuleType):
+                if is_users_module(value):
+                    self._modules.append(value)
             elif _changes_unwatched(value) and not reach.is_argument:
                 self._unwatched.append(part)
             elif reach.is_argument and not callable(value) and kind is not torch.Generator:
@@ -362,13 +375,21 @@ class Surroundings:
         if cls not in self._helpers and is_users_class(cls):
             self._helpers[cls] = frozenset()
 
+    def _walk_modules(self) -> None:
+        """Walk the names that are used of Python modules held as values."""
+        for module in self._modules:
+            for name in self.names & vars(module).keys():
+                if not isinstance(vars(module)[name], types.ModuleType):
+                    self._walk_name(vars(module), name, _is_watched(vars(module)[name]))
+
     def _walk_helpers(self) -> None:
         """Walk the members of classes, those whose names code of other classes uses."""
         progress = True
         while progress:
             progress = False
             for cls, known in tuple(self._helpers.items()):
-                named = members_of(cls) & self.names
+                members = members_of(cls)
+                named = members & self.names | {m for m in members if m[:2] == "__"} - _MAKING
                 if named > known:
                     self._helpers[cls] = named
                     self._take(reach_of(cls, named), None)
@@ -437,8 +458,10 @@ class Surroundings:
 
         What is not watched is guarded by identity alone.
         """
-        if (id(namespace), name) in self._names_walked or name.startswith("__"):
+        if (id(namespace), name) in self._names_walked:
             return
+        if name.startswith("__") and not isinstance(namespace[name], types.FunctionType):
+            return  # what Python itself keeps there
         self._names_walked.add((id(namespace), name))
         value = namespace[name]
         holder = self._by_id.get(id(namespace))
@@ -486,6 +509,13 @@ class _Reach:
         return parent is None
 
 
+# Methods that nobody calls of an object that is there already, unless by name.
+_MAKING = frozenset(
+    {
+        "__init__", "__new__", "__post_init__", "__init_subclass__", "__class_getitem__", "__del__",
+        "__copy__", "__deepcopy__", "__reduce__", "__reduce_ex__", "__getstate__", "__setstate__",
+    }
+)  # fmt: skip
 # Tuples, not sets: hashing an Enum member takes longer than comparing a few.
 _NOT_FOUND = (PartKind.PLAIN, PartKind.NUMBER, PartKind.ALIAS)
 _LET_GO = (PartKind.TENSOR, PartKind.LIST, PartKind.TUPLE, PartKind.DICT, PartKind.OBJECT)
@@ -511,6 +541,8 @@ def _is_plain_object(kind: type, reach: _Reach) -> bool:
     if reach.depth > _DEEP or issubclass(kind, (type, types.ModuleType)):
         return False
     if kind in (types.SimpleNamespace, argparse.Namespace):
+        return True
+    if kind in (collections.UserDict, collections.UserList, collections.ChainMap):
         return True
     package = kind.__module__.split(".")[0]
     if package in sys.stdlib_module_names or package in ("torch", "numpy") or not can_build(kind):
@@ -560,12 +592,21 @@ _WATCHED = (
 
 
 def _changes_unwatched(value: Any) -> bool:
-    """Whether a thing has content that decides what it does, and that no guard can see."""
-    numpy_random = sys.modules.get("numpy.random")
-    kinds: tuple[type, ...] = (collections.deque, collections.abc.Iterator, random.Random)
-    if numpy_random is not None:
-        kinds += (numpy_random.Generator, numpy_random.RandomState)
-    return isinstance(value, kinds)
+    """Whether a thing may have content that decides what it does, and that no guard sees."""
+    if isinstance(value, collections.abc.Iterator):
+        return True
+    kind = type(value)
+    if callable(value) or kind is object or hasattr(kind, "__get__") or is_torchs(kind.__module__):
+        return False
+    return not isinstance(value, _STEADY)
+
+
+# What has no content that changes, or none that a forward would ask for.
+_STEADY = (
+    numbers.Number, datetime.date, datetime.time, datetime.timedelta, datetime.tzinfo,
+    pathlib.PurePath, re.Pattern, uuid.UUID, weakref.ref, logging.Logger, type(threading.Lock()),
+    type(threading.RLock()), property, 
+)  # fmt: skip
 
 
 def _is_plain_data(value: Any, depth: int = 0) -> bool:

@@ -25,7 +25,8 @@ class Ambience(NamedTuple):
         hooked: whether hooks are registered for all modules of the process.
         fast_attention: whether fused layers may take their fast path.
         flags: other settings that a model can ask for: deterministic algorithms (on, and only
-            warning), precision of float32 products, MKLDNN, anomaly detection, threads.
+            warning), precision of float32 products, MKLDNN, cuDNN, kinds of attention, anomaly
+            detection, threads.
     """
 
     context: Context
@@ -64,6 +65,12 @@ _FLAGS = (
     torch._C._get_deterministic_algorithms_warn_only,
     torch._C._get_float32_matmul_precision,
     torch._C._get_mkldnn_enabled,
+    torch._C._get_cudnn_enabled,
+    torch._C._get_cudnn_benchmark,
+    torch._C._get_cudnn_deterministic,
+    torch._C._get_flash_sdp_enabled,
+    torch._C._get_mem_efficient_sdp_enabled,
+    torch._C._get_math_sdp_enabled,
     torch._C.is_anomaly_enabled,
     torch.get_num_threads,
 )

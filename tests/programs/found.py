@@ -58,4 +58,14 @@ def forward(self, x):
         *["normal(0, 1)"] * 3,
         *["normal(0, 3)"] * 3,
     ),
+    "a number that is asked for what it does not have": _model(
+        "",
+        """\
+def forward(self, x):
+    n = x.shape[0]
+    return n.item() if x.sum() > 0 else len(n)
+""",
+        "normal(0, 3, plus=9)",
+        "normal(0, 3, plus=-9)",
+    ),
 }

@@ -1,0 +1,1277 @@
+"""Every row of the tables in docs/guarded.md: what it promises is what happens.
+
+A case is a model that depends on what its row names and on nothing else that changes. It is
+called twice, then that is changed, and it is called twice again; whatever eager gives in such a
+sequence, the `BendedModule` has to give, served as the last cell of the row says.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextvars
+import copy
+import ctypes
+import functools
+import linecache
+import os
+import random
+import re
+import sys
+import threading
+import types
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.utils import parametrizations
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
+
+import bendtrace as bt
+from bendtrace.recording.tape import OpKind
+from tests.promise import Inputs, bits, footprint, outcome, state
+
+PAGE = Path(__file__).parent.parent / "docs" / "guarded.md"
+Maker = Callable[[], Any]
+Change = Callable[[Any, pytest.MonkeyPatch], Any]
+
+
+def rows() -> dict[str, str]:
+    """The first and the last cell of each row of the page."""
+    lines = [line for line in PAGE.read_text().splitlines() if line.startswith("| ")]
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    found = {row[0]: row[-1] for row in cells if row[0] != "the run depends on"}
+    assert len(found) == sum(row[0] != "the run depends on" for row in cells), "two rows alike"
+    return found
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, what it is given, and what changes after two calls.
+
+    Attributes:
+        make: builds the model.
+        given: makes its argument, or a tuple of them.
+        other: makes those of the calls after the change, if they are what changes.
+        change: changes something else.
+        mode: a context to call in after the change.
+        live_at: text of the source line that a reason to run live names.
+        calls: how many calls there are before the change.
+    """
+
+    make: Callable[[], Callable[..., Any]]
+    given: Maker
+    other: Maker | None = None
+    change: Change | None = None
+    mode: Callable[[], AbstractContextManager[Any]] = nullcontext
+    live_at: str = ""
+    calls: int = 2
+
+    @property
+    def changes(self) -> bool:
+        """Whether anything is another after the first calls."""
+        return (self.other, self.change, self.mode) != (None, None, nullcontext)
+
+
+CASES: dict[str, list[Case]] = {}
+
+
+def grid() -> Tensor:
+    return torch.arange(1.0, 7.0).view(2, 3)
+
+
+def case(row: str, given: Maker = grid, **options: Any) -> Callable[[Any], Any]:
+    """Decorate a model of one argument or more, a class of modules, or a maker of a model."""
+
+    def add(subject: Any) -> Any:
+        make = subject
+        code = getattr(subject, "__code__", None)
+        if code is not None and (code.co_argcount or code.co_flags & 4):
+            make = lambda: subject  # noqa: E731
+        CASES.setdefault(row, []).append(Case(make, given, **options))
+        return subject
+
+    return add
+
+
+def sets(**values: Any) -> Change:
+    """A change of attributes of the model."""
+    return lambda model, patch: [setattr(model, name, value) for name, value in values.items()]
+
+
+# What is seen of a call
+
+
+class Seen(NamedTuple):
+    """All that eager and a replay have to agree on after a call."""
+
+    output: Any
+    error: Any
+    arguments: Any
+    random: Any
+    state: Any
+
+
+def called(case: Case, bent: bool) -> tuple[list[Seen], list[str], bool, Any]:
+    """Go through a case.
+
+    Returns:
+        What is seen of each call, how it was served, whether calls leave anything changed, and
+        what was called.
+    """
+    torch.manual_seed(0)
+    random.seed(0)
+    np.random.seed(0)
+    model = case.make()
+    call = bt.BendedModule(model) if bent else model
+    seen: list[Seen] = []
+    served, effects = [], False
+    with pytest.MonkeyPatch.context() as patch:
+        for number in range(case.calls + 2):
+            changed = number >= case.calls
+            if number == case.calls and case.change is not None:
+                case.change(model, patch)
+            given = ((case.other if changed else None) or case.given)()
+            inputs: Inputs = (given if isinstance(given, tuple) else (given,)), {}
+            torch.default_generator.manual_seed(7)
+            before = bits([*inputs]), torch.get_rng_state().tolist(), state(model)
+            stats = copy.copy(call.stats) if bent else None
+            with case.mode() if changed else nullcontext():
+                found = outcome(lambda *args: differentiated(call, args), inputs, 7)
+            error = found[1] and (type(found[1]).__name__, str(found[1]))
+            seen.append(Seen(found[0], error, found[2], found[3], state(model)))
+            effects = effects or seen[-1][2:] != before
+            served.append(how(stats, call.stats) if bent else "")
+    return seen, served, effects, call
+
+
+def differentiated(call: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    """Call, go back through what has a gradient, and return the output and all gradients."""
+    before = footprint()
+    out = call(*args)
+    assert footprint() == before
+    parts = [t.sum() for t in tree_leaves(out) if isinstance(t, Tensor) and t.requires_grad]
+    if parts and torch.is_grad_enabled():
+        torch.stack([part.double() for part in parts]).sum().backward()
+    return out, [t.grad for t in tree_leaves(args) if isinstance(t, Tensor) and t.is_leaf]
+
+
+def how(before: Any, after: bt.Stats) -> str:
+    for name in ("live", "resumes", "traces", "replays"):
+        if getattr(after, name) != getattr(before, name):
+            return name
+    return "neither"
+
+
+ONCE = ["traces", "replays", "replays", "replays"]
+SERVED = {
+    "traced anew": ["traces", "replays", "traces", "replays"],
+    "live once": ["live", "traces", "replays"],
+    "resumes": ["traces", "replays", "resumes", "replays"],
+    **dict.fromkeys(("read anew", "done again", "switched again", "one op", "not seen"), ONCE),
+}
+
+
+@pytest.mark.parametrize("row", rows())
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
+def test_what_the_page_says(row: str) -> None:
+    promise = re.split(r"[,;:(]", rows()[row])[0].strip()
+    assert CASES.get(row), "a row without a case"
+    for one in CASES[row]:
+        check(one, promise)
+
+
+def check(case: Case, promise: str) -> None:
+    wanted, _, effects, _ = called(case, bent=False)
+    given, served, _, bended = called(case, bent=True)
+    last = case.calls - 1
+    if case.changes:
+        assert wanted[last + 1] != wanted[last], "the model does not depend on it"
+    if promise == "not seen":
+        assert served == SERVED[promise]
+        assert given[last + 1].output == given[last].output, "it is seen by now"
+        return
+    assert given == wanted
+    if promise == "live":
+        assert served[-1] == "live", served
+        assert served[last] == ("replays" if case.changes else "live"), served
+        places = re.findall(rf"{__file__}:(\d+)", str(bended.why_live))
+        lines = [linecache.getline(__file__, int(place)) for place in places]
+        assert case.live_at
+        assert any(case.live_at in line for line in lines), bended.why_live
+        return
+    assert served == SERVED[promise], (served, bended.last_mismatch, bended.why_live)
+    if promise == "done again":
+        assert effects, "it does nothing"
+    if promise == "one op":
+        (trace,) = bended.traces
+        assert sum(op.kind is OpKind.CALL for op in trace.ops) == 1, trace
+
+
+def test_every_case_has_a_row() -> None:
+    assert set(CASES) - set(rows()) == set()
+
+
+# What the model is given
+
+
+@case("which arguments there are", other=lambda: (grid(), grid()))
+@case("which arguments there are", lambda: (grid(), None), other=lambda: (grid(), grid()))
+def optional(x: Tensor, y: Any = None) -> Tensor:
+    return x if y is None else x * y
+
+
+NESTED = "their nesting, types, lengths and keys"
+
+
+@case(NESTED, lambda: [grid()], other=lambda: [grid(), grid()])
+@case(NESTED, lambda: [grid()], other=lambda: ((grid(),),))
+@case(NESTED, lambda: {"a": grid()}, other=lambda: {"b": grid()})
+@case(NESTED, lambda: {"a": grid(), "b": 1}, other=lambda: {"b": 1, "a": grid()})
+@case(NESTED, lambda: Box(grid()), other=lambda: OtherBox(grid()))
+def nested(tree: Any) -> Any:
+    if isinstance(tree, Box):
+        return tree.value * len(type(tree).__name__)
+    return list(tree.items()) if isinstance(tree, dict) else type(tree)(x * len(tree) for x in tree)
+
+
+class Box:
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+class OtherBox(Box):
+    pass
+
+
+@case(
+    "numbers that Python uses: `if n > 3`, `range(n)`",
+    lambda: (grid(), 2),
+    other=lambda: (grid(), 5),
+)
+@case(
+    "numbers that Python uses: `if n > 3`, `range(n)`",
+    lambda: (grid(), 2.5),
+    other=lambda: (grid(), 5.5),
+)
+def number_used(x: Tensor, n: Any) -> Tensor:
+    return x + 1 if n > 3 else x
+
+
+@case("numbers that only operations use: `x * n`", lambda: (grid(), 2), other=lambda: (grid(), 5))
+@case(
+    "numbers that only operations use: `x * n`",
+    lambda: (grid(), (2.5,)),
+    other=lambda: (grid(), (5.5,)),
+)
+def number_passed_on(x: Tensor, n: Any) -> Tensor:
+    return x * (n[0] if isinstance(n, tuple) else n) + 1
+
+
+PLAIN = "other plain values; numbers in lists, dicts and objects"
+
+
+@case(PLAIN, lambda: (grid(), True), other=lambda: (grid(), False))
+@case(PLAIN, lambda: (grid(), True), other=lambda: (grid(), 1.0))
+@case(PLAIN, lambda: (grid(), "ab"), other=lambda: (grid(), "abc"))
+@case(PLAIN, lambda: (grid(), torch.float64), other=lambda: (grid(), torch.float16))
+@case(PLAIN, lambda: (grid(), [2]), other=lambda: (grid(), [3]))
+@case(PLAIN, lambda: (grid(), {"n": 2}), other=lambda: (grid(), {"n": 3}))
+@case(PLAIN, lambda: (grid(), Box(2)), other=lambda: (grid(), Box(3)))
+def plain_value(x: Tensor, value: Any) -> Any:
+    return x * len(repr(vars(value) if isinstance(value, Box) else value)), value
+
+
+@case("numpy arrays", lambda: (grid(), np.ones(3)), other=lambda: (grid(), np.zeros(3)))
+def array_given(x: Tensor, values: Any) -> Tensor:
+    return x * float(values.sum())
+
+
+@case("which arguments are one and the same", lambda: (grid(), grid()), other=lambda: (grid(),) * 2)
+def same(x: Tensor, y: Tensor) -> Any:
+    return x * 2 if x is y else x * 3
+
+
+def generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+same_object = "a `torch.Generator` that is drawn from"
+
+
+@case(same_object, lambda: (grid(), generator(1)), other=lambda: (grid(), generator(2)))
+def generator_given(x: Tensor, generator: torch.Generator) -> Tensor:
+    return x * torch.rand(3, generator=generator)
+
+
+UNKNOWN = "iterators, deques, `bytearray` and whatever else cannot be looked into"
+
+
+@case(UNKNOWN, lambda: (grid(), iter([1, 2])), live_at="next(steps)")
+@case(UNKNOWN, lambda: (grid(), collections.deque([1])), live_at="next(steps)")
+def iterator_given(x: Tensor, steps: Any) -> Tensor:
+    return x * (next(steps) if hasattr(steps, "__next__") else steps[0])
+
+
+# Tensors
+
+
+FACTS = "type, dtype, device, layout, number of dimensions, `requires_grad`"
+
+
+@case(FACTS, other=lambda: grid().double())
+@case(FACTS, other=lambda: grid().to("meta"))
+@case(FACTS, other=lambda: grid().to_sparse())
+@case(FACTS, other=lambda: grid().unsqueeze(0))
+@case(FACTS, other=lambda: grid().requires_grad_())
+@case(FACTS, other=lambda: nn.Parameter(grid(), requires_grad=False))
+def facts(x: Tensor) -> Any:
+    return x * 2, x.dtype, x.dim(), x.requires_grad, type(x).__name__
+
+
+SIZES = "sizes and strides that Python uses: `if len(x) > 3`"
+
+
+@case(SIZES, other=lambda: torch.ones(5, 3))
+@case(SIZES, other=lambda: grid().t().contiguous().t())
+@case(SIZES, other=lambda: torch.ones(2, 9)[:, ::3])
+def sizes_used(x: Tensor) -> Tensor:
+    y = x if len(x) < 3 else x - 1
+    return y * 2 if x.stride(-1) == 1 else y * 3
+
+
+SIZES_PASSED = "sizes that only operations use: `x.view(x.shape[0], -1)`"
+
+
+@case(SIZES_PASSED, other=lambda: torch.ones(5, 4))
+def sizes_passed_on(x: Tensor) -> Tensor:
+    return torch.ones(x.shape[0], 2) + x.view(x.size(0), -1).sum(1, keepdim=True) / x.numel()
+
+
+RESULTS = "metadata of results, read by Python: `y.shape`, `y.is_contiguous()`"
+
+
+@case(RESULTS, other=lambda: grid() - 3)
+def sizes_of_results(x: Tensor) -> Tensor:
+    return x * 2 if x.relu().nonzero().shape[0] > 5 else x * 3
+
+
+@case(RESULTS, other=lambda: torch.ones(2, 6)[:, ::2])
+def strides_of_results(x: Tensor) -> Tensor:
+    y = x * 1
+    return x + 1 if y[:, :2].detach().reshape(-1).is_contiguous() and x[0].is_contiguous() else x
+
+
+def tagged(value: int) -> Tensor:
+    x = grid()
+    x.tag = value  # type: ignore[attr-defined]
+    return x
+
+
+@case("attributes set on an argument: `x.tag`", lambda: tagged(2), other=lambda: tagged(3))
+@case("attributes set on an argument: `x.tag`", other=lambda: tagged(3))
+def tag_read(x: Tensor) -> Tensor:
+    return x * getattr(x, "tag", 1)
+
+
+# Values
+
+
+@case("values that only operations use: `x.relu()`", other=lambda: -grid())
+def values_passed_on(x: Tensor) -> Tensor:
+    return torch.where(x > 0, x, x.exp())
+
+
+VALUES = "values that Python uses: `if x.any()`, `.item()`, `tolist()`, printing"
+
+
+@case(VALUES, other=lambda: -grid())
+def branch(x: Tensor) -> Tensor:
+    return x * 2 if x.sum() > 0 else x * 3
+
+
+@case(VALUES, other=lambda: grid() + 1)
+def integer(x: Tensor) -> Tensor:
+    return x.repeat(int(x.max()), 1)
+
+
+@case(VALUES, other=lambda: grid() + 5)
+def listed(x: Tensor) -> Any:
+    return [x * 2 for value in x[0].tolist() if value > 3], f"{x[0, 0]:.1f}"
+
+
+@case("whether an operation gives its input, a view or a copy", other=lambda: torch.ones(3, 2).t())
+def contiguous(x: Tensor) -> Tensor:
+    y = x * 1
+    z = (y if len(x) > 9 else y.t() if x.sum() > 6 else y).contiguous()
+    z.add_(1)
+    return y + (2 if z is y else 3)
+
+
+RAISES = "whether an operation raises, where the model has a handler; what it says, if that asks"
+
+
+@case(RAISES, lambda: (grid(), torch.tensor([1])), other=lambda: (grid(), torch.tensor([9])))
+def caught(x: Tensor, index: Tensor) -> Tensor:
+    try:
+        return x[index] + 1
+    except IndexError:
+        return x * 2
+
+
+@case(RAISES, lambda: (grid(), torch.tensor([9])), other=lambda: (grid(), torch.tensor([100])))
+def text_asked_for(x: Tensor, index: Tensor) -> Tensor:
+    try:
+        return x[index] + 1
+    except IndexError as error:
+        return x * len(str(error))
+
+
+@case(
+    "whether a tensor has a `.grad`, or a base",
+    change=lambda m, p: setattr(m.w, "grad", torch.ones(3)),
+)
+class HasGradient(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            return x * 2 if self.w.grad is None else x * self.w.grad + 1
+
+
+# Modules
+
+
+class Layer(nn.Module):
+    """Depends on everything that a module can hold."""
+
+    def __init__(self, read: Callable[[Any, Tensor], Any] | None = None, value: Any = None) -> None:
+        super().__init__()
+        self.fc = nn.Linear(3, 3)
+        self.drop = nn.Dropout(0.5)
+        self.read, self.value = read, value
+
+    def forward(self, x: Tensor) -> Any:
+        return self.drop(self.fc(x)) if self.read is None else self.read(self, x)
+
+
+def reading(read: Callable[[Any, Tensor], Any], value: Callable[[], Any]) -> Callable[[], Layer]:
+    """A maker of a module whose forward is `read(self, x)`, with `value` in an attribute."""
+    return lambda: Layer(read, value())
+
+
+def change(row: str, make: Any, *changes: Change, **options: Any) -> None:
+    """Add a case for each of some changes to the same model."""
+    for one in changes:
+        case(row, change=one, **options)(make)
+
+
+@case(UNKNOWN, live_at="x * self.value[0]")
+class HoldsBytes(Layer):
+    def __init__(self) -> None:
+        super().__init__(value=bytearray(b"a"))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.value[0]
+
+
+ATTRIBUTES = "`training` and other plain attributes of all modules"
+change(ATTRIBUTES, Layer, lambda m, p: m.eval(), lambda m, p: setattr(m.drop, "p", 0.1))
+change(ATTRIBUTES, reading(lambda m, x: x * m.value, lambda: 2), sets(value=3), sets(value=2.0))
+
+HELD = "lists, dicts, sets, numpy arrays and objects in attributes"
+change(HELD, reading(lambda m, x: x * m.value[0], lambda: [2]), lambda m, p: m.value.insert(0, 3))
+change(
+    HELD, reading(lambda m, x: x * m.value["a"], lambda: {"a": 2}), lambda m, p: m.value.update(a=3)
+)
+change(HELD, reading(lambda m, x: x * len(m.value), lambda: {1}), lambda m, p: m.value.add(2))
+change(
+    HELD,
+    reading(lambda m, x: x * m.value.value, lambda: Box(2)),
+    lambda m, p: setattr(m.value, "value", 3),
+)
+change(
+    HELD,
+    reading(lambda m, x: x * float(m.value.sum()), lambda: np.ones(3)),
+    lambda m, p: m.value.fill(3),
+)
+change(
+    HELD, reading(lambda m, x: x * m.value[0], lambda: [2] * 999), lambda m, p: m.value.insert(0, 3)
+)
+change(
+    HELD,
+    reading(lambda m, x: x * m.value["a"], lambda: collections.UserDict(a=2)),
+    lambda m, p: m.value.update(a=3),
+)
+
+IDENTITIES = "which submodules and functions there are, and which parameters are None or tied"
+change(
+    IDENTITIES, Layer,
+    sets(drop=nn.Identity()), lambda m, p: setattr(m.fc, "bias", None),
+    lambda m, p: setattr(m.fc, "forward", torch.neg), sets(read=lambda m, x: x),
+)  # fmt: skip
+change(
+    IDENTITIES, reading(lambda m, x: m.fc(x) if m.value is m.fc.weight else x, lambda: None),
+    lambda m, p: setattr(m, "value", m.fc.weight),
+)  # fmt: skip
+
+
+class Shifted(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(x) + 1
+
+
+change("the class of a module", Layer, sets(__class__=Shifted))
+
+
+def fill(model: Any, patch: pytest.MonkeyPatch) -> None:
+    model.load_state_dict({name: torch.ones_like(v) for name, v in model.state_dict().items()})
+
+
+PARAMETERS = "parameters, buffers and tensors in attributes: their values, others in their place"
+change(
+    PARAMETERS, Layer, fill, lambda m, p: m.fc.weight.data.fill_(2),
+    lambda m, p: setattr(m.fc, "weight", nn.Parameter(torch.ones(3, 3))),
+)  # fmt: skip
+change(
+    PARAMETERS, reading(lambda m, x: x * m.value, lambda: torch.ones(3)), sets(value=torch.zeros(3))
+)
+change(
+    PARAMETERS, lambda: nn.BatchNorm1d(3).eval(), lambda m, p: m.running_mean.fill_(1),
+    lambda m, p: m.register_buffer("running_var", torch.full((3,), 9.0)),
+)  # fmt: skip
+
+STATE_FACTS = "their dtype, device, `requires_grad`, sizes and strides, where Python reads them"
+change(
+    STATE_FACTS,
+    reading(lambda m, x: x * len(m.value) if m.value.is_cpu else x, lambda: torch.ones(3)),
+    sets(value=torch.ones(5)), sets(value=torch.ones(3, device="meta")),
+)  # fmt: skip
+change(
+    STATE_FACTS,
+    reading(lambda m, x: x * 2 if m.fc.weight.requires_grad else x, lambda: None),
+    lambda m, p: m.requires_grad_(False),
+)
+
+
+def parametrized() -> nn.Module:
+    torch.manual_seed(0)
+    return parametrizations.weight_norm(nn.Linear(3, 3))
+
+
+change(
+    "parametrizations, weight norm, adapters around layers", parametrized,
+    lambda m, p: m.parametrizations.weight.original0.data.mul_(2),
+)  # fmt: skip
+
+WRITES = "what forward changes: tensors in place, attributes, buffers, lists, dicts, gradients"
+
+
+@case(WRITES, lambda: (grid(), [1], {"a": 1}, Box(1)))
+class Writes(Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(3)
+        self.hidden = torch.zeros(3)
+
+    def forward(self, x: Tensor, notes: list[Any], table: dict[str, Any], box: Box) -> Tensor:
+        x.add_(1)
+        self.hidden = self.hidden + self.norm(x).sum(0)
+        notes.append(x * 2)
+        table["b"] = self.hidden
+        box.value = x.shape[0]
+        return x * self.hidden
+
+
+@case(WRITES)
+class GoesBackInside(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        self.fc(x).sum().backward()
+        return torch.autograd.grad(self.fc(x).sum(), self.fc.weight)[0]
+
+
+@case("attributes that it sets on tensors: `y.tag = n`")
+def tags(x: Tensor) -> Tensor:
+    y = x * 2
+    y.tag, x.tag = x.shape[0], y  # type: ignore[attr-defined]
+    return y
+
+
+UNWRITABLE = "what it changes otherwise: sets, arrays, long lists, variables around a function"
+
+
+@case(UNWRITABLE, live_at="self.value.add(")
+class AddsToASet(Layer):
+    def __init__(self) -> None:
+        super().__init__(value=set())
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.value.add(len(self.value))
+        return x * len(self.value)
+
+
+@case(UNWRITABLE, live_at="self.value[0] +=")
+class WritesIntoAnArray(Layer):
+    def __init__(self) -> None:
+        super().__init__(value=np.zeros(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.value[0] += 1
+        return x * float(self.value[0])
+
+
+@case(UNWRITABLE, live_at="total = total")
+def rebinds() -> Callable[[Tensor], Tensor]:
+    total = torch.zeros(3)
+
+    def model(x: Tensor) -> Tensor:
+        nonlocal total
+        total = total + x.sum(0)
+        return x * total
+
+    return model
+
+
+EVERY_CALL = "a plain value that is another after each call: a counter"
+
+
+@case(EVERY_CALL, calls=6, live_at="self.value += 1")
+class Counter(Layer):
+    def __init__(self) -> None:
+        super().__init__(value=0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.value += 1
+        return x * self.value
+
+
+@case("parameters that the first call makes: lazy modules", calls=1)
+def lazy() -> nn.Module:
+    return nn.LazyLinear(2)
+
+
+# Python around the model
+
+
+SCALE, TABLE, WEIGHT = 2.0, {"a": [2.0]}, torch.ones(3)
+SETTINGS = types.ModuleType("settings_of_the_model")
+SETTINGS.SCALE = 2.0  # type: ignore[attr-defined]
+
+
+def doubled(x: Tensor) -> Tensor:
+    return x * 2
+
+
+def scaled(x: Tensor, by: float = 2.0) -> Tensor:
+    return x * by
+
+
+scaled.offset = 1.0  # type: ignore[attr-defined]
+GLOBALS = "globals that its code names, also in other modules"
+
+
+def puts(name: str, value: Any) -> Change:
+    return lambda model, patch: patch.setitem(globals(), name, value)
+
+
+change(GLOBALS, lambda: lambda x: x * SCALE, puts("SCALE", 3.0))
+change(GLOBALS, lambda: lambda x: x * TABLE["a"][0], lambda m, p: p.setitem(TABLE, "a", [3.0]))
+change(GLOBALS, lambda: lambda x: doubled(x), puts("doubled", torch.sin))
+change(
+    GLOBALS, lambda: lambda x: x * SETTINGS.SCALE, lambda m, p: p.setattr(SETTINGS, "SCALE", 3.0)
+)
+change(
+    "tensors in globals and closures: their values, others",
+    lambda: lambda x: x * WEIGHT,
+    puts("WEIGHT", torch.zeros(3)),
+)
+
+
+def closing(value: Any) -> Callable[[Tensor], Tensor]:
+    return lambda x: x * value
+
+
+def using(module: types.ModuleType) -> Callable[[Tensor], Tensor]:
+    return lambda x: x * module.SCALE
+
+
+def refills(value: Any) -> Change:
+    return lambda model, patch: setattr(model.__closure__[0], "cell_contents", value)
+
+
+change(
+    "tensors in globals and closures: their values, others",
+    lambda: closing(torch.ones(3)),
+    refills(torch.zeros(3)),
+)
+CLOSURES = "plain values, objects and modules in closures"
+change(CLOSURES, lambda: closing(2.0), refills(3.0))
+change(CLOSURES, lambda: using(SETTINGS), lambda m, p: p.setattr(SETTINGS, "SCALE", 3.0))
+
+FUNCTIONS = "functions: their code, defaults and attributes"
+change(
+    FUNCTIONS, lambda: lambda x: scaled(x) + scaled.offset,
+    lambda m, p: p.setattr(scaled, "__defaults__", (3.0,)),
+    lambda m, p: p.setattr(scaled, "__code__", (lambda x, by: x - by).__code__),
+    lambda m, p: p.setattr(scaled, "offset", 5.0),
+)  # fmt: skip
+
+
+class Base(nn.Module):
+    power = 2
+
+    def scaled(self, x: Tensor) -> Tensor:
+        return x**self.power
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scaled(x)
+
+
+class Derived(Base):
+    pass
+
+
+CLASSES = "classes: attributes and methods that its code names, what hides inherited ones"
+change(
+    CLASSES, Derived,
+    lambda m, p: p.setattr(Base, "power", 3),
+    lambda m, p: p.setattr(Derived, "power", 3, raising=False),
+    lambda m, p: p.setattr(Base, "scaled", lambda self, x: x + 9),
+    lambda m, p: p.setattr(Base, "forward", lambda self, x: x - 9),
+)  # fmt: skip
+change(
+    CLASSES, lambda: nn.Sequential(nn.Tanh(), nn.Tanh()),
+    lambda m, p: p.setattr(nn.Tanh, "forward", lambda self, x: x.sin()),
+)  # fmt: skip
+
+
+class Helper:
+    """No module; its methods read attributes, a global and a class attribute."""
+
+    bias = 1.0
+
+    def __init__(self) -> None:
+        self.factor = 2.0
+
+    @property
+    def scale(self) -> float:
+        return self.factor * SCALE
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return x * self.scale + self.bias
+
+
+HELPERS = "helper objects: their attributes, methods, and what these read"
+for use in (
+    reading(lambda m, x: m.value(x), Helper),
+    reading(lambda m, x: m.value(x), lambda: functools.partial(Helper())),
+    reading(lambda m, x: m.value(x), lambda: Helper().__call__),
+):
+    change(HELPERS, use, puts("SCALE", 3.0), lambda m, p: p.setattr(Helper, "bias", 3.0))
+change(
+    HELPERS, reading(lambda m, x: m.value(x), Helper), lambda m, p: setattr(m.value, "factor", 3.0),
+    lambda m, p: p.setattr(Helper, "__call__", lambda self, x: x),
+)  # fmt: skip
+
+CONTEXT: contextvars.ContextVar[float] = contextvars.ContextVar("CONTEXT", default=2.0)
+
+
+class Within:
+    """Sets a context variable for a while."""
+
+    def __enter__(self) -> None:
+        self.token = CONTEXT.set(3.0)
+
+    def __exit__(self, *error: object) -> None:
+        CONTEXT.reset(self.token)
+
+
+case("context variables", mode=Within)(lambda: lambda x: x * CONTEXT.get())
+
+
+@functools.lru_cache
+def cached(n: int) -> float:
+    return SCALE * n
+
+
+@functools.lru_cache
+def table(n: int) -> Tensor:
+    return torch.arange(float(n))
+
+
+def empties(model: Any, patch: pytest.MonkeyPatch) -> None:
+    patch.setitem(globals(), "SCALE", 3.0)
+    cached.cache_clear()
+
+
+@case("what `functools.lru_cache` keeps: plain values", change=empties)
+def from_a_cache() -> Callable[[Tensor], Tensor]:
+    cached.cache_clear()
+    return lambda x: x * cached(3)
+
+
+@functools.lru_cache
+def total(n: int) -> float:
+    return float(torch.arange(n).sum())
+
+
+@case("what it keeps: plain values computed with tensors", calls=1)
+def total_from_a_cache() -> Callable[[Tensor], Tensor]:
+    total.cache_clear()
+    return lambda x: x * total(3)
+
+
+@case("what it keeps: tensors", live_at="x * table(3)")
+def tensor_from_a_cache() -> Callable[[Tensor], Tensor]:
+    table.cache_clear()
+    return lambda x: x * table(3)
+
+
+# Modes and settings
+
+
+def autocast() -> Any:
+    return torch.autocast("cpu", torch.bfloat16)
+
+
+class Attribute:
+    """Sets an attribute, or calls a setter, for a while."""
+
+    def __init__(self, put: Callable[[Any], Any], value: Any, before: Any) -> None:
+        self.put, self.value, self.before = put, value, before
+
+    def __enter__(self) -> None:
+        self.put(self.value)
+
+    def __exit__(self, *error: object) -> None:
+        self.put(self.before)
+
+
+class Negates(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        return -out if func is torch.ones else out
+
+
+NEGATES = Negates()
+
+
+class NegatesBelow(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        return -out if func is torch.ops.aten.ones.default else out
+
+
+MODES = "grad and inference mode, autocast, default dtype and device, function modes"
+
+
+class Modal(Layer):
+    def forward(self, x: Tensor) -> Any:
+        return self.fc(x), torch.is_grad_enabled(), torch.ones(1)
+
+
+for mode in (
+    torch.no_grad, torch.inference_mode, autocast, lambda: torch.device("meta"), lambda: NEGATES,
+    lambda: Attribute(torch.set_default_dtype, torch.float64, torch.float32),
+):  # fmt: skip
+    case(MODES, mode=mode)(Modal)
+
+SWITCHES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], Any, Any]] = {
+    "deterministic": (
+        torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms, True, False
+    ),
+    "precision": (
+        torch.get_float32_matmul_precision, torch.set_float32_matmul_precision, "high", "highest"
+    ),
+    "mkldnn": (
+        lambda: torch.backends.mkldnn.enabled,
+        lambda on: setattr(torch.backends.mkldnn, "enabled", on), False, True,
+    ),
+    "cudnn": (
+        lambda: torch.backends.cudnn.enabled,
+        lambda on: setattr(torch.backends.cudnn, "enabled", on), False, True,
+    ),
+    "attention": (
+        torch.backends.cuda.math_sdp_enabled, torch.backends.cuda.enable_math_sdp, False, True
+    ),
+    "anomaly": (
+        torch.is_anomaly_enabled, lambda on: torch.set_anomaly_enabled(on, False), True, False
+    ),
+    "fast path": (
+        torch.backends.mha.get_fastpath_enabled, torch.backends.mha.set_fastpath_enabled,
+        False, True,
+    ),
+    "threads": (torch.get_num_threads, torch.set_num_threads, 2, 1),
+}  # fmt: skip
+
+FLAGS = (
+    "deterministic algorithms, float32 precision, MKLDNN, cuDNN, attention, anomaly detection, "
+    "threads"
+)
+for ask, put, value, before in SWITCHES.values():
+    case(FLAGS, mode=functools.partial(Attribute, put, value, before))(
+        functools.partial(lambda ask: lambda x: (x * 2, ask()), ask)
+    )
+
+case("dispatch modes and hooks on saved tensors around the call", mode=NegatesBelow)(Modal)
+case(
+    "dispatch modes and hooks on saved tensors around the call", lambda: grid().requires_grad_(),
+    mode=lambda: torch.autograd.graph.saved_tensors_hooks(lambda t: t * 2, lambda t: t),
+)(lambda: lambda x: x.exp())  # fmt: skip
+
+INSIDE = "modes that forward switches itself: grad, inference, autocast, device, function modes"
+
+
+@case(INSIDE, lambda: grid().requires_grad_())
+class Switches(Layer):
+    def forward(self, x: Tensor) -> Any:
+        with torch.no_grad():
+            y = self.fc(x)
+        with torch.inference_mode():
+            z = self.fc(x)
+        with autocast():
+            w = self.fc(x)
+        with Negates():
+            v = torch.ones(3)
+        with torch.device("cpu"):
+            return y + w + x, z.clone(), v, torch.ones(3) * x
+
+
+SET_INSIDE = "settings that it changes: default dtype, `sdpa_kernel`, deterministic algorithms"
+
+
+@case(SET_INSIDE, live_at="torch.ones(3)")
+def other_default_dtype(x: Tensor) -> Any:
+    torch.set_default_dtype(torch.float64)
+    try:
+        return x.double() + torch.ones(3)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@case(SET_INSIDE, lambda: torch.ones(1, 1, 2, 4), live_at="sdpa_kernel(")
+def other_attention(x: Tensor) -> Tensor:
+    with sdpa_kernel(SDPBackend.MATH):
+        return torch.nn.functional.scaled_dot_product_attention(x, x, x)
+
+
+@case(SET_INSIDE, live_at="use_deterministic_algorithms(")
+def deterministic_inside(x: Tensor) -> Any:
+    torch.use_deterministic_algorithms(True)
+    try:
+        return x * 2, torch.empty(3)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+# Randomness
+
+
+@case("torch's random numbers")
+def draws(x: Tensor) -> Tensor:
+    return torch.nn.functional.dropout(x) * torch.rand(3) + torch.randn_like(x)
+
+
+@case("seeding torch, taking and setting its state: `manual_seed`, `fork_rng`")
+def seeds(x: Tensor) -> Tensor:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        y = torch.rand(3)
+    return x * y + torch.rand(3)
+
+
+@case("a generator in an attribute or global, drawn from")
+class OwnGenerator(Layer):
+    def __init__(self) -> None:
+        super().__init__(value=generator(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.rand(3, generator=self.value)
+
+
+@case(
+    "a generator that forward seeds, or asks for its state; `initial_seed()`",
+    live_at="manual_seed(",
+)
+class SeedsItsGenerator(OwnGenerator):
+    def forward(self, x: Tensor) -> Tensor:
+        self.value.manual_seed(3)
+        return x * torch.rand(3, generator=self.value)
+
+
+@case(
+    "a generator that forward seeds, or asks for its state; `initial_seed()`",
+    live_at="initial_seed()",
+)
+def seed_asked_for(x: Tensor) -> Tensor:
+    return x * torch.initial_seed()
+
+
+@case("Python's and numpy's random numbers", live_at="random.random()")
+def pythons(x: Tensor) -> Tensor:
+    return x * random.random()
+
+
+@case("Python's and numpy's random numbers", live_at="np.random.rand()")
+def numpys(x: Tensor) -> Tensor:
+    return x * np.random.rand()
+
+
+# What is one operation
+
+
+def needing() -> Tensor:
+    return grid().requires_grad_()
+
+
+class Cube(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * x * x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return gradient * 7
+
+
+@torch.jit.script
+def scripted(x: Tensor) -> Tensor:
+    return x.exp() * x
+
+
+@bt.opaque
+def smoothed(x: Tensor) -> Tensor:
+    return torch.from_numpy(np.convolve(x.detach().numpy().ravel(), [0.5, 0.5]))
+
+
+@torch.library.custom_op("bendtrace_guarded::add_one", mutates_args=("x",))
+def add_one(x: Tensor) -> None:
+    x += 1
+
+
+def other_values() -> Tensor:
+    return (grid() * 0.5).requires_grad_()
+
+
+ONE_OP = {
+    "an `autograd.Function`, with its own backward": lambda x: Cube.apply(x),
+    "scripted and traced functions and modules (`torch.jit`)": lambda x: scripted(x),
+    "`vmap`, `grad`, `jvp` and other transforms": lambda x: torch.func.vmap(lambda r: r.exp() * 2)(
+        x
+    ),
+    "a function named by `bt.opaque`": lambda x: smoothed(x),
+}
+for row, one_op in ONE_OP.items():
+    case(row, needing, other=other_values)(one_op)
+
+
+@case("numbers that such an operation closes over or reads", other=lambda: torch.ones(5, 3))
+def closes_over_a_size(x: Tensor) -> Tensor:
+    n = x.shape[0]
+    return torch.func.vmap(lambda row: row * n)(x)
+
+
+@case("custom operators (`torch.ops`), those that write in place too", other=lambda: grid() * 2)
+def custom(x: Tensor) -> Tensor:
+    torch.ops.bendtrace_guarded.add_one(x)
+    return x
+
+
+@case("submodules that `torch.compile` compiled: they run as they are", other=lambda: grid() * 2)
+class HoldsCompiled(Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc.compile(backend="eager")
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(x)
+
+
+# What runs live
+
+
+def hooked(model: Any, patch: pytest.MonkeyPatch) -> None:
+    model.fc.register_forward_hook(lambda module, args, out: out * 2)
+
+
+HOOKS = "hooks on modules, as long as there are any"
+change(HOOKS, Layer, hooked, live_at="lambda module, args, out: out * 2")
+change(
+    "hooks on parameters and on tensors that are given", Layer,
+    lambda m, p: m.fc.weight.register_hook(lambda gradient: gradient * 2),
+)  # fmt: skip
+
+ESCAPES = "content handed to other code: `numpy()`, `data_ptr()`, storages, dlpack, pickle"
+
+
+@case(ESCAPES, live_at="x.numpy()")
+def to_numpy(x: Tensor) -> Tensor:
+    return x * float(x.numpy().sum())
+
+
+@case(ESCAPES, live_at="y.data_ptr()")
+def to_a_pointer(x: Tensor) -> Tensor:
+    y = x.clone()
+    (ctypes.c_float * 1).from_address(y.data_ptr())[0] = 5.0
+    return x * y
+
+
+@case(ESCAPES, live_at="from_dlpack(x)")
+def to_dlpack(x: Tensor) -> Tensor:
+    return x + torch.from_dlpack(x)
+
+
+MADE = "tensors made unseen: `torch.Tensor([1])`, `nn.Parameter(y)`, `from_numpy`, a new module"
+
+
+@case(MADE, live_at="torch.Tensor([")
+def legacy(x: Tensor) -> Tensor:
+    return x * torch.Tensor([1, 2, 3])
+
+
+@case(MADE, live_at="nn.Parameter(")
+def parameter_made(x: Tensor) -> Tensor:
+    return x * nn.Parameter(torch.ones(3))
+
+
+@case(MADE, live_at="from_numpy(")
+def made_by_numpy(x: Tensor) -> Tensor:
+    return x * torch.from_numpy(np.ones(3))
+
+
+@case(MADE, live_at="nn.Linear(3, 3)(x)")
+def module_made(x: Tensor) -> Tensor:
+    return nn.Linear(3, 3)(x)
+
+
+@case("threads that forward starts", live_at="thread.start()")
+def threaded(x: Tensor) -> Tensor:
+    found: list[Tensor] = []
+    thread = threading.Thread(target=lambda: found.append(x * 2))
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+SAVED = "`saved_tensors_hooks` in forward; `checkpoint(..., use_reentrant=False)`"
+
+
+@case(SAVED, needing, live_at="checkpoint(")
+def checkpointed(x: Tensor) -> Tensor:
+    return checkpoint(torch.exp, x * 2, use_reentrant=False)
+
+
+@case(SAVED, needing, live_at="save_on_cpu()")
+def saved(x: Tensor) -> Tensor:
+    with torch.autograd.graph.save_on_cpu():
+        return x.exp() * 2
+
+
+@case("higher-order operations: `torch.cond`, `while_loop`", live_at="torch.cond(")
+def conditional(x: Tensor) -> Tensor:
+    return torch.cond(x.sum() > 0, lambda y: y + 1, lambda y: y - 1, (x,))
+
+
+@case("dispatch modes in forward", live_at="with NegatesBelow()")
+def dispatched(x: Tensor) -> Tensor:
+    with NegatesBelow():
+        return x * torch.ones(3)
+
+
+@case("forward-mode differentiation in forward", live_at="forward_ad.dual_level()")
+def forward_mode(x: Tensor) -> Tensor:
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(x, torch.ones_like(x))
+        return forward_ad.unpack_dual(dual * dual).tangent
+
+
+SWITCHED_OFF = "`DisableTorchFunction`, `swap_tensors`, `y.real = ...`"
+
+
+@case(SWITCHED_OFF, live_at="torch._C.DisableTorchFunction()")
+def without_modes(x: Tensor) -> Tensor:
+    with torch._C.DisableTorchFunction():
+        return x * 2
+
+
+@case(SWITCHED_OFF, live_at="swap_tensors(")
+def swapped(x: Tensor) -> Tensor:
+    y, z = x * 2, x * 3
+    torch.utils.swap_tensors(y, z)
+    return y - z * 2
+
+
+@case(SWITCHED_OFF, live_at="y.real = ")
+def real_part(x: Tensor) -> Tensor:
+    y = torch.complex(x, x)
+    y.real = x * 3
+    return y
+
+
+READS_CHANGES = "one operation that reads what forward changes, or closes over its values"
+
+
+@case(READS_CHANGES, live_at="self.part(x)")
+class PartReads(Layer):
+    @bt.opaque
+    def part(self, x: Tensor) -> Tensor:
+        return x * self.value
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.value = float(x.shape[0])
+        return self.part(x)
+
+
+@case(READS_CHANGES, live_at="bt.opaque(lambda")
+def closes_over(x: Tensor) -> Tensor:
+    total = x.sum()
+    return bt.opaque(lambda y: y * total)(x)
+
+
+@case("outputs that cannot be made again: modules, generators", live_at="def gives_a_module")
+def gives_a_module(x: Tensor) -> Any:
+    return x * 2, nn.ReLU()
+
+
+# What is not seen
+
+
+def environment(model: Any, patch: pytest.MonkeyPatch) -> None:
+    patch.setenv("BENDTRACE_TEST", "3")
+
+
+case("environment variables, files, clocks, sockets, the stack", change=environment)(
+    lambda: lambda x: x * float(os.environ.get("BENDTRACE_TEST", "2"))
+)
+COMPUTED = "globals named by a computed string: `globals()[...]`, `getattr(module, name)`"
+change(COMPUTED, lambda: lambda x: x * globals()["SC" + "ALE"], puts("SCALE", 3.0))
+PATCHED = "functions of torch, numpy and the standard library that are exchanged: `torch.sin = f`"
+change(PATCHED, lambda: lambda x: torch.sin(x), lambda m, p: p.setattr(torch, "sin", torch.cos))
+change(
+    PATCHED, lambda: lambda x: x.sin(), lambda m, p: p.setattr(Tensor, "sin", lambda self: self + 1)
+)
+case(
+    "`__name__`, `__doc__` and the like of classes and functions",
+    mode=lambda: Attribute(lambda name: setattr(Base, "__name__", name), "Other", "Base"),
+)(lambda: lambda x: x * len(Base.__name__))  # fmt: skip
+change(
+    "a global that comes to hide a builtin", lambda: lambda x: x * len([1]),
+    lambda m, p: p.setitem(globals(), "len", lambda x: 9),
+)  # fmt: skip
+change(
+    "Python's own settings: `sys.setrecursionlimit`", lambda: lambda x: x * sys.getrecursionlimit(),
+    lambda m, p: p.setattr(sys, "getrecursionlimit", lambda: 7),
+)  # fmt: skip
