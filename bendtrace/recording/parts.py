@@ -215,6 +215,17 @@ class Change:
         else:
             container[self.key] = value
 
+    def covers(self, part: Part) -> bool:
+        """Whether a part is in what was changed, or what has other keys or items for it."""
+        if part is self.part:
+            return True
+        inner: Part | None = part
+        while inner is not None:
+            if inner.parent is self.part and (self.key is None or inner.key == self.key):
+                return True
+            inner = inner.parent
+        return False
+
     @property
     def label(self) -> str:
         """How a person would write the changed place."""
@@ -261,15 +272,20 @@ def child_label(part: Part, key: Any) -> str:
     return f"{part.label}[{key!r}]"
 
 
-def exact_members(values: Any) -> frozenset[Any]:
-    """Return a set's members with their types, since 1 == 1.0 == True."""
-    return frozenset((type(value), value) for value in values)
+def _exact(value: Any) -> tuple[type, Any]:
+    """A value with its type, since 1 == 1.0 == True, and floats by their bits."""
+    return type(value), value.hex() if type(value) is float else value
+
+
+def exact_members(values: Any) -> tuple[Any, ...]:
+    """Return a set's members, in the order in which it is walked."""
+    return tuple(map(_exact, values))
 
 
 def exact_items(container: Any) -> dict[Any, Any]:
     """Return the items of a container of plain values with their types."""
     pairs = dict.items(container) if isinstance(container, dict) else enumerate(container)
-    return {key: (type(value), value) for key, value in pairs}
+    return {key: _exact(value) for key, value in pairs}
 
 
 def identical(a: Any, b: Any) -> bool:

@@ -15,6 +15,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from enum import Enum
 from typing import Any, NamedTuple
 
+from bendtrace.recording.usage import needs_plain_numbers
+
 __all__ = [
     "Reach",
     "codes_in",
@@ -58,7 +60,7 @@ class Reach(NamedTuple):
     tells_numbers: bool
 
 
-_KEPT = 1024  # bounded: a function keeps what it closes over alive
+_KEPT = 1024
 _kept: dict[Any, tuple[Reach, Any]] = {}
 
 
@@ -69,6 +71,8 @@ def reach_of(subject: type | types.FunctionType, entries: frozenset[str] = _CALL
         subject: the class or function.
         entries: names of the methods that are called; those of a module unless they are given.
     """
+    if "<" in subject.__qualname__:  # made by a function, and not to be kept alive by a cache
+        return _search(subject, entries)
     known = _kept.get((subject, entries))
     if known is not None and known[1] == _stamp(known[0]):
         return known[0]
@@ -98,8 +102,13 @@ def _search(subject: type | types.FunctionType, entries: frozenset[str]) -> Reac
         tuple(search.owners.values()),
         tuple(search.members.values()),
         frozenset(search.names),
-        frozenset(name for code in codes for name in _stores_in(code)),
-        any(_tells_numbers(code) for code in codes),
+        frozenset(name for code in codes for name in _facts_of(code).stores),
+        any(_facts_of(code).tells_numbers for code in codes)
+        or any(
+            needs_plain_numbers(function.__code__)
+            for function in search.functions.values()
+            if not is_installed(function.__module__)
+        ),
     )
 
 
@@ -134,7 +143,7 @@ class _Search:
         # Others, such as `@pytest_ar`, are put there by tools that rewrite code.
         names = set(filter(str.isidentifier, names_in(function.__code__)))
         spaces: list[Mapping[str, Any]] = [function.__globals__]
-        for name in names & function.__globals__.keys():
+        for name in _facts_of(function.__code__).globals & function.__globals__.keys():
             value = function.__globals__[name]
             if isinstance(value, types.ModuleType):
                 modules.append(value)
@@ -143,7 +152,9 @@ class _Search:
             self._take(owner, (names - self.names) & owner.keys())
         self.names |= names
         for space in spaces:
-            for name in names & space.keys():
+            # An attribute is not a global of its own file, whatever its name.
+            own = space is function.__globals__
+            for name in (_facts_of(function.__code__).globals if own else names) & space.keys():
                 value = space[name]
                 if isinstance(value, type):
                     self.globals[id(space), name] = (space, name)
@@ -172,13 +183,6 @@ class _Search:
             self.waiting += _function(owner[name])
 
 
-def _stores_in(code: types.CodeType) -> Iterator[str]:
-    for inner in codes_in(code):
-        for step in dis.get_instructions(inner):
-            if step.opname == "STORE_ATTR":
-                yield step.argval
-
-
 def members_of(cls: type) -> frozenset[str]:
     """Return the names of what a class and its bases have, as far as they are the user's."""
     return frozenset(name for base in cls.__mro__ if is_users_class(base) for name in vars(base))
@@ -204,11 +208,37 @@ def is_installed(module: str | None) -> bool:
     return "site-packages" in file or "dist-packages" in file
 
 
-def names_in(code: types.CodeType) -> Iterator[str]:
-    """Yield the outer names and attributes that code uses, nested functions included."""
+class _Facts(NamedTuple):
+    """What the instructions of one function tell, those of nested functions included."""
+
+    names: frozenset[str]  # of globals, attributes and variables of the functions around it
+    globals: frozenset[str]
+    stores: frozenset[str]
+    tells_numbers: bool
+
+
+@functools.lru_cache(maxsize=8192)
+def _facts_of(code: types.CodeType) -> _Facts:
+    names: set[str] = set()
+    found: dict[str, set[str]] = {"GLOBAL": set(), "ATTR": set()}
     for inner in codes_in(code):
-        yield from inner.co_names
-        yield from inner.co_freevars
+        names.update(inner.co_names, inner.co_freevars)
+        for step in dis.get_instructions(inner):
+            if step.opname.endswith(("_GLOBAL", "_NAME")) and isinstance(step.argval, str):
+                found["GLOBAL"].add(step.argval)
+            elif step.opname == "STORE_ATTR":
+                found["ATTR"].add(step.argval)
+    return _Facts(
+        frozenset(names),
+        frozenset(found["GLOBAL"]),
+        frozenset(found["ATTR"]),
+        _tells_numbers(code),
+    )
+
+
+def names_in(code: types.CodeType) -> frozenset[str]:
+    """Return the outer names and attributes that code uses, nested functions included."""
+    return _facts_of(code).names
 
 
 def place_naming(name: str, functions: Iterable[types.FunctionType]) -> str:
@@ -240,7 +270,7 @@ def is_torchs(module: str | None) -> bool:
     return (module or "").split(".")[0] == "torch"
 
 
-@functools.cache
+@functools.lru_cache(maxsize=256)  # bounded: a namespace can keep its class alive
 def namespace_of(cls: type) -> Mapping[str, Any]:
     """Return the namespace of a class, each time the same object."""
     return vars(cls)  # every access makes another view; this one stands for the class

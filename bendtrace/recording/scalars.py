@@ -256,8 +256,14 @@ def _kind(base: type, plain_kind: type) -> Any:
     public = {
         attribute: _attribute(attribute) for attribute in dir(plain_kind) if attribute[0] != "_"
     }
+
+    def new(cls: type, *args: Any) -> Any:
+        # Code that calls type(n) on another number wants a plain one.
+        return object.__new__(cls) if len(args) == 3 else plain_kind(*args)
+
     body = dict(
         public,
+        __new__=new,
         __slots__=("_origin", "_source", "_value"),
         __class__=plain_kind,
         __doc__=f"A {plain_kind.__name__} that knows the op it came from.",

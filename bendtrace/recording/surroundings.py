@@ -460,8 +460,9 @@ class Surroundings:
         """
         if (id(namespace), name) in self._names_walked:
             return
-        if name.startswith("__") and not isinstance(namespace[name], types.FunctionType):
-            return  # what Python itself keeps there
+        is_pythons = name.startswith("__") and name.endswith("__")
+        if is_pythons and not isinstance(namespace[name], types.FunctionType):
+            return
         self._names_walked.add((id(namespace), name))
         value = namespace[name]
         holder = self._by_id.get(id(namespace))
@@ -598,6 +599,8 @@ def _changes_unwatched(value: Any) -> bool:
     kind = type(value)
     if callable(value) or kind is object or hasattr(kind, "__get__") or is_torchs(kind.__module__):
         return False
+    if can_build(kind) and not attributes_of(value):
+        return isinstance(value, (list, tuple, dict, set, frozenset))
     return not isinstance(value, _STEADY)
 
 

@@ -61,6 +61,10 @@ class CheckWriter:
         self._recording = recording
         self._analysis = analysis
         self._ignored = ignored
+        self._keys_of: dict[int, list[Any]] = {}
+        for part in recording.surroundings.parts:
+            if part.kind is PartKind.MODULE and part.parent is not None:
+                self._keys_of.setdefault(part.parent.index, []).append(part.key)
         self._reached: set[int] = set()  # in the function that is being written
         # State tensors on which the run sets attributes that were not there.
         self._marked = {
@@ -87,6 +91,14 @@ class CheckWriter:
         source.line("if list(map(len, mappings)) != lengths:")
         source.line("    number = measure()")
         source.line("    if number is not None: return number")
+        # Only of tables of submodules is the order asked for: forward walks containers.
+        ordered = [part for part in mappings if len(self._keys_of.get(part.index, ())) > 1]
+        source.names.update(
+            ordered=[part.value for part in ordered],
+            orders=[tuple(self._keys_of[part.index]) for part in ordered],
+        )
+        moved = self._note("submodules are in another order")
+        source.line(f"if list(map(tuple, ordered)) != orders: return {moved}")
         modules = [part for part in surroundings.parts if part.kind is PartKind.MODULE]
         source.names.update(
             modules=[part.value for part in modules], classes=[part.type for part in modules]

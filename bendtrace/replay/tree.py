@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from bendtrace.errors import TraceLimitWarning
-from bendtrace.recording.parts import Part, identical
+from bendtrace.recording.parts import identical
 from bendtrace.recording.recorder import Recording
 from bendtrace.recording.tape import Guard
 from bendtrace.replay.ambience import Ambience
@@ -89,11 +89,14 @@ class TraceTree:
             ambience: the global state it ran under.
             evolving: labels of what changes on every call (see `outdated`).
         """
-        ignored: frozenset[Part] = frozenset()
-        written = {change.label for change in recording.changes} & evolving
+        written = [change for change in recording.changes if change.label in evolving]
+        ignored = frozenset(
+            part
+            for part in (recording.surroundings.parts if written else ())
+            if any(change.covers(part) for change in written)
+        )
         if written:
-            ignored = frozenset(p for p in recording.surroundings.parts if p.label in written)
-            for label in sorted(written):
+            for label in sorted({change.label for change in written}):
                 place = recording.surroundings.place_of(label)
                 see = f" (see {place})" if place else ""
                 recording.tape.block(f"{label} changes on every call{see}")
@@ -180,13 +183,14 @@ class TraceTree:
         for program in self._programs.get(names, ()):
             failed = program.failing(arguments)
             part = None if failed is None else failed.part
-            if part is not None and any(
-                change.label == part.label for change in program.recording.changes
-            ):
+            if part is None:
+                continue
+            change = next((c for c in program.recording.changes if c.covers(part)), None)
+            if change is not None:
                 with self._lock:
                     if program.serial not in self._spent:  # a call that raises adds no other one
                         self._spent.add(program.serial)
-                        self._outdated[names, part.label] += 1
+                        self._outdated[names, change.label] += 1
                 break
         return frozenset(
             label
