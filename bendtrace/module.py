@@ -143,6 +143,8 @@ class BendedModule(nn.Module):
         bound = self._signature.bind(args, kwargs)
         names, arguments = tuple(bound), tuple(bound.values())
         program = self._tree.find(names, arguments)
+        if program is not None and self._tree.settles(names, program, arguments):
+            program = None
         if program is None and uninitialized_in(self._model):
             self.stats.live += 1  # this call makes the parameters of lazy modules
             return call_itself(self._model, args, kwargs)

@@ -7,12 +7,14 @@ sequence, the `BendedModule` has to give, served as the last cell of the row say
 
 from __future__ import annotations
 
+import array
 import collections
 import contextvars
 import copy
 import ctypes
 import functools
 import linecache
+import math
 import os
 import random
 import re
@@ -25,6 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import networkx
 import numpy as np
 import pytest
 import torch
@@ -314,7 +317,7 @@ def generator_given(x: Tensor, generator: torch.Generator) -> Tensor:
     return x * torch.rand(3, generator=generator)
 
 
-UNKNOWN = "iterators, deques, `bytearray` and whatever else cannot be looked into"
+UNKNOWN = "iterators, deques, `bytearray`, objects nested very deep, and the like"
 
 
 @case(UNKNOWN, lambda: (grid(), iter([1, 2])), live_at="next(steps)")
@@ -478,14 +481,19 @@ def change(row: str, make: Any, *changes: Change, **options: Any) -> None:
         case(row, change=one, **options)(make)
 
 
-@case(UNKNOWN, live_at="x * self.value[0]")
-class HoldsBytes(Layer):
-    def __init__(self) -> None:
-        super().__init__(value=bytearray(b"a"))
+def deep(levels: int) -> Box:
+    return Box(deep(levels - 1) if levels else 2.0)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.value[0]
 
+def deepest(box: Any) -> Any:
+    return deepest(box.value) if isinstance(box.value, Box) else box
+
+
+for value in (lambda: bytearray(b"a"), lambda: array.array("f", [1])):
+    case(UNKNOWN, live_at="x * m.value[0]")(reading(lambda m, x: x * m.value[0], value))
+case(UNKNOWN, live_at="deepest(m.value)")(
+    reading(lambda m, x: x * deepest(m.value).value, lambda: deep(12))
+)
 
 ATTRIBUTES = "`training` and other plain attributes of all modules"
 change(ATTRIBUTES, Layer, lambda m, p: m.eval(), lambda m, p: setattr(m.drop, "p", 0.1))
@@ -655,6 +663,21 @@ class Counter(Layer):
     def forward(self, x: Tensor) -> Tensor:
         self.value += 1
         return x * self.value
+
+
+COUNT = 0
+
+
+@case(EVERY_CALL, calls=6, live_at="COUNT += 1")
+def counts() -> Callable[[Tensor], Tensor]:
+    globals()["COUNT"] = 0
+
+    def model(x: Tensor) -> Tensor:
+        global COUNT
+        COUNT += 1
+        return x * COUNT
+
+    return model
 
 
 @case("parameters that the first call makes: lazy modules", calls=1)
@@ -1259,6 +1282,7 @@ case("environment variables, files, clocks, sockets, the stack", change=environm
 COMPUTED = "globals named by a computed string: `globals()[...]`, `getattr(module, name)`"
 change(COMPUTED, lambda: lambda x: x * globals()["SC" + "ALE"], puts("SCALE", 3.0))
 PATCHED = "functions of torch, numpy and the standard library that are exchanged: `torch.sin = f`"
+change(PATCHED, lambda: lambda x: x * math.sqrt(4), lambda m, p: p.setattr(math, "sqrt", abs))
 change(PATCHED, lambda: lambda x: torch.sin(x), lambda m, p: p.setattr(torch, "sin", torch.cos))
 change(
     PATCHED, lambda: lambda x: x.sin(), lambda m, p: p.setattr(Tensor, "sin", lambda self: self + 1)
@@ -1267,6 +1291,11 @@ case(
     "`__name__`, `__doc__` and the like of classes and functions",
     mode=lambda: Attribute(lambda name: setattr(Base, "__name__", name), "Other", "Base"),
 )(lambda: lambda x: x * len(Base.__name__))  # fmt: skip
+change(
+    "classes of installed packages that are changed",
+    reading(lambda m, x: x * (m.value.order() + 2), networkx.Graph),
+    lambda m, p: p.setattr(networkx.Graph, "order", lambda self: 5),
+)
 change(
     "a global that comes to hide a builtin", lambda: lambda x: x * len([1]),
     lambda m, p: p.setitem(globals(), "len", lambda x: 9),

@@ -21,6 +21,7 @@ __all__ = [
     "Reach",
     "codes_in",
     "is_installed",
+    "is_installed_file",
     "is_torchs",
     "is_users_class",
     "is_users_module",
@@ -204,7 +205,11 @@ def is_installed(module: str | None) -> bool:
     package = name.partition(".")[0]
     if package in ("torch", "numpy", "bendtrace") or package in sys.stdlib_module_names:
         return name != "__main__"
-    file = getattr(sys.modules.get(name), "__file__", None) or ""
+    return is_installed_file(getattr(sys.modules.get(name), "__file__", None) or "")
+
+
+def is_installed_file(file: str) -> bool:
+    """Whether a file is of an installed package."""
     return "site-packages" in file or "dist-packages" in file
 
 

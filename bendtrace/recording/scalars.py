@@ -258,8 +258,12 @@ def _kind(base: type, plain_kind: type) -> Any:
     }
 
     def new(cls: type, *args: Any) -> Any:
-        # Code that calls type(n) on another number wants a plain one.
-        return object.__new__(cls) if len(args) == 3 else plain_kind(*args)
+        if len(args) != 3:
+            raise TypeError(
+                f"the type of a traced {plain_kind.__name__} makes no others: "
+                f"call {plain_kind.__name__}() on the number before handing it on"
+            )
+        return object.__new__(cls)
 
     body = dict(
         public,

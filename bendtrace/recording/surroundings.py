@@ -52,6 +52,7 @@ from bendtrace.recording.parts import (
 from bendtrace.recording.reach import (
     Reach,
     is_installed,
+    is_installed_file,
     is_torchs,
     is_users_class,
     is_users_module,
@@ -116,6 +117,7 @@ class Surroundings:
         self._walked: set[Any] = set()
         self._names_walked: set[tuple[int, str]] = set()
         self._unwatched: list[Part] = []
+        self._unguarded: list[Part] = []
         self._tagged: list[tuple[Part, _Reach]] = []
         self.namespaces: dict[int, tuple[Mapping[str, Any], int]] = {}
         self._modules: list[types.ModuleType] = []
@@ -133,6 +135,9 @@ class Surroundings:
                     self._walk(item, reach.into(part, key))
         has_generator = any(part.type is torch.Generator for part in self.parts)
         self.blockers += unseen_in(self.names, self.stores, self.functions, has_generator)
+        for part in self._unguarded:
+            what = f"argument {part.label} is a {part.type.__qualname__}"
+            self._block(f"{what}, whose content cannot be guarded", part.label)
         for part in self._unwatched:
             if str(part.label).rsplit(".", 1)[-1] in self.names:
                 self._block(
@@ -300,11 +305,7 @@ class Surroundings:
             elif _changes_unwatched(value) and not reach.is_argument:
                 self._unwatched.append(part)
             elif reach.is_argument and not callable(value) and kind is not torch.Generator:
-                self._block(
-                    f"argument {reach.label} is a {kind.__qualname__}, "
-                    "whose content cannot be guarded",
-                    reach.label,
-                )
+                self._unguarded.append(part)
             else:
                 self._meet_helper(kind)
 
@@ -338,13 +339,35 @@ class Surroundings:
             if hooks is not None:
                 self.hook_dicts.append(hooks)
                 self._hooks.append((f"{label}.{name}", tuple(hooks.items())))
-                if hooks:
+                if hooks and not self._walk_hooks(name, hooks):
                     what = f"{label} has {name[1:].replace('_', ' ')}"
                     self.blockers.append(what + _definitions(hooks.values()))
         hidden = _MODULE_INTERNALS | getattr(type(module), "_untraced", frozenset())
         self._walk_mapping(attributes, label, hidden, type(module))
         for name in ("_parameters", "_buffers", "_modules"):
             self._walk_mapping(attributes[name], label)
+
+    def _walk_hooks(self, name: str, hooks: Mapping[Any, Any]) -> bool:
+        """Walk forward hooks that are part of the model; return False for those that are not.
+
+        What libraries put on their own modules, to gather hidden states or to normalise weights,
+        works on tensors and attributes like a forward. What a user puts there may print or count.
+        """
+        if name not in ("_forward_hooks", "_forward_pre_hooks"):
+            return False
+        codes = [
+            getattr(getattr(hook, "__func__", hook), "__code__", None) for hook in hooks.values()
+        ]
+        if any(code is None or not is_installed_file(code.co_filename) for code in codes):
+            return False
+        for hook in hooks.values():
+            self._walk_callable(hook)
+        return True
+
+    @property
+    def hooks(self) -> list[tuple[Any, ...]]:
+        """What the modules' tables of hooks held before the run, in the order of `hook_dicts`."""
+        return [items for _, items in self._hooks]
 
     def _walk_mapping(
         self,
@@ -599,7 +622,8 @@ def _changes_unwatched(value: Any) -> bool:
     kind = type(value)
     if callable(value) or kind is object or hasattr(kind, "__get__") or is_torchs(kind.__module__):
         return False
-    if can_build(kind) and not attributes_of(value):
+    bare = kind.__module__.partition(".")[0] not in sys.stdlib_module_names - {"dataclasses"}
+    if bare and can_build(kind) and not attributes_of(value):
         return isinstance(value, (list, tuple, dict, set, frozenset))
     return not isinstance(value, _STEADY)
 

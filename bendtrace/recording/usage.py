@@ -41,7 +41,7 @@ def stores_outside(code: CodeType) -> bool:
 
 _TELLING_NAMES = frozenset(
     {
-        "type", "manual_seed", "dumps", "deque", "Decimal", "timedelta",
+        "type", "manual_seed", "dumps", "deque", "Decimal", "timedelta", "statistics", "Fraction",
         # These run code out of the tracer's sight, where torch takes traced sizes for symbols.
         "Thread", "ThreadPoolExecutor", "DisableTorchFunction", "DisableTorchFunctionSubclass",
         "cond", "while_loop", "associative_scan",

@@ -130,11 +130,12 @@ class CheckWriter:
             source.line(f"if len({{{same}}}) != {len(distinct)}: return {number}")
         if surroundings.hook_dicts:
             source.names["hooks"] = surroundings.hook_dicts
-            if any(surroundings.hook_dicts):  # live until they are removed
-                gone = self._note("the modules have no hooks any more")
-                source.line(f"if not any(hooks): return {gone}")
+            others = self._note("the modules have other hooks")
+            if not any(surroundings.hooks):
+                source.line(f"if any(hooks): return {others}")
             else:
-                source.line(f"if any(hooks): return {self._note('a module has hooks')}")
+                source.names.update(hooked=surroundings.hooks, items=_items_of)
+                source.line(f"if list(map(items, hooks)) != hooked: return {others}")
         self._write_conditions(source)
         source.line("return None")
         return source
@@ -282,6 +283,10 @@ class CheckWriter:
 # What is exchanged in a function that is edited in place, as notebooks do when they reload.
 _WRITTEN = operator.attrgetter("__code__", "__defaults__", "__kwdefaults__")
 _WHOLE = {PartKind.SET: exact_members, PartKind.LARGE: exact_items, PartKind.ARRAY: Array}
+
+
+def _items_of(hooks: dict[Any, Any]) -> tuple[Any, ...]:
+    return tuple(hooks.items())
 
 
 def _call(getter: Callable[[Any], Any], holder: Any) -> Any:

@@ -211,6 +211,9 @@ class Program:
         self.check_code = Code(writer.write(), "check")
         self.checks = writer.checks
         self._check = self.check_code.function
+        self.ignored = ignored
+        self.latest: Any = None  # how the ignored parts were found before the latest live run
+        self.same = 0  # for how many in a row
         self.live_only = bool(ignored or recording.tape.blockers)
         self.serial = next(_serials)
         self.live = Path(recording, 1) if self.live_only else None

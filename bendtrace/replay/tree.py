@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from bendtrace.errors import TraceLimitWarning
-from bendtrace.recording.parts import identical
+from bendtrace.recording.parts import Part, PartKind, identical
 from bendtrace.recording.recorder import Recording
 from bendtrace.recording.tape import Guard
 from bendtrace.replay.ambience import Ambience
@@ -22,6 +22,7 @@ from bendtrace.replay.program import Divergence, Failure, Finished, Path, Progra
 
 __all__ = ["TraceTree"]
 
+_SETTLED = 16
 # After this many runs that each changed what the next one was checked for, a value is taken to
 # change on every call (a counter), and the model to be run live.
 _EVOLVING = 4
@@ -120,6 +121,27 @@ class TraceTree:
             live = None if side is None else side.live
         if live is not None:
             live.hits += 1
+
+    def settles(self, names: tuple[str, ...], program: Program, arguments: tuple[Any, ...]) -> bool:
+        """Whether what was taken to change on every call has not done so for a while.
+
+        The program is dropped then, and what follows is recorded anew.
+        """
+        if not program.ignored:
+            return False
+        now = [_seen(part, arguments) for part in program.ignored]
+        if now != program.latest:
+            program.latest, program.same = now, 0
+            return False
+        program.same += 1
+        if program.same < _SETTLED:
+            return False
+        with self._lock:
+            kept = tuple(p for p in self._programs.get(names, ()) if not p.ignored)
+            self._programs[names] = kept
+            for key in [key for key in self._outdated if key[0] == names]:
+                del self._outdated[key]
+        return True
 
     def failed(self, error: BaseException, divergence: Divergence | None = None) -> None:
         """Note that the model raised, from the start or after `divergence`."""
@@ -252,6 +274,14 @@ def _failure(error: BaseException) -> Failure:
     own = [f for f in frames if not f.filename.startswith(_NOT_THE_MODEL)] or frames
     file, line = (own[-1].filename, own[-1].lineno or 0) if own else ("", 0)
     return type(error).__name__, file, line
+
+
+def _seen(part: Part, arguments: tuple[Any, ...]) -> Any:
+    try:
+        value = part.read(arguments)
+    except (LookupError, AttributeError, TypeError):
+        return None
+    return value if part.kind is PartKind.PLAIN else id(value)
 
 
 def _goes_the_other_way(recording: Recording, divergence: Divergence, guard: Guard) -> bool:
