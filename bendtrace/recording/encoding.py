@@ -21,7 +21,7 @@ from bendtrace.recording.objects import (
     tagged,
 )
 from bendtrace.recording.parts import PLAIN_TYPES, Array, attributes_of, is_array
-from bendtrace.recording.scalars import RETIRED, TRACED, TracedScalar
+from bendtrace.recording.scalars import RETIRED, TRACED, Origin, TracedScalar
 from bendtrace.recording.structure import Existing, Fixed, Instance, Made, Opaque
 from bendtrace.recording.surroundings import Surroundings
 from bendtrace.recording.tape import Ref, Tape
@@ -31,10 +31,11 @@ __all__ = ["Encoder", "make_keys_plain", "without_traced"]
 
 
 class Values(Protocol):
-    """What knows which op gave a value: the recorder."""
+    """What knows which op gave a value."""
 
     tape: Tape
     surroundings: Surroundings
+    origin: Origin
 
     def ref(self, tensor: Tensor) -> Ref:
         """Return the value number of a tensor."""
@@ -79,7 +80,7 @@ class Encoder:
         if kind in RETIRED:
             return value._value, value._value
         if kind in TRACED:
-            if value._origin is not self._values:  # of a run around this one
+            if value._origin is not self._values.origin:  # of a run around this one
                 return value._value, value._value
             return self._values.scalar_ref(value), value._value
         if kind is tuple or kind is list or kind is torch.Size:
@@ -106,7 +107,11 @@ class Encoder:
         if kind in RETIRED:
             return value._value
         if kind in TRACED:
-            return self._values.scalar_ref(value) if value._origin is self._values else value._value
+            return (
+                self._values.scalar_ref(value)
+                if value._origin is self._values.origin
+                else value._value
+            )
         if isinstance(value, Tensor):
             if (
                 kind in _TENSORS

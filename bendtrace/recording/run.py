@@ -86,12 +86,12 @@ def record(
             "the model has lazy modules, whose parameters the first call makes: call it once first"
         )
     surroundings = Surroundings(function, signature.bind(args, kwargs))
-    recorder = Recorder(surroundings, prefix)
+    recorder = Recorder(function, surroundings, prefix)
     exchanged = _Arguments(recorder)
     positional = len(args)
     given = [exchanged.given[name] for name in signature.names(args, kwargs)]
     recording = recorder.run(
-        function, tuple(given[:positional]), dict(zip(kwargs, given[positional:], strict=True))
+        tuple(given[:positional]), dict(zip(kwargs, given[positional:], strict=True))
     )
     surroundings.release()
     return recording

@@ -1,0 +1,208 @@
+"""The end of a run: what it changed, what it gave, and why it might not be repeatable."""
+
+from __future__ import annotations
+
+import random
+import sys
+import types
+from typing import Any
+
+import torch
+
+from bendtrace.recording.contexts import current_context
+from bendtrace.recording.encoding import Encoder, make_keys_plain, without_traced
+from bendtrace.recording.functions import is_torchs_function, name_of
+from bendtrace.recording.objects import holds_any
+from bendtrace.recording.parts import Change, PartKind
+from bendtrace.recording.reach import names_in, reach_of
+from bendtrace.recording.scalars import TRACED
+from bendtrace.recording.structure import Existing, Made
+from bendtrace.recording.surroundings import Surroundings
+from bendtrace.recording.tape import ModuleCall, Op, OpKind, Tape
+from bendtrace.recording.writer import Writer
+
+__all__ = ["Finish", "Recording"]
+
+
+class Recording:
+    """What a finished run leaves.
+
+    Attributes:
+        tape: the records.
+        surroundings: what the run could read.
+        root: the outermost scope; its `output` is the encoded output.
+        changes: what the run changed in its surroundings, values encoded.
+        result: what the model returned, free of traced scalars.
+        is_transient: whether a next run with the same inputs would do something else, in a way
+            that no guard notices: by then a cache is filled.
+    """
+
+    __slots__ = ("changes", "is_transient", "result", "root", "surroundings", "tape")
+
+    def __init__(self, tape: Tape, surroundings: Surroundings, root: ModuleCall) -> None:
+        self.tape = tape
+        self.surroundings = surroundings
+        self.root = root
+        self.changes: list[Change] = []
+        self.is_transient = False
+        self.result: Any = None
+
+
+class Finish:
+    """Compares the world after a run with how it was before.
+
+    Args:
+        writer: what the run was written with.
+        surroundings: what it could read.
+        encoder: writes values down.
+        start: where the model's code begins, for messages.
+    """
+
+    def __init__(
+        self, writer: Writer, surroundings: Surroundings, encoder: Encoder, start: str
+    ) -> None:
+        self.tape = writer.tape
+        self.surroundings = surroundings
+        self._writer = writer
+        self._encoder = encoder
+        self._start = start
+        self._random_states = _python_random_states()
+        self._seeds_before = self._seeds()
+        self._entry = current_context(), torch.get_default_dtype()
+
+    def recording(self, output: Any) -> tuple[Recording, list[Change]]:
+        """Write down what the run gave and changed; return that and the changes as they are."""
+        root = self._writer.root
+        if self.tape.calls and self.tape.calls[0].path == "":
+            root = self.tape.calls[0]
+        recording = Recording(self.tape, self.surroundings, root)
+        # The run may be the first to import numpy.
+        now = zip(_python_random_states(), self._random_states, strict=False)
+        if any(state != before for state, before in now):
+            self.block("the run draws from Python's or numpy's random generator", *_RANDOM)
+        if self._seeds() != self._seeds_before and not any(
+            getattr(op.target, "__name__", "") == "manual_seed" for op in self.tape.ops
+        ):
+            self.block("the run seeds torch's random generator unseen")
+        if (current_context(), torch.get_default_dtype()) != self._entry:
+            self.block("the run leaves grad mode, autocast or the default dtype changed")
+        changes = list(self.surroundings.changes())
+        for reason in self.surroundings.blockers:
+            self.tape.block(reason)
+        for reason, cache in self.surroundings.filled_caches():
+            # What a function computes in Python alone is the same when it comes from the cache.
+            if self._has_ops_of(cache.__wrapped__):
+                self.tape.block(reason)
+                recording.is_transient = True
+            if holds_any(cache, TRACED):  # which nobody may meet after the run
+                cache.cache_clear()
+        memo: dict[int, Any] = {}
+        for change in changes:
+            change.key = without_traced(change.key)
+            encoded = self._encoder.output(
+                change.value, f"what is assigned to {change.label}", memo
+            )
+            recording.changes.append(Change(change.part, change.key, encoded, change.deleted))
+        root.output = self._encoder.output(output, "the output", memo)
+        self._check_opaque_ops(recording.changes)
+        root.stop = len(self.tape.ops)
+        self._writer.require_end()
+        return recording, changes
+
+    def block(self, reason: str, *names: str) -> None:
+        """Note why the run must not be replayed, and where the model uses one of the names."""
+        named = filter(None, map(self.surroundings.place_of, names))
+        place = next(named, self._start)
+        self.tape.block(f"{reason} (see {place})" if place else reason)
+
+    def clean(self, changes: list[Change], *own: Any) -> dict[int, Any]:
+        """Make plain what the run left in its surroundings; return what is plain by now."""
+        memo = {id(part.value): part.value for part in self.surroundings.parts}
+        # A trace made inside the run can lead here, by way of this run's scalars.
+        memo.update({id(thing): thing for thing in (self, self.tape, self.surroundings, *own)})
+        for change in changes:
+            change.key = without_traced(change.key)
+            if not change.deleted:
+                change.store(without_traced(change.value, memo))
+            if isinstance(change.part.value, dict):
+                make_keys_plain(change.part.value)
+        for part in self.surroundings.parts:
+            if part.kind is PartKind.SET and isinstance(part.value, set):
+                traced = [member for member in part.value if type(member) in TRACED]
+                part.value.difference_update(traced)
+                part.value.update(map(without_traced, traced))
+        return memo
+
+    def _seeds(self) -> list[int]:
+        """The seeds of the generators that the run knows; reseeding one is not always seen."""
+        parts = self.surroundings.parts
+        known = [part.value for part in parts if part.type is torch.Generator]
+        return [torch.initial_seed(), *(g.initial_seed() for g in known if g is not None)]
+
+    def _has_ops_of(self, function: Any) -> bool:
+        """Whether torch functions were called from within a function of the model's."""
+        code = getattr(function, "__code__", None)
+        for op in self.tape.ops:
+            site, scope = op.site, op.scope
+            while op.kind is OpKind.CALL and site is not None:
+                if any(running is code for running, _ in site.chain):
+                    return True
+                if scope.parent is None:
+                    break
+                site, scope = scope.site, scope.parent
+        return False
+
+    def _check_opaque_ops(self, changes: list[Change]) -> None:
+        """Block if code that is called as one op might read what the run changes.
+
+        A replay changes objects only at its end. Other ops read no objects.
+        """
+        changed = {str(change.key) for change in changes if change.part.kind is not PartKind.TENSOR}
+        if not changed:
+            return
+        for op in self.tape.ops:
+            if op.kind is OpKind.CALL and not is_torchs_function(op.target):
+                read = changed & self._names_read(op)
+                if read:
+                    where = f"at {op.site.place}" if op.site is not None else "in the run"
+                    self.tape.block(
+                        f"{name_of(op.target)} {where} is called as one op, and might read what "
+                        f"the run changes: {', '.join(sorted(read))}"
+                    )
+
+    def _names_read(self, op: Op) -> frozenset[str]:
+        """The names that the code of an opaque op uses, as far as it is known."""
+        names: set[str] = set()
+        waiting: list[Any] = [op.target, *op.args, *op.kwargs.values()]
+        while waiting:
+            thing = waiting.pop()
+            if isinstance(thing, types.CodeType):
+                names.update(names_in(thing))
+            elif isinstance(thing, Made):
+                waiting += thing.args
+            elif isinstance(thing, (tuple, list)):
+                waiting += thing
+            elif isinstance(thing, Existing):
+                if thing.part.kind in (PartKind.MODULE, PartKind.OBJECT):
+                    return self.surroundings.names
+                waiting.append(thing.part.value)
+            elif isinstance(thing, types.MethodType):
+                waiting.append(thing.__func__)
+            elif isinstance(thing, types.FunctionType):
+                names |= reach_of(thing).names
+            if isinstance(thing, types.MethodType) and isinstance(thing.__self__, type):
+                names |= reach_of(thing.__self__, _FUNCTION_METHODS).names
+        return frozenset(names)
+
+
+def _python_random_states() -> tuple[Any, ...]:
+    numpy = sys.modules.get("numpy.random")
+    if numpy is None:
+        return (random.getstate(),)
+    return random.getstate(), tuple(
+        part.tobytes() if hasattr(part, "tobytes") else part for part in numpy.get_state()
+    )
+
+
+_RANDOM = ("random", "rand", "randn", "randint", "choice", "shuffle", "uniform", "normal", "sample")
+_FUNCTION_METHODS = frozenset({"forward", "setup_context"})  # of an autograd.Function

@@ -1,0 +1,65 @@
+"""Where in the model a run is, judging by the frames on the stack."""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+import sysconfig
+import types
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import nn
+
+from bendtrace.recording import scalars
+
+__all__ = ["BEHIND", "definition", "outside_scalars", "user_place", "users_code"]
+
+_SCALARS_FILE = scalars.__file__
+_PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+_STDLIB = sysconfig.get_paths()["stdlib"] + os.sep
+# Seen from inside, what lies behind this code is not the model: the run itself.
+BEHIND: set[types.CodeType] = set()
+
+
+def outside_scalars() -> FrameType:
+    """The frame that did something with a traced scalar."""
+    frame = sys._getframe(2)
+    while frame.f_code.co_filename == _SCALARS_FILE and frame.f_back is not None:
+        frame = frame.f_back
+    return frame
+
+
+def users_code(frame: FrameType) -> types.CodeType:
+    """The innermost code that is not torch's own."""
+    found: FrameType | None = frame
+    while found is not None and found.f_code.co_filename.startswith(_TORCH):
+        found = found.f_back
+    return (found or frame).f_code
+
+
+def user_place(frame: FrameType | None) -> str:
+    """Where the nearest code is that is the model's; "" once the model has returned."""
+    while frame is not None and frame.f_code not in BEHIND:
+        file = frame.f_code.co_filename
+        if not file.startswith((_PACKAGE, _TORCH)) and not _is_stdlibs(file):
+            return f"{file}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""
+
+
+def _is_stdlibs(file: str) -> bool:
+    return file.startswith(("<frozen", _STDLIB)) and "site-packages" not in file
+
+
+def definition(function: Callable[..., Any]) -> str:
+    """Where a module's forward, or a function, is defined."""
+    called = function.forward if isinstance(function, nn.Module) else function
+    while isinstance(called, functools.partial):
+        called = called.func
+    code = getattr(getattr(called, "__func__", called), "__code__", None)
+    return "" if code is None else f"{code.co_filename}:{code.co_firstlineno}"

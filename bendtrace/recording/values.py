@@ -1,0 +1,300 @@
+"""Which op gave which value: tensors by weak reference, numbers as traced scalars."""
+
+from __future__ import annotations
+
+import operator
+import sys
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bendtrace.recording.functions import SHAPES, name_of
+from bendtrace.recording.objects import held_by
+from bendtrace.recording.parts import PLAIN_TYPES, requires_grad
+from bendtrace.recording.places import user_place, users_code
+from bendtrace.recording.scalars import (
+    TRACED,
+    Origin,
+    TracedBool,
+    TracedFloat,
+    TracedInt,
+    TracedScalar,
+    plain,
+    retire,
+)
+from bendtrace.recording.surroundings import Surroundings
+from bendtrace.recording.tape import Op, OpKind, Ref, TensorMeta, Test, meta_of, refs_in
+from bendtrace.recording.usage import compares_identity, needs_plain_numbers, only_tests
+from bendtrace.recording.writer import Known, Writer
+
+__all__ = ["TRACED_AS", "Values"]
+
+TRACED_AS = {int: TracedInt, float: TracedFloat, bool: TracedBool}
+
+
+class Values:
+    """Names the values of a run by the ops that gave them.
+
+    Args:
+        writer: puts on the tape what is needed for that.
+        surroundings: what the run can read.
+        origin: what traced scalars report to.
+        start: where the model's code begins, for messages.
+
+    Attributes:
+        origin: as given.
+        facts: what has been asked already about the metadata of tensors: (op, function).
+    """
+
+    def __init__(
+        self, writer: Writer, surroundings: Surroundings, origin: Origin, start: str
+    ) -> None:
+        self.tape = writer.tape
+        self.surroundings = surroundings
+        self.facts: set[tuple[int, Any]] = set()
+        self.scalars: list[TracedScalar] = []
+        self._writer = writer
+        self.origin = origin
+        self._start = start
+        self._elements: dict[tuple[int, Any], Ref] = {}
+        self._plain_numbers = surroundings.tells_numbers
+
+    def retire(self) -> None:
+        """Make the traced scalars of the run ordinary objects."""
+        for scalar in self.scalars:
+            retire(scalar)
+        self.scalars.clear()
+
+    def here(self) -> str:
+        """Say where the model is."""
+        place = user_place(sys._getframe(1))
+        return f"at {place}" if place else f"in {self._start}"
+
+    def bind(self, out: Any, op: Op, frame: FrameType) -> Any:
+        """Take note of what an op gave; return what the model is given for it."""
+        if isinstance(out, Tensor):
+            known = self._writer.known.get(id(out))
+            if known is not None and known() is out:
+                before = known.ref or self.element(known.parent, known.key, out)
+                self._writer.aliases[op.index] = self._writer.aliases.get(
+                    before.index, before.index
+                )
+                if not _works_in_place(op):
+                    # It gave back a tensor that has another name already. A replay in which
+                    # it does not (because a copy was needed) must not mix the two up.
+                    self._writer.guard(Test.SAME, op.index, before.index, "", frame)
+            elif not _works_in_place(op) and compares_identity(users_code(frame)):
+                for ref in refs_in((op.args, op.kwargs)):
+                    if isinstance(self.tape.ops[ref.index].meta, TensorMeta):
+                        self._writer.guard(Test.OTHER, op.index, ref.index, "", frame)
+            self.bind_tensor(out, op)
+            if op.target in _OPTIONAL:
+                self._guard_presence(op, frame)
+            return out
+        if out is None:
+            if op.target in _SETTERS:
+                self.facts.clear()
+            elif op.target in _OPTIONAL:
+                self._guard_presence(op, frame)
+            return None
+        kind = type(out)
+        traced = TRACED_AS.get(kind)
+        if traced is not None:
+            op.meta = out
+            return self.traced(traced, out, Ref(op.index), frame)
+        if kind is torch.Size or (kind is tuple and op.target in SHAPES):
+            op.meta = tuple(out)
+            self._writer.guard(Test.LENGTH, op.index, len(out), "metadata", frame)
+            ref = Ref(op.index)
+            sizes = [self.scalar(TracedInt, size, (ref, (i,))) for i, size in enumerate(out)]
+            if self._plain_numbers or needs_plain_numbers(frame.f_code):
+                return kind([size._consume("type") for size in sizes])
+            return kind(sizes)
+        if isinstance(out, (tuple, list)):
+            if kind is tuple or kind is list:
+                how = "iter" if frame.f_code is _ITER_CODE else "length"
+                self._writer.guard(Test.LENGTH, op.index, len(out), how, frame)
+            bound, op.meta = self._bind_elements(out, Ref(op.index), (), frame)
+            return bound
+        if kind is dict and not any(isinstance(item, dict) for item in out.values()):
+            keys = self._writer.emit(OpKind.SCALAR, tuple, (Ref(op.index),), {}, frame)
+            keys.meta = tuple(out)
+            self._writer.guard(Test.VALUE, keys.index, keys.meta, "metadata", frame)
+            bound, op.meta = self._bind_elements(out, Ref(op.index), (), frame)
+            return bound
+        op.meta = out
+        if out is torch.default_generator:  # what seeding returns
+            return out
+        if kind in PLAIN_TYPES:
+            self._writer.guard(Test.VALUE, op.index, out, "metadata", frame)
+        else:
+            self.tape.block(
+                f"{name_of(op.target)} at {user_place(frame)} gives a "
+                f"{kind.__qualname__}, which cannot be followed"
+            )
+        return out
+
+    def bind_tensor(self, tensor: Tensor, op: Op) -> None:
+        """Take note that an op gave a tensor."""
+        known = self._writer.known[id(tensor)] = Known(tensor)
+        known.ref = Ref(op.index)
+        known.graphless = (
+            op.kind is OpKind.CALL and not op.context.grad and not requires_grad(tensor)
+        )
+        op.meta = meta_of(tensor)
+
+    def traced(self, kind: Any, value: Any, source: Any, frame: FrameType) -> Any:
+        """Return a traced scalar, or a guarded plain one for code that would tell them apart."""
+        scalar = self.scalar(kind, value, source)
+        if kind is TracedBool:
+            if compares_identity(frame.f_code):
+                return scalar._consume("type")
+            if not only_tests(frame):
+                return scalar._consume("bool")
+        return (
+            scalar._consume("type")
+            if self._plain_numbers or needs_plain_numbers(frame.f_code)
+            else scalar
+        )
+
+    def scalar(self, kind: Any, value: Any, source: Any) -> Any:
+        """Return a traced scalar of some kind; `source` is its op, or an element of one."""
+        scalar = kind(value, self.origin, source)
+        self.scalars.append(scalar)
+        return scalar
+
+    def ref(self, tensor: Tensor) -> Ref:
+        """Return the value number of a tensor."""
+        known = self._writer.known.get(id(tensor))
+        if known is not None and known() is tensor:
+            if known.ref is None:
+                known.ref = self.element(known.parent, known.key, tensor)
+            if known.graphless and requires_grad(tensor):
+                self._block_unseen_graph(known)
+            return known.ref
+        part = self.surroundings.find(tensor)
+        if part is not None:
+            op = self._writer.emit(OpKind.STATE, part, (), {}, None)
+        else:
+            op = self._writer.emit(OpKind.UNKNOWN, None, (), {}, None)
+            place = user_place(sys._getframe(1))
+            use = f"is used at {place}" if place else f"is given out by {self._start}"
+            self.tape.block(
+                f"a tensor of unknown origin {use}: it was made by something that torch does not "
+                "let a tracer see, or kept in a cache (name what made it with bendtrace.opaque)"
+            )
+        self.bind_tensor(tensor, op)
+        return Ref(op.index)
+
+    def scalar_ref(self, scalar: TracedScalar) -> Ref:
+        """Return the value number of a traced scalar of this run."""
+        source = scalar._source
+        if type(source) is Ref:
+            return source
+        parent, path = source
+        ref = scalar._source = self.element(parent, path, scalar)
+        return ref
+
+    def holds_values(self, thing: Any, seen: set[int]) -> bool:
+        """Whether what is called as one op holds on to values that this run computed."""
+        if type(thing) in TRACED:
+            return True
+        if isinstance(thing, Tensor):
+            known = self._writer.known.get(id(thing))
+            if known is None or known() is not thing:
+                return False
+            return known.ref is None or self.tape.ops[known.ref.index].kind is not OpKind.STATE
+        if id(thing) in seen:
+            return False
+        seen.add(id(thing))
+        return any(self.holds_values(held, seen) for held in held_by(thing))
+
+    def _guard_presence(self, op: Op, frame: FrameType) -> None:
+        """Guard whether a tensor has a gradient, or a base."""
+        test = self._writer.emit(OpKind.SCALAR, operator.is_, (Ref(op.index), None), {}, frame)
+        test.meta = op.meta is None
+        self._writer.guard(Test.VALUE, test.index, test.meta, "metadata", frame)
+
+    def _bind_elements(
+        self, out: Any, ref: Ref, path: tuple[Any, ...], frame: FrameType
+    ) -> tuple[Any, Any]:
+        """Bind what a result contains; its elements get ops only once they are used."""
+        bound, metas, changed = [], [], False
+        kind = type(out)
+        for i, item in out.items() if kind is dict else enumerate(out):
+            meta = item
+            if isinstance(item, Tensor):
+                meta = meta_of(item)
+                before = self._writer.known.get(id(item))
+                if before is not None and before() is item:
+                    first = before.ref or self.element(before.parent, before.key, item)
+                    element = self.element(ref, (*path, i), item)
+                    self._writer.aliases[element.index] = self._writer.aliases.get(
+                        first.index, first.index
+                    )
+                    self._writer.guard(Test.SAME, element.index, first.index, "", frame)
+                else:
+                    known = self._writer.known[id(item)] = Known(item)
+                    known.ref, known.parent, known.key = None, ref, (*path, i)
+                    known.graphless = False
+            elif type(item) in TRACED_AS:
+                source = (ref, (*path, i))
+                item = self.traced(TRACED_AS[type(item)], item, source, frame)
+            elif isinstance(item, (tuple, list)):
+                item, meta = self._bind_elements(item, ref, (*path, i), frame)
+            changed = changed or item is not out[i]
+            bound.append(item)
+            metas.append(meta)
+        if not changed:
+            return out, tuple(metas)
+        if kind is dict:
+            return dict(zip(out, bound, strict=True)), tuple(metas)
+        return (kind(bound) if kind in (tuple, list) else tuple(bound)), tuple(metas)
+
+    def element(self, ref: Ref, path: tuple[Any, ...], value: Any) -> Ref:
+        """Return the op that takes an element out of a result, emitting it on first use."""
+        for depth, key in enumerate(path):
+            known = self._elements.get((ref.index, key))
+            if known is None:
+                op = self._writer.emit(OpKind.SCALAR, operator.getitem, (ref, key), {}, None)
+                parent = self.tape.ops[ref.index]
+                op.scope, op.site, op.context = parent.scope, parent.site, parent.context
+                if depth == len(path) - 1:
+                    op.meta = plain(value)
+                    if isinstance(value, Tensor):
+                        op.meta = meta_of(value)
+                known = self._elements[ref.index, key] = Ref(op.index)
+            ref = known
+        return ref
+
+    def _block_unseen_graph(self, known: Known) -> None:
+        """An op under no_grad gave this tensor, and yet it requires grad by now."""
+        known.graphless = False
+        place = user_place(sys._getframe(1))
+        self.tape.block(
+            f"a tensor used at {place} got its gradient function from something that torch does "
+            "not let a tracer see (an autograd.Function whose apply was taken before the run?)"
+        )
+
+
+def _works_in_place(op: Op) -> bool:
+    name = getattr(op.target, "__name__", "")
+    return "out" in op.kwargs or (
+        name.endswith("_") and (not name.endswith("__") or name.startswith("__i"))
+    )
+
+
+_ITER_CODE = Tensor.__iter__.__code__
+_OPTIONAL = frozenset(
+    getattr(vars(torch._C.TensorBase)[name], "__get__")  # noqa: B009
+    for name in ("grad", "_grad", "_base")
+    if name in vars(torch._C.TensorBase)
+)
+_SETTERS = frozenset(
+    getattr(attribute, "__set__")  # noqa: B009 - a slot of the descriptor, not a known attribute
+    for attribute in map(
+        lambda name: getattr(Tensor, name, None), ("data", "requires_grad", "grad")
+    )
+)

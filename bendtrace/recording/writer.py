@@ -1,0 +1,204 @@
+"""Writing a tape: ops and guards in the order they happen, in step with a run to be resumed."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bendtrace.errors import NondeterminismError
+from bendtrace.recording.contexts import AutocastHold, current_context
+from bendtrace.recording.parts import Access
+from bendtrace.recording.places import user_place
+from bendtrace.recording.sites import Site, SiteTable
+from bendtrace.recording.surroundings import Surroundings
+from bendtrace.recording.tape import Guard, ModuleCall, Op, OpKind, Ref, Tape, Test, map_refs
+
+__all__ = ["Known", "Prefix", "Writer"]
+
+
+class Prefix:
+    """The part of a run that was replayed before it diverged.
+
+    Attributes:
+        ops: the tape up to the divergence.
+        values: what the replay computed, by op; ops without a value are carried out.
+        errors: what ops raised in the replay.
+        hold: on autocast's cache, until the run is past the prefix.
+    """
+
+    __slots__ = ("errors", "hold", "ops", "values")
+
+    def __init__(
+        self,
+        ops: list[Op],
+        values: dict[int, Any],
+        errors: dict[int, Exception],
+        hold: AutocastHold,
+    ) -> None:
+        self.ops = ops
+        self.values = values
+        self.errors = errors
+        self.hold = hold
+
+
+class Known(weakref.ref[Tensor]):
+    """A tensor on the tape: which value it is. Weak, so that tracing keeps nothing alive."""
+
+    __slots__ = ("graphless", "key", "parent", "ref")
+    ref: Ref | None  # None while it is an element of a result that nobody used yet
+    parent: Ref
+    key: tuple[Any, ...]
+    graphless: bool  # computed while grad mode was off, so that it cannot require grad
+
+
+class Writer:
+    """Puts ops and guards on a tape.
+
+    Args:
+        surroundings: what the run can read.
+        prefix: for a resumed run, what was carried out already.
+        boundaries: code at which the chain of calls that led to an op ends.
+
+    Attributes:
+        tape: what is written.
+        root: the outermost scope.
+        scope: the module call that the run is in.
+        known: the tensors on the tape, by identity.
+        aliases: ops that gave a tensor which another op had given first, with that op.
+        prefix: as given, until the run is over.
+        gone_astray: the error of a resumed run that did something else than before.
+    """
+
+    def __init__(
+        self, surroundings: Surroundings, prefix: Prefix | None, boundaries: frozenset[CodeType]
+    ) -> None:
+        self.tape = Tape(blockers=list(surroundings.blockers))
+        self.root = ModuleCall("", None, 0, None, 0)
+        self.scope = self.root
+        self.known: dict[int, Known] = {}
+        self.aliases: dict[int, int] = {}
+        self.prefix = prefix
+        self.gone_astray: NondeterminismError | None = None
+        self._surroundings = surroundings
+        self._arguments = tuple(p.value for p in surroundings.parts if p.access is Access.ROOT)
+        self._resumed = 0 if prefix is None else len(prefix.ops)
+        self._sites = SiteTable(boundaries)
+        self._dtype = torch.get_default_dtype()
+
+    def close(self) -> None:
+        """Let go of what the caller of the run gave and of what was computed before."""
+        if self.prefix is not None:
+            self.prefix.hold.release()
+        self._arguments, self.prefix = (), None
+
+    def require_end(self) -> None:
+        """Raise if a resumed run went astray, also if the model caught the error.
+
+        Raises:
+            NondeterminismError: if it did.
+        """
+        if self.gone_astray is not None:
+            raise self.gone_astray
+        if self._resumed > len(self.tape.ops):
+            raise NondeterminismError("resumed, the run ended before the point where it diverged")
+
+    def name_as(self, index: int, first: int) -> None:
+        """Note that an op gave the very tensor that another one gave before."""
+        self.aliases[index] = self.aliases.get(first, first)
+
+    def forgot_casts(self) -> None:
+        """Note that autocast forgets the weights that it has cast."""
+        self.tape.forgets.append(len(self.tape.ops))
+
+    def site(self, frame: FrameType) -> Site | None:
+        """Where `frame` is; None for what no code of the model's called: the model itself."""
+        site = self._sites.find(frame)
+        return site if site.chain else None
+
+    def emit(
+        self, kind: OpKind, target: Any, args: Any, kwargs: dict[str, Any], frame: FrameType | None
+    ) -> Op:
+        """Add an op.
+
+        Raises:
+            NondeterminismError: if a resumed run did something else at this point.
+        """
+        ops = self.tape.ops
+        site = None if frame is None else self.site(frame)
+        if len(ops) < self._resumed:
+            self._name_again(kind, target)
+        elif self.prefix is not None and self.prefix.hold.release():
+            self.forgot_casts()
+        op = Op(len(ops), kind, target, args, kwargs, self.scope, site, current_context())
+        if torch.get_default_dtype() is not self._dtype:
+            place = user_place(sys._getframe(1))
+            self.tape.block(f"at {place} the run has changed the default dtype")
+        if op.index < self._resumed:
+            assert self.prefix is not None
+            before = self.prefix.ops[op.index]
+            if not before.does_the_same_as(op) and not self._means_the_same(before, op):
+                self.gone_astray = NondeterminismError(
+                    f"resumed, the run did {op} where it had done {before}, with all guards equal"
+                    + (f" (at {site.place})" if site is not None else "")
+                )
+                raise self.gone_astray
+        ops.append(op)
+        return op
+
+    def guard(self, test: Test, index: int, expected: Any, how: str, frame: FrameType) -> None:
+        """Add a guard on the value of op `index`."""
+        site = self.site(frame)
+        position = len(self.tape.ops)
+        self.tape.guards.append(Guard(position, index, test, expected, how, self.scope, site))
+
+    def _name_again(self, kind: OpKind, target: Any) -> None:
+        """Keep in step with a run that knew as two tensors what is one by now.
+
+        Its prefix names the tensor a second time, from another place of the model's state.
+        """
+        assert self.prefix is not None
+        ops = self.tape.ops
+        while len(ops) < self._resumed:
+            before = self.prefix.ops[len(ops)]
+            if before.kind is not OpKind.STATE:
+                return
+            if kind is OpKind.STATE and str(before.target) == str(target):
+                return
+            try:
+                tensor = before.target.read(self._arguments)
+            except (LookupError, AttributeError, TypeError):
+                return
+            known = self.known.get(id(tensor))
+            if known is None or known() is not tensor or known.ref is None:
+                return
+            part = self._surroundings.find(tensor)
+            again = Op(
+                len(ops), OpKind.STATE, part, (), {}, before.scope, before.site, before.context
+            )
+            again.meta = before.meta
+            self.name_as(again.index, known.ref.index)
+            ops.append(again)
+
+    def _means_the_same(self, before: Op, op: Op) -> bool:
+        """Whether two ops differ only in which of its names they call a tensor by.
+
+        In the replay that diverged an op can have given back its input, where it had given a
+        copy when it was recorded: now that input has two names.
+        """
+
+        def first_name(ref: Ref) -> Ref:
+            return Ref(self.aliases.get(ref.index, ref.index))
+
+        if before.kind is OpKind.STATE and op.kind is OpKind.STATE:
+            return before.target.read(self._arguments) is op.target.read(self._arguments)
+        arguments = [map_refs((some.args, some.kwargs), first_name) for some in (before, op)]
+        return (
+            arguments[0] == arguments[1]
+            and before.kind is op.kind
+            and (before.target == op.target or str(before.target) == str(op.target))
+        )
