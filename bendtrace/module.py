@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Self, cast
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -121,6 +122,10 @@ class BendedModule(nn.Module):
             for table in _TABLES:
                 object.__setattr__(self, table, getattr(model, table))
             object.__setattr__(self, "training", model.training)
+            overridden = _overridden(type(model))
+            for name in overridden:
+                object.__setattr__(self, name, self._method(getattr(model, name)))
+            object.__setattr__(self, "_untraced", self._untraced | overridden)
 
     # Attributes that a trace of a module around this one must not depend on.
     _untraced = frozenset({"stats", "last_mismatch", "_signature", "_tree", "_latest", "_passing"})
@@ -137,8 +142,11 @@ class BendedModule(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model, along recorded paths as far as they go."""
-        if current_watcher() is not None or torch.compiler.is_dynamo_compiling():
-            # Inside another trace, which wants to see it all.
+        if (
+            current_watcher() is not None
+            or torch.compiler.is_dynamo_compiling()
+            or torch._C._get_tracing_state() is not None
+        ):  # inside another trace, which wants to see it all
             return call_itself(self._model, args, kwargs)
         bound = self._signature.bind(args, kwargs)
         names, arguments = tuple(bound), tuple(bound.values())
@@ -381,15 +389,22 @@ class BendedModule(nn.Module):
             if model is None:
                 raise
             found = getattr(model, name)
-        own = isinstance(found, types.MethodType) and found.__self__ is model
-        return self._method(found) if own and isinstance(model, nn.Module) else found
+        return self._method(found)
 
-    def _method(self, method: types.MethodType) -> Callable[..., Any]:
+    def _method(self, method: Any) -> Any:
         """Return a method of the model whose calls of the model go along recorded paths."""
+        model = self._model
+        if not (
+            isinstance(method, types.MethodType)
+            and method.__self__ is model
+            and isinstance(model, nn.Module)
+            and type(model).__call__ is nn.Module.__call__
+        ):
+            return method
 
         @functools.wraps(method)
         def call(*args: Any, **kwargs: Any) -> Any:
-            with serving(cast(nn.Module, self._model), self):
+            with serving(model, self):
                 return method(*args, **kwargs)
 
         return call
@@ -409,6 +424,22 @@ class BendedModule(nn.Module):
         else:
             super().__delattr__(name)
 
+    def __bool__(self) -> bool:
+        return bool(self._model)
+
+    def __len__(self) -> int:
+        return len(self._model)  # type: ignore[arg-type]
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._model[key]  # type: ignore[index]
+
+    def __iter__(self) -> Iterator[Any]:
+        model: Any = self._model
+        return iter(model)
+
+    def __contains__(self, item: Any) -> bool:
+        return item in self._model  # type: ignore[operator]
+
     def apply(self, fn: Callable[[nn.Module], Any]) -> Self:
         """Apply a function to the model and all its submodules."""
         if isinstance(self._model, nn.Module):
@@ -425,6 +456,19 @@ _PASSING = 4
 _OWN = frozenset(
     {"stats", "_passing", "last_mismatch", "_latest", "training", "_is_full_backward_hook"}
 )
+
+
+def _overridden(cls: type[nn.Module]) -> frozenset[str]:
+    """The methods of nn.Module that a model has its own of, besides those dealt with here."""
+    return frozenset(
+        name
+        for name, method in vars(nn.Module).items()
+        if not name.startswith("_")
+        and isinstance(method, types.FunctionType)
+        and name not in vars(BendedModule)
+        and (own := inspect.getattr_static(cls, name)) is not method
+        and isinstance(own, types.FunctionType)
+    )
 
 
 def _wrap(model: Callable[..., Any], max_traces: int | None) -> BendedModule:

@@ -14,6 +14,7 @@ import copy
 import ctypes
 import functools
 import linecache
+import logging
 import math
 import os
 import random
@@ -522,7 +523,9 @@ change(
     lambda m, p: m.value.update(a=3),
 )
 
-IDENTITIES = "which submodules and functions there are, and which parameters are None or tied"
+IDENTITIES = (
+    "which submodules and functions there are, in which order; parameters being None or tied"
+)
 change(
     IDENTITIES, Layer,
     sets(drop=nn.Identity()), lambda m, p: setattr(m.fc, "bias", None),
@@ -532,6 +535,14 @@ change(
     IDENTITIES, reading(lambda m, x: m.fc(x) if m.value is m.fc.weight else x, lambda: None),
     lambda m, p: setattr(m, "value", m.fc.weight),
 )  # fmt: skip
+change(
+    IDENTITIES,
+    reading(
+        lambda m, x: functools.reduce(lambda y, layer: layer(y), m.value.values(), x),
+        lambda: nn.ModuleDict({"a": nn.Tanh(), "b": nn.ReLU6()}),
+    ),
+    lambda m, p: m.value.update({"a": m.value.pop("a")}),
+)
 
 
 class Shifted(Layer):
@@ -848,13 +859,16 @@ def total(n: int) -> float:
     return float(torch.arange(n).sum())
 
 
-@case("what it keeps: plain values computed with tensors", calls=1)
+CACHED = "what it keeps that was computed with tensors"
+
+
+@case(CACHED, calls=1)
 def total_from_a_cache() -> Callable[[Tensor], Tensor]:
     total.cache_clear()
     return lambda x: x * total(3)
 
 
-@case("what it keeps: tensors", live_at="x * table(3)")
+@case(CACHED, calls=1)
 def tensor_from_a_cache() -> Callable[[Tensor], Tensor]:
     table.cache_clear()
     return lambda x: x * table(3)
@@ -982,13 +996,13 @@ def other_default_dtype(x: Tensor) -> Any:
         torch.set_default_dtype(torch.float32)
 
 
-@case(SET_INSIDE, lambda: torch.ones(1, 1, 2, 4), live_at="sdpa_kernel(")
+@case(SET_INSIDE, lambda: torch.ones(1, 1, 2, 4), live_at="scaled_dot_product_attention(")
 def other_attention(x: Tensor) -> Tensor:
     with sdpa_kernel(SDPBackend.MATH):
         return torch.nn.functional.scaled_dot_product_attention(x, x, x)
 
 
-@case(SET_INSIDE, live_at="use_deterministic_algorithms(")
+@case(SET_INSIDE, live_at="torch.empty(3)")
 def deterministic_inside(x: Tensor) -> Any:
     torch.use_deterministic_algorithms(True)
     try:
@@ -1128,8 +1142,13 @@ def hooked(model: Any, patch: pytest.MonkeyPatch) -> None:
     model.fc.register_forward_hook(lambda module, args, out: out * 2)
 
 
-HOOKS = "hooks on modules, as long as there are any"
+HOOKS = "hooks of yours on modules, as long as there are any"
 change(HOOKS, Layer, hooked, live_at="lambda module, args, out: out * 2")
+change(
+    "forward hooks that installed packages put on modules: `spectral_norm`",
+    lambda: nn.utils.spectral_norm(nn.Linear(3, 3)),
+    lambda m, p: m.weight_orig.data.add_(torch.eye(3)),
+)
 change(
     "hooks on parameters and on tensors that are given", Layer,
     lambda m, p: m.fc.weight.register_hook(lambda gradient: gradient * 2),
@@ -1302,7 +1321,18 @@ change(
     "a global that comes to hide a builtin", lambda: lambda x: x * len([1]),
     lambda m, p: p.setitem(globals(), "len", lambda x: 9),
 )  # fmt: skip
+SETTINGS_UNSEEN = (
+    "settings of Python's, and those of torch's not named above: `torch.set_warn_always`"
+)
 change(
-    "Python's own settings: `sys.setrecursionlimit`", lambda: lambda x: x * sys.getrecursionlimit(),
+    SETTINGS_UNSEEN,
+    lambda: lambda x: x * sys.getrecursionlimit(),
     lambda m, p: p.setattr(sys, "getrecursionlimit", lambda: 7),
-)  # fmt: skip
+)
+case(SETTINGS_UNSEEN, mode=lambda: Attribute(torch.set_warn_always, True, False))(
+    lambda: lambda x: x * (2 if torch.is_warn_always_enabled() else 3)
+)
+LOGGER = logging.getLogger("of a model")
+case(SETTINGS_UNSEEN, mode=lambda: Attribute(LOGGER.setLevel, "DEBUG", "NOTSET"))(
+    lambda: lambda x: x * LOGGER.getEffectiveLevel()
+)

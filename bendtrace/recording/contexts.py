@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from torch.nn.utils import parametrize
 
 __all__ = [
     "Autocast",
@@ -13,6 +14,7 @@ __all__ = [
     "Context",
     "ContextSwitch",
     "current_context",
+    "current_settings",
     "forget_casts",
 ]
 
@@ -60,6 +62,35 @@ def current_context() -> Context:
 
 
 forget_casts = torch.clear_autocast_cache
+
+
+# Seen in torch 2.6 to 2.13; test_modes.py would notice a change.
+_SETTINGS = (
+    torch._C._get_deterministic_algorithms,
+    torch._C._get_deterministic_algorithms_warn_only,
+    torch._C._get_float32_matmul_precision,
+    torch._C._get_mkldnn_enabled,
+    torch._C._get_cudnn_enabled,
+    torch._C._get_cudnn_benchmark,
+    torch._C._get_cudnn_deterministic,
+    torch._C._get_cudnn_allow_tf32,
+    torch._C._get_cublas_allow_tf32,
+    torch._C._get_flash_sdp_enabled,
+    torch._C._get_mem_efficient_sdp_enabled,
+    torch._C._get_math_sdp_enabled,
+    torch._C.is_anomaly_enabled,
+    torch.get_num_threads,
+    lambda: parametrize._cache_enabled,
+)
+
+
+def current_settings() -> tuple[Any, ...]:
+    """Return the settings of torch's that ops, or torch's own Python, look at.
+
+    Deterministic algorithms (on, and only warning), precision of float32 products, MKLDNN, cuDNN,
+    kinds of attention, anomaly detection, threads, cached parametrizations.
+    """
+    return tuple([ask() for ask in _SETTINGS])
 
 
 class AutocastHold:

@@ -8,11 +8,12 @@ import types
 from typing import Any
 
 import torch
+from torch.nn.utils import parametrize
 
-from bendtrace.recording.contexts import current_context
+from bendtrace.recording.contexts import current_context, current_settings
 from bendtrace.recording.encoding import Encoder, make_keys_plain, without_traced
 from bendtrace.recording.functions import is_torchs_function, name_of
-from bendtrace.recording.objects import holds_any
+from bendtrace.recording.objects import kept_in
 from bendtrace.recording.parts import Change, PartKind
 from bendtrace.recording.reach import names_in, reach_of
 from bendtrace.recording.scalars import TRACED
@@ -68,7 +69,9 @@ class Finish:
         self._start = start
         self._random_states = _python_random_states()
         self._seeds_before = self._seeds()
-        self._entry = current_context(), torch.get_default_dtype()
+        self._entry = self._modes()
+        if parametrize._cache_enabled:
+            self.block("the values of parametrizations are cached around the call")
 
     def recording(self, output: Any) -> tuple[Recording, list[Change]]:
         """Write down what the run gave and changed; return that and the changes as they are."""
@@ -84,8 +87,8 @@ class Finish:
             getattr(op.target, "__name__", "") == "manual_seed" for op in self.tape.ops
         ):
             self.block("the run seeds torch's random generator unseen")
-        if (current_context(), torch.get_default_dtype()) != self._entry:
-            self.block("the run leaves grad mode, autocast or the default dtype changed")
+        if self._modes() != self._entry:
+            self.block("the run leaves grad mode, autocast or another setting of torch's changed")
         changes = list(self.surroundings.changes())
         for reason in self.surroundings.blockers:
             self.tape.block(reason)
@@ -94,7 +97,9 @@ class Finish:
             if self._has_ops_of(cache.__wrapped__):
                 self.tape.block(reason)
                 recording.is_transient = True
-            if holds_any(cache, TRACED):  # which nobody may meet after the run
+            if any(
+                type(kept) in TRACED for kept in kept_in(cache)
+            ):  # which nobody may meet after the run
                 cache.cache_clear()
         memo: dict[int, Any] = {}
         for change in changes:
@@ -132,6 +137,10 @@ class Finish:
                 part.value.difference_update(traced)
                 part.value.update(map(without_traced, traced))
         return memo
+
+    @staticmethod
+    def _modes() -> Any:
+        return current_context(), torch.get_default_dtype(), current_settings()
 
     def _seeds(self) -> list[int]:
         """The seeds of the generators that the run knows; reseeding one is not always seen."""

@@ -15,7 +15,7 @@ __all__ = [
     "build",
     "can_build",
     "held_by",
-    "holds_any",
+    "kept_in",
     "make_function",
     "make_partial",
     "refill",
@@ -96,17 +96,22 @@ def held_by(function: Any) -> Iterator[Any]:
         yield from function
 
 
-def holds_any(cache: Any, kinds: frozenset[type], depth: int = 4) -> bool:
-    """Whether a `functools.lru_cache` has things of some exact types among what it keeps."""
-    return any(
-        type(held) in kinds
-        or (depth > 0 and _is_cache_part(held) and holds_any(held, kinds, depth - 1))
-        for held in gc.get_referents(cache)
-    )
-
-
-def _is_cache_part(thing: Any) -> bool:
-    return type(thing) in (dict, list, tuple) or type(thing).__name__ == "_lru_list_elem"
+def kept_in(cache: functools._lru_cache_wrapper[Any]) -> Iterator[Any]:
+    """Yield the results that a `functools.lru_cache` keeps, and what containers among them hold."""
+    waiting = gc.get_referents(cache)
+    entries = next((held for held in waiting if type(held) is dict), {})
+    if cache.cache_parameters()["maxsize"] is None:
+        waiting = list(entries.values())
+    else:  # keys and results by turns, and other things (CPython 3.11 to 3.14)
+        keys = {id(key) for key in entries} | {id(entries), id(cache.__wrapped__)}
+        waiting = [held for held in waiting if id(held) not in keys]
+    while waiting:
+        held = waiting.pop()
+        yield held
+        if type(held) in (tuple, list):
+            waiting += held
+        elif type(held) is dict:
+            waiting += held.values()
 
 
 def make_partial(

@@ -148,6 +148,11 @@ class _Search:
             value = function.__globals__[name]
             if isinstance(value, types.ModuleType):
                 modules.append(value)
+        package = function.__globals__.get("__package__")
+        for name in _facts_of(function.__code__).imports:
+            for full in (name, f"{package}.{name}"):
+                if isinstance(sys.modules.get(full), types.ModuleType):
+                    modules.append(sys.modules[full])
         spaces += [vars(module) for module in modules if is_users_module(module)]
         for owner in tuple(self.owners.values()):
             self._take(owner, (names - self.names) & owner.keys())
@@ -219,24 +224,33 @@ class _Facts(NamedTuple):
     names: frozenset[str]  # of globals, attributes and variables of the functions around it
     globals: frozenset[str]
     stores: frozenset[str]
+    imports: frozenset[str]  # of modules, by its own statements
     tells_numbers: bool
+
+
+_GLOBALS = frozenset(
+    f"{how}_{where}" for how in ("LOAD", "STORE", "DELETE") for where in ("GLOBAL", "NAME")
+)
 
 
 @functools.lru_cache(maxsize=8192)
 def _facts_of(code: types.CodeType) -> _Facts:
     names: set[str] = set()
-    found: dict[str, set[str]] = {"GLOBAL": set(), "ATTR": set()}
+    found: dict[str, set[str]] = {"GLOBAL": set(), "ATTR": set(), "IMPORT": set()}
     for inner in codes_in(code):
         names.update(inner.co_names, inner.co_freevars)
         for step in dis.get_instructions(inner):
-            if step.opname.endswith(("_GLOBAL", "_NAME")) and isinstance(step.argval, str):
+            if step.opname in _GLOBALS and isinstance(step.argval, str):
                 found["GLOBAL"].add(step.argval)
+            elif step.opname == "IMPORT_NAME":
+                found["IMPORT"].add(step.argval)
             elif step.opname == "STORE_ATTR":
                 found["ATTR"].add(step.argval)
     return _Facts(
         frozenset(names),
         frozenset(found["GLOBAL"]),
         frozenset(found["ATTR"]),
+        frozenset(found["IMPORT"]),
         _tells_numbers(code),
     )
 

@@ -43,7 +43,9 @@ class Signature:
         if names is None:
             given = self._positional[: len(args)]
             rest = [f"{self._rest}[{i}]" for i in range(len(args) - len(given))]
-            names = self._forms[form] = (*given, *rest, *kwargs)
+            # A positional-only parameter leaves its name free for a keyword.
+            named = (f"**{name}" if name in given else name for name in kwargs)
+            names = self._forms[form] = (*given, *rest, *named)
         return names
 
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -90,11 +92,12 @@ def record(
     exchanged = _Arguments(recorder)
     positional = len(args)
     given = [exchanged.given[name] for name in signature.names(args, kwargs)]
-    recording = recorder.run(
-        tuple(given[:positional]), dict(zip(kwargs, given[positional:], strict=True))
-    )
-    surroundings.release()
-    return recording
+    try:
+        return recorder.run(
+            tuple(given[:positional]), dict(zip(kwargs, given[positional:], strict=True))
+        )
+    finally:
+        surroundings.release()
 
 
 def uninitialized_in(function: Callable[..., Any]) -> bool:

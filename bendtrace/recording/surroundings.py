@@ -30,7 +30,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from bendtrace.recording.objects import can_build
+from bendtrace.recording.objects import can_build, kept_in
 from bendtrace.recording.parts import (
     PLAIN_TYPES,
     UNSET,
@@ -144,6 +144,15 @@ class Surroundings:
                     f"{part.label} is a {part.type.__qualname__}, whose content cannot be guarded",
                     part.label,
                 )
+
+    def find_cached(self, tensor: torch.Tensor) -> Part | None:
+        """Return a new part for a tensor that comes from a `functools.lru_cache`, if it does."""
+        for label, cache, _ in self._caches:
+            if any(kept is tensor for kept in kept_in(cache)):
+                fixed = _Reach(None, Access.FIXED, None, f"{label}(...)", False)
+                self._walk(tensor, fixed)
+                return self._by_id[id(tensor)]
+        return None
 
     def place_of(self, label: str) -> str:
         """Say where the model's code stores to what has a label, or mentions it; "" if nowhere."""
@@ -342,7 +351,7 @@ class Surroundings:
                 if hooks and not self._walk_hooks(name, hooks):
                     what = f"{label} has {name[1:].replace('_', ' ')}"
                     self.blockers.append(what + _definitions(hooks.values()))
-        hidden = _MODULE_INTERNALS | getattr(type(module), "_untraced", frozenset())
+        hidden = _MODULE_INTERNALS | attributes.get("_untraced", frozenset())
         self._walk_mapping(attributes, label, hidden, type(module))
         for name in ("_parameters", "_buffers", "_modules"):
             self._walk_mapping(attributes[name], label)

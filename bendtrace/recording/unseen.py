@@ -9,18 +9,9 @@ from bendtrace.recording.reach import place_naming
 
 __all__ = ["unseen_in"]
 
-_SETTINGS = "changes a setting of torch's, which a replay would not"
 _GENERATORS = "reads or sets the state of a random generator past the tracer"
 _NAMES = {
-    **dict.fromkeys(
-        (
-            "sdpa_kernel", "use_deterministic_algorithms", "set_deterministic_debug_mode",
-            "set_float32_matmul_precision", "set_num_threads", "set_flush_denormal",
-            "enable_flash_sdp", "enable_math_sdp", "enable_mem_efficient_sdp",
-            "set_fastpath_enabled",
-        ),
-        _SETTINGS,
-    ),
+    "set_flush_denormal": "changes a setting of torch's that cannot be asked for",
     **dict.fromkeys(("initial_seed", "default_generator"), _GENERATORS),
     **dict.fromkeys(
         ("DisableTorchFunction", "DisableTorchFunctionSubclass"), "switches function modes off"

@@ -174,7 +174,7 @@ class Values:
             if known.graphless and requires_grad(tensor):
                 self._block_unseen_graph(known)
             return known.ref
-        part = self.surroundings.find(tensor)
+        part = self.surroundings.find(tensor) or self.surroundings.find_cached(tensor)
         if part is not None:
             op = self._writer.emit(OpKind.STATE, part, (), {}, None)
         else:

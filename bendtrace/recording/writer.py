@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from bendtrace.errors import NondeterminismError
-from bendtrace.recording.contexts import AutocastHold, current_context
+from bendtrace.recording.contexts import AutocastHold, current_context, current_settings
 from bendtrace.recording.parts import Access
 from bendtrace.recording.places import user_place
 from bendtrace.recording.sites import Site, SiteTable
@@ -89,6 +89,7 @@ class Writer:
         self._resumed = 0 if prefix is None else len(prefix.ops)
         self._sites = SiteTable(boundaries)
         self._dtype = torch.get_default_dtype()
+        self._settings = current_settings()
 
     def close(self) -> None:
         """Let go of what the caller of the run gave and of what was computed before."""
@@ -138,6 +139,9 @@ class Writer:
         if torch.get_default_dtype() is not self._dtype:
             place = user_place(sys._getframe(1))
             self.tape.block(f"at {place} the run has changed the default dtype")
+        if kind is OpKind.CALL and current_settings() != self._settings:
+            place = user_place(sys._getframe(1))
+            self.tape.block(f"at {place} the run has changed a setting of torch's")
         if op.index < self._resumed:
             assert self.prefix is not None
             before = self.prefix.ops[op.index]

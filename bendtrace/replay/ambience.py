@@ -9,7 +9,7 @@ from torch._C import _len_torch_function_stack
 from torch.nn.modules import module as _module
 from torch.overrides import _get_current_function_mode_stack
 
-from bendtrace.recording.contexts import Context, current_context
+from bendtrace.recording.contexts import Context, current_context, current_settings
 from bendtrace.recording.recorder import Recorder
 
 __all__ = ["Ambience"]
@@ -24,9 +24,7 @@ class Ambience(NamedTuple):
         modes: the active function modes, outermost first; a device context by its device.
         hooked: whether hooks are registered for all modules of the process.
         fast_attention: whether fused layers may take their fast path.
-        flags: other settings that a model can ask for: deterministic algorithms (on, and only
-            warning), precision of float32 products, MKLDNN, cuDNN, kinds of attention, anomaly
-            detection, threads.
+        settings: other settings of torch's.
     """
 
     context: Context
@@ -34,7 +32,7 @@ class Ambience(NamedTuple):
     modes: tuple[Any, ...]
     hooked: bool
     fast_attention: bool
-    flags: tuple[Any, ...]
+    settings: tuple[Any, ...]
 
     @classmethod
     def current(cls) -> Ambience:
@@ -47,8 +45,8 @@ class Ambience(NamedTuple):
             or _module._global_backward_pre_hooks
         )
         fast = torch.backends.mha.get_fastpath_enabled()
-        flags = tuple([ask() for ask in _FLAGS])
-        return cls(current_context(), torch.get_default_dtype(), modes, hooked, fast, flags)
+        dtype, settings = torch.get_default_dtype(), current_settings()
+        return cls(current_context(), dtype, modes, hooked, fast, settings)
 
     def difference(self) -> str | None:
         """Say what is different now, or None."""
@@ -59,29 +57,13 @@ class Ambience(NamedTuple):
         return None
 
 
-# Seen in torch 2.6 to 2.13; test_modes.py would notice a change.
-_FLAGS = (
-    torch._C._get_deterministic_algorithms,
-    torch._C._get_deterministic_algorithms_warn_only,
-    torch._C._get_float32_matmul_precision,
-    torch._C._get_mkldnn_enabled,
-    torch._C._get_cudnn_enabled,
-    torch._C._get_cudnn_benchmark,
-    torch._C._get_cudnn_deterministic,
-    torch._C._get_flash_sdp_enabled,
-    torch._C._get_mem_efficient_sdp_enabled,
-    torch._C._get_math_sdp_enabled,
-    torch._C.is_anomaly_enabled,
-    torch.get_num_threads,
-)
-
 _NAMES = {
     "context": "the grad, inference or autocast mode",
     "dtype": "the default dtype",
     "modes": "the active function modes",
     "hooked": "whether there are global module hooks",
     "fast_attention": "torch.backends.mha's fast path",
-    "flags": "a setting of torch's (deterministic algorithms, precision, anomaly detection)",
+    "settings": "a setting of torch's (deterministic algorithms, precision, anomaly detection)",
 }
 
 

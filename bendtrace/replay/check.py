@@ -121,7 +121,8 @@ class CheckWriter:
         source.line("    if number is not None: return number")
         skipped = {id(part) for part in simple} | {id(part) for part in mappings}
         for part in surroundings.parts:
-            if id(part) not in skipped and part not in self._ignored:
+            first = part.value if part.kind is PartKind.ALIAS else part
+            if id(part) not in skipped and part not in self._ignored and first not in self._ignored:
                 self._write_part(source, part)
         distinct = [p for p in surroundings.parts if p.is_argument and p.kind in _DISTINCT]
         if len(distinct) > 1:
@@ -260,6 +261,11 @@ class CheckWriter:
             (number, guard)
             for number, guard in enumerate(self._recording.tape.guards)
             if self._analysis.kinds[number] is GuardKind.INPUT
+            and not any(
+                ops[index].target in self._ignored
+                for index in needed_for(ops, [guard.index])
+                if isinstance(ops[index].target, Part)
+            )
         ]
         needed = needed_for(ops, (guard.index for _, guard in guards if not counts(guard, ops)))
         for _, guard in guards:

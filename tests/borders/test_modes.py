@@ -170,7 +170,7 @@ def default_device_set_and_reset(x: Tensor) -> Tensor:
     return x + y
 
 
-@border.live("determinis|global")
+@border.live("a setting of torch's")
 def deterministic_inside(x: Tensor) -> Tensor:
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True)
@@ -187,7 +187,7 @@ def anomaly_mode(x: Tensor) -> Tensor:
         return x.sin() * 2
 
 
-@border.live("sdpa_kernel", at="sdpa_kernel")
+@border.live("a setting of torch's", at="scaled_dot_product_attention")
 class AttentionBackend(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         q = x[None, None].expand(1, 2, -1, -1)
@@ -317,10 +317,10 @@ def without_torch_functions_in_place(x: Tensor) -> Tensor:
     return x * y
 
 
-@border.live("matmul_precision", at="matmul_precision")
+@border.live("a setting of torch's", at="x @ x.t()")
 def matmul_precision_inside(x: Tensor) -> Tensor:
     before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
+    torch.set_float32_matmul_precision("high")
     y = x @ x.t()
     torch.set_float32_matmul_precision(before)
     return y

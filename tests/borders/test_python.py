@@ -90,7 +90,7 @@ def a_cached_number(x: Tensor) -> Tensor:
     return x * cached_scale(x.shape[0])
 
 
-@border.live("unknown origin")
+@border.either("cache", at="cached_table")
 def a_cached_tensor(x: Tensor) -> Tensor:
     return x * cached_table(x.shape[1]) + cached_table(4)
 

@@ -206,11 +206,18 @@ def _one(subject: Callable[..., Any], model: nn.Module, call: Call, seed: int) -
             torch.stack(losses).sum().backward()
     except RuntimeError as error_there:
         backward = str(error_there)
-    inputs = [a for a in tree_leaves([args, kwargs]) if isinstance(a, Tensor) and a.is_leaf]
+    inputs = [a for a in tree_leaves([args, kwargs]) if isinstance(a, Tensor) and _is_leaf(a)]
     gradients = _read(bits, [[a.grad for a in inputs], [p.grad for p in model.parameters()]])
     if call.write:
         _write(output)
     return _Outcome(error, output, result, arguments, rng, own, layout, backward, gradients)
+
+
+def _is_leaf(tensor: Tensor) -> bool:
+    try:
+        return tensor.is_leaf
+    except RuntimeError:  # a view whose base was changed: torch refuses to say
+        return False
 
 
 def _write(output: Any) -> None:
