@@ -874,6 +874,24 @@ def tensor_from_a_cache() -> Callable[[Tensor], Tensor]:
     return lambda x: x * table(3)
 
 
+@functools.lru_cache
+def noise(n: int) -> Tensor:
+    return torch.randn(n)
+
+
+def test_a_cache_that_is_emptied_is_filled_anew() -> None:
+    results = []
+    for called in (model := lambda x: x * noise(3), bt.BendedModule(model)):
+        torch.manual_seed(0)
+        noise.cache_clear()
+        results.append([])
+        for number in range(8):
+            if number == 5:
+                noise.cache_clear()
+            results[-1].append(bits(called(torch.ones(3))))
+    assert results[0] == results[1]
+
+
 # Modes and settings
 
 

@@ -361,7 +361,7 @@ def of_unknown_origin(x: Tensor) -> Tensor:
     ("function", "reason"),
     [
         (to_numpy, r"^numpy at {file}:{line} hands the content of a tensor to code that cannot"),
-        (with_numpy_noise, r"^the run draws from Python's or numpy's random generator$"),
+        (with_numpy_noise, r"^the run draws from Python's or numpy's random generator"),
         (of_unknown_origin, r"unknown origin is used at {file}:{line}"),
     ],
 )

@@ -23,15 +23,21 @@ __all__ = [
 ]
 
 _BASES = frozenset({object, tuple, list, dict, OrderedDict, set, frozenset})
-_HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: made by a class statement, so no state of its own in C
+_HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: made by a class statement, or by newer C code
+# What only classes with a state of their own in C have as members.
+_OF_C = (types.MethodDescriptorType, types.WrapperDescriptorType, types.BuiltinMethodType)
 
 
 def can_build(cls: type) -> bool:
     """Whether an object of the class is fully described by its content and attributes."""
     if issubclass(cls, tuple):
         return True
-    base = next(base for base in cls.__mro__ if not base.__flags__ & _HEAP_TYPE)
-    return base in _BASES and cls is not object
+    for base in cls.__mro__:
+        if base in _BASES:
+            return cls is not object
+        if not base.__flags__ & _HEAP_TYPE or any(type(m) in _OF_C for m in vars(base).values()):
+            return False
+    return False
 
 
 def refill(container: dict[Any, Any], items: dict[Any, Any]) -> None:

@@ -213,6 +213,9 @@ class Recorder(TorchFunctionMode):
         return self._traced_list(out, Ref(op.index), frame)
 
     def _traced_list(self, value: Any, ref: Ref, frame: FrameType) -> Any:
+        if type(value) is complex:
+            self._writer.guard(Test.VALUE, ref.index, value, "tolist", frame)
+            return value
         if type(value) is not list:
             return self._values.scalar(TRACED_AS[type(value)], value, ref)
         self._writer.guard(Test.LENGTH, ref.index, len(value), "length", frame)

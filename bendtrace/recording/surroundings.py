@@ -12,6 +12,7 @@ import collections
 import contextvars
 import datetime
 import functools
+import inspect
 import logging
 import numbers
 import pathlib
@@ -98,6 +99,7 @@ class Surroundings:
         hook_dicts: the modules' own tables of hooks.
         names: all names that the code of the model uses, as far as it is known.
         stores: names of the attributes that it assigns, likewise.
+        read_caches: what tensors the run took from which `functools.lru_cache`.
         namespaces: those of the classes of the model, with how many names they have.
         functions: the code of the model, likewise.
         tells_numbers: whether some of that code asks for the exact type of a number.
@@ -120,6 +122,7 @@ class Surroundings:
         self._unguarded: list[Part] = []
         self._tagged: list[tuple[Part, _Reach]] = []
         self.namespaces: dict[int, tuple[Mapping[str, Any], int]] = {}
+        self.read_caches: list[tuple[functools._lru_cache_wrapper[Any], torch.Tensor]] = []
         self._modules: list[types.ModuleType] = []
         self._hooks: list[tuple[str, tuple[tuple[Any, Any], ...]]] = []
         self._caches: list[tuple[str, functools._lru_cache_wrapper[Any], int]] = []
@@ -151,6 +154,7 @@ class Surroundings:
             if any(kept is tensor for kept in kept_in(cache)):
                 fixed = _Reach(None, Access.FIXED, None, f"{label}(...)", False)
                 self._walk(tensor, fixed)
+                self.read_caches.append((cache, tensor))
                 return self._by_id[id(tensor)]
         return None
 
@@ -364,9 +368,7 @@ class Surroundings:
         """
         if name not in ("_forward_hooks", "_forward_pre_hooks"):
             return False
-        codes = [
-            getattr(getattr(hook, "__func__", hook), "__code__", None) for hook in hooks.values()
-        ]
+        codes = list(map(_code_of, hooks.values()))
         if any(code is None or not is_installed_file(code.co_filename) for code in codes):
             return False
         for hook in hooks.values():
@@ -554,9 +556,19 @@ _NOT_FOUND = (PartKind.PLAIN, PartKind.NUMBER, PartKind.ALIAS)
 _LET_GO = (PartKind.TENSOR, PartKind.LIST, PartKind.TUPLE, PartKind.DICT, PartKind.OBJECT)
 
 
+def _code_of(function: Any) -> types.CodeType | None:
+    """The code of a function, a method, a partial function or an object that can be called."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    found = getattr(function, "__func__", function)
+    if not hasattr(found, "__code__"):
+        found = inspect.getattr_static(type(found), "__call__", None)
+    return getattr(found, "__code__", None)
+
+
 def _definitions(functions: Iterable[Any]) -> str:
     """Say where functions are defined, as far as they are Python's."""
-    codes = [getattr(getattr(f, "__func__", f), "__code__", None) for f in functions]
+    codes = map(_code_of, functions)
     places = [f"{code.co_filename}:{code.co_firstlineno}" for code in codes if code is not None]
     return f" (see {', '.join(places)})" if places else ""
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
+from bendtrace.recording.objects import kept_in
 from bendtrace.recording.parts import (
     Access,
     Array,
@@ -137,6 +138,10 @@ class CheckWriter:
             else:
                 source.names.update(hooked=surroundings.hooks, items=_items_of)
                 source.line(f"if list(map(items, hooks)) != hooked: return {others}")
+        if surroundings.read_caches:
+            source.names.update(cached=surroundings.read_caches, all_kept=_all_kept)
+            cleared = self._note("a cache does not hold any more what the run took from it")
+            source.line(f"if not all_kept(cached): return {cleared}")
         self._write_conditions(source)
         source.line("return None")
         return source
@@ -289,6 +294,10 @@ class CheckWriter:
 # What is exchanged in a function that is edited in place, as notebooks do when they reload.
 _WRITTEN = operator.attrgetter("__code__", "__defaults__", "__kwdefaults__")
 _WHOLE = {PartKind.SET: exact_members, PartKind.LARGE: exact_items, PartKind.ARRAY: Array}
+
+
+def _all_kept(cached: list[tuple[Any, Any]]) -> bool:
+    return all(any(kept is tensor for kept in kept_in(cache)) for cache, tensor in cached)
 
 
 def _items_of(hooks: dict[Any, Any]) -> tuple[Any, ...]:

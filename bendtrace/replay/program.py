@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections import Counter
 from collections.abc import Iterator
@@ -323,6 +324,8 @@ class Program:
                     return Finished(result, stretch.recording)
                 departure = result
             number, outcome = departure.guard, departure.outcome
+            if type(outcome) is list:  # which the model is given, and may change
+                outcome = copy.deepcopy(outcome)
             values.update(departure.values)
             # What is left must be the only one to hold the values: the next stretch forgets
             # them when it needs them no more. (Among them is `values` itself.)

@@ -241,8 +241,8 @@ class TraceTree:
     ) -> Recording | None:  # fmt: skip
         """Find a recorded run that is the same up to a divergence and then took its side."""
         guard = divergence.guard
-        if guard is None:
-            return None
+        if guard is None or not program.analysis.fixed_metadata:
+            return None  # the arguments are not any more what the other programs check
         for other in self._programs.get(names, ()):
             if other is program or other.live_only or not other.admits(arguments):
                 continue
@@ -284,6 +284,17 @@ def _seen(part: Part, arguments: tuple[Any, ...]) -> Any:
     return value if part.kind is PartKind.PLAIN else id(value)
 
 
+def _described(part: Part) -> tuple[str, Any]:
+    return part.label, part.size if part.kind is PartKind.TENSOR else None
+
+
+def _equal(guard: Guard, other: Guard) -> bool:
+    """Whether two guards ask for the same outcome of the same test."""
+    if (guard.position, guard.index, guard.test) != (other.position, other.index, other.test):
+        return False
+    return identical(guard.expected, other.expected)
+
+
 def _goes_the_other_way(recording: Recording, divergence: Divergence, guard: Guard) -> bool:
     guards = recording.tape.guards
     if recording.tape.blockers or len(guards) <= divergence.number:
@@ -294,9 +305,12 @@ def _goes_the_other_way(recording: Recording, divergence: Divergence, guard: Gua
     if not identical(twin.expected, divergence.outcome):
         return False
     here, there = divergence.recording, recording
-    if [part.label for part in here.surroundings.parts] != [
-        part.label for part in there.surroundings.parts
-    ]:
+    if list(map(_described, here.surroundings.parts)) != list(
+        map(_described, there.surroundings.parts)
+    ):
+        return False
+    before = zip(here.tape.guards[: divergence.number], guards, strict=False)
+    if not all(_equal(mine, other) for mine, other in before):
         return False
     if len(there.tape.ops) < guard.position:
         return False
