@@ -405,7 +405,8 @@ class BendedModule(nn.Module):
         @functools.wraps(method)
         def call(*args: Any, **kwargs: Any) -> Any:
             with serving(model, self):
-                return method(*args, **kwargs)
+                result = method(*args, **kwargs)
+            return self if result is model else result  # what `eval` and the like return
 
         return call
 

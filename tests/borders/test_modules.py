@@ -64,7 +64,7 @@ def parametrised_twice() -> nn.Module:
     return layer(change)
 
 
-@border.replays
+@border.live("a setting of torch's")
 class Cached(Stateful):
     def __init__(self) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ def with_weight_norm() -> nn.Module:
     return layer(parametrizations.weight_norm)
 
 
-@border.live("hook", at=None)
+@border.replays
 def with_the_older_weight_norm() -> nn.Module:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -92,7 +92,7 @@ def with_spectral_norm() -> nn.Module:
     return layer(parametrizations.spectral_norm)
 
 
-@border.live("hook", at=None)
+@border.replays
 def with_the_older_spectral_norm() -> nn.Module:
     return layer(nn.utils.spectral_norm)
 
@@ -102,7 +102,7 @@ def orthogonal() -> nn.Module:
     return layer(parametrizations.orthogonal)
 
 
-@border.live("hook", at=None)
+@border.replays
 def pruned() -> nn.Module:
     return layer(lambda fc: prune.l1_unstructured(fc, "weight", 0.5))
 
