@@ -950,7 +950,7 @@ SWITCHES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], Any, Any]] = 
     ),
     "mkldnn": (
         lambda: torch.backends.mkldnn.enabled,
-        lambda on: setattr(torch.backends.mkldnn, "enabled", on), False, True,
+        torch._C._set_mkldnn_enabled, False, True,
     ),
     "cudnn": (
         lambda: torch.backends.cudnn.enabled,

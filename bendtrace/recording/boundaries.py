@@ -53,9 +53,10 @@ def opaque(function: Callable[..., Any]) -> Callable[..., Any]:
 
     Example:
         >>> import numpy, torch, bendtrace as bt
+        >>> half = numpy.full(2, 0.5, dtype="float32")
         >>> @bt.opaque
         ... def smooth(x):
-        ...     return torch.from_numpy(numpy.convolve(x.numpy(), [0.5, 0.5], "same"))
+        ...     return torch.from_numpy(numpy.convolve(x.numpy(), half, "same"))
         >>> bended = bt.BendedModule(lambda x: smooth(x) * 2)
         >>> for value in (1.0, 3.0):
         ...     out = bended(torch.full((3,), value))

@@ -141,8 +141,7 @@ class _Search:
                 modules.append(cell)
             elif isinstance(cell, type) and is_users_class(cell):
                 self.add_class(cell, _MADE)
-        # Others, such as `@pytest_ar`, are put there by tools that rewrite code.
-        names = set(filter(str.isidentifier, names_in(function.__code__)))
+        names = set(names_in(function.__code__))
         spaces: list[Mapping[str, Any]] = [function.__globals__]
         for name in _facts_of(function.__code__).globals & function.__globals__.keys():
             value = function.__globals__[name]
@@ -246,9 +245,10 @@ def _facts_of(code: types.CodeType) -> _Facts:
                 found["IMPORT"].add(step.argval)
             elif step.opname == "STORE_ATTR":
                 found["ATTR"].add(step.argval)
+    # Others, such as `@pytest_ar`, are put there by tools that rewrite code.
     return _Facts(
-        frozenset(names),
-        frozenset(found["GLOBAL"]),
+        frozenset(filter(str.isidentifier, names)),
+        frozenset(filter(str.isidentifier, found["GLOBAL"])),
         frozenset(found["ATTR"]),
         frozenset(found["IMPORT"]),
         _tells_numbers(code),

@@ -433,7 +433,7 @@ def test_a_mode_that_is_left_changed_is_left_changed(model: Any) -> None:
 FLAGS: dict[str, Any] = {
     "flush": lambda on: torch.set_flush_denormal(on),
     "precision": lambda on: torch.set_float32_matmul_precision("high" if on else "highest"),
-    "mkldnn": lambda on: setattr(torch.backends.mkldnn, "enabled", not on),
+    "mkldnn": lambda on: torch._C._set_mkldnn_enabled(not on),
     "anomaly": lambda on: torch.autograd.set_detect_anomaly(on, check_nan=True),
     "deterministic": torch.use_deterministic_algorithms,
 }

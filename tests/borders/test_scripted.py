@@ -160,7 +160,7 @@ def a_function_that_returns_a_list(x: Tensor) -> Any:
     return listing(x, x.shape[0])
 
 
-@border.live("gives a dict", at="naming")
+@border.replays
 def a_function_that_returns_a_dict(x: Tensor) -> Any:
     found = naming(x)
     return found["double"] + found["same"]
