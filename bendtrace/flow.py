@@ -15,7 +15,8 @@ from tabulate import tabulate
 from bendtrace.recording.functions import SHAPES
 from bendtrace.recording.iterations import Iterations, Mark, marks_of
 from bendtrace.recording.sites import Place, Span
-from bendtrace.recording.statements import Loop, part_taken
+from bendtrace.recording.statements import part_taken
+from bendtrace.recording.syntax import Loop
 from bendtrace.recording.tape import Guard, Op, OpKind, Tape, Test
 
 __all__ = [

@@ -7,19 +7,19 @@ import functools
 from dataclasses import dataclass, field
 
 from bendtrace.recording.sites import Place, Span
-from bendtrace.recording.statements import (
-    _FUNCTIONS,
-    _closes,
-    _conclude,
-    _File,
-    _file,
-    _follow,
-    _is_one_of_several,
-    _needs_all,
-    _of_generator,
-    _span,
-    _spans,
-    governed,
+from bendtrace.recording.statements import governed
+from bendtrace.recording.syntax import (
+    FUNCTIONS,
+    SourceFile,
+    closes_block,
+    conclude_truth,
+    follow_truth,
+    is_one_of_several,
+    needs_all,
+    source_file,
+    span_of,
+    spans_of,
+    spans_of_item,
 )
 
 __all__ = [
@@ -61,7 +61,7 @@ def header_of(place: Place, kind: str, text: str) -> Header:
         kind: its kind: "if", "while", "for", "and", ...
         text: source of the expression that decides.
     """
-    file = _file(place.file)
+    file = source_file(place.file)
     node = file.expressions.get(place.span)
     if node is None:
         return Header(_plainly(kind, text or "(source not found)"))
@@ -70,10 +70,10 @@ def header_of(place: Place, kind: str, text: str) -> Header:
             if isinstance(parent, (ast.For, ast.AsyncFor, ast.comprehension)):
                 line = f"for {file.text(parent.target)} in {file.text(parent.iter)}"
                 line = line if kind == "for" else f"[... {line}]"
-                return Header(line, False, _span(parent.iter))
+                return Header(line, False, span_of(parent.iter))
     if kind in ("in", "any", "all", "key", "match", "index") or kind not in _WORDS:
         return Header(_plainly(kind, text))
-    test = _follow(file, node)
+    test = follow_truth(file, node)
     text = f"not {text}" if test.inverted and kind != "not" else text
     return Header(_WORDS[kind].format(_before(file, node, test.child) + text), test.inverted)
 
@@ -91,7 +91,7 @@ def _plainly(kind: str, text: str) -> str:
     return text
 
 
-def _before(file: _File, node: ast.AST, last: ast.AST) -> str:
+def _before(file: SourceFile, node: ast.AST, last: ast.AST) -> str:
     """Say which operands were asked before the last one of an `and` or `or`."""
     for child, parent in file.ancestors(node):
         if child is last:
@@ -108,28 +108,28 @@ def under(place: Place, outcome: bool) -> tuple[Span, ...]:
     Unlike `governed`, without what follows the statement because its other side leaves the
     function or the loop.
     """
-    statement = _statement_around(_file(place.file), place)
+    statement = _statement_around(source_file(place.file), place)
     if statement is None:
         return ()
-    around = _span(statement)
+    around = span_of(statement)
     return tuple(span for span in governed(place, outcome) if around.holds(span))
 
 
 @functools.cache
 def while_around(place: Place) -> tuple[Header, tuple[Span, ...]] | None:
     """Return the `while` in whose test a place is, and the source that it repeats."""
-    file = _file(place.file)
+    file = source_file(place.file)
     node = _statement_around(file, place)
     if not isinstance(node, ast.While):
         return None
-    test = _span(node.test)
+    test = span_of(node.test)
     header = Header(f"while {file.text(node.test)}", False, test)
-    return header, (test, *_spans(node.body))
+    return header, (test, *spans_of(node.body))
 
 
 def return_under(place: Place, outcome: bool) -> ast.Return | None:
     """Return the `return` that a branch leads to, if it stands right under the side taken."""
-    statements = _file(place.file).statements
+    statements = source_file(place.file).statements
     for span in under(place, outcome):
         found = statements.get(span)
         if isinstance(found, ast.Return):
@@ -140,7 +140,7 @@ def return_under(place: Place, outcome: bool) -> ast.Return | None:
 @functools.cache
 def last_return(place: Place) -> ast.Return | None:
     """Return the `return` with which the function around a place ends."""
-    file = _file(place.file)
+    file = source_file(place.file)
     node: ast.AST | None = file.expressions.get(place.span) or file.statements.get(place.span)
     if node is None:
         return None
@@ -151,7 +151,7 @@ def last_return(place: Place) -> ast.Return | None:
     return None
 
 
-def _statement_around(file: _File, place: Place) -> ast.stmt | None:
+def _statement_around(file: SourceFile, place: Place) -> ast.stmt | None:
     node: ast.AST | None = file.expressions.get(place.span)
     while node is not None and not isinstance(node, ast.stmt):
         node = file.parents.get(node)
@@ -161,7 +161,7 @@ def _statement_around(file: _File, place: Place) -> ast.stmt | None:
 @functools.cache
 def is_elif(place: Place) -> bool:
     """Whether the `if` around a place is one that its source writes as `elif`."""
-    file = _file(place.file)
+    file = source_file(place.file)
     node = _statement_around(file, place)
     parent = None if node is None else file.parents.get(node)
     if not (isinstance(node, ast.If) and isinstance(parent, ast.If) and parent.orelse == [node]):
@@ -208,11 +208,11 @@ _KINDS: dict[type[ast.AST], str] = {
 
 def function_of(place: Place) -> ast.AST | None:
     """Return the function, or the lambda, that a place is in; None for a module's own code."""
-    file = _file(place.file)
+    file = source_file(place.file)
     node: ast.AST | None = file.expressions.get(place.span) or file.statements.get(place.span)
     if node is None:
         node = file.statement_at(place.span)
-    while node is not None and not isinstance(node, _FUNCTIONS):
+    while node is not None and not isinstance(node, FUNCTIONS):
         node = file.parents.get(node)
     return node
 
@@ -220,12 +220,12 @@ def function_of(place: Place) -> ast.AST | None:
 @functools.cache
 def choices_in(path: str, function: ast.AST) -> tuple[Choice, ...]:
     """Return the branches of a function, without those of functions defined in it."""
-    file = _file(path)
+    file = source_file(path)
     found: list[Choice] = []
     waiting = list(ast.iter_child_nodes(function))
     while waiting:
         node = waiting.pop()
-        if isinstance(node, (*_FUNCTIONS, ast.ClassDef)):
+        if isinstance(node, (*FUNCTIONS, ast.ClassDef)):
             continue
         found += _choices_at(file, node)
         waiting += ast.iter_child_nodes(node)
@@ -239,17 +239,17 @@ def decided_by(place: Place, outcome: bool) -> tuple[tuple[Choice, bool], ...]:
     That is the operand of an `and` or `or` that it is, and whatever asks for the truth of it
     all, as far as it is decided by now.
     """
-    file = _file(place.file)
+    file = source_file(place.file)
     node = file.expressions.get(place.span)
     decided: list[tuple[ast.AST, bool]] = []
     if node is None:  # an assert that a tool has rewritten
         statement = file.statements.get(place.span)
         decided += [(statement.test, outcome)] if isinstance(statement, ast.Assert) else []
-    elif not (_is_one_of_several(node) and outcome is _needs_all(node)):
-        plain = _follow(file, node)
+    elif not (is_one_of_several(node) and outcome is needs_all(node)):
+        plain = follow_truth(file, node)
         if isinstance(plain.parent, ast.BoolOp):
             decided.append((plain.child, outcome is not plain.inverted))
-        test, value = _conclude(file, node, outcome)
+        test, value = conclude_truth(file, node, outcome)
         if test.parent is not None and not isinstance(test.parent, ast.BoolOp):
             decided.append((test.child, value))
     known = {
@@ -257,39 +257,41 @@ def decided_by(place: Place, outcome: bool) -> tuple[tuple[Choice, bool], ...]:
         for child, _ in decided
         for choice in _choices_at(file, file.parents[child])
     }
-    pairs = [(known.get(_span(child)), value) for child, value in decided]
+    pairs = [(known.get(span_of(child)), value) for child, value in decided]
     return tuple((choice, value) for choice, value in pairs if choice is not None)
 
 
-def _only_if(file: _File, branch: ast.If | ast.IfExp | ast.While, value: bool) -> tuple[Span, ...]:
+def _only_if(
+    file: SourceFile, branch: ast.If | ast.IfExp | ast.While, value: bool
+) -> tuple[Span, ...]:
     """Return the source that runs only after a branch took one side.
 
     Where the other side leaves, that is also the rest of its own block, but not of those around
     it, which can be reached past the branch.
     """
     if isinstance(branch, ast.IfExp):
-        return (_span(branch.body if value else branch.orelse),)
+        return (span_of(branch.body if value else branch.orelse),)
     taken, other = (branch.body, branch.orelse) if value else (branch.orelse, branch.body)
-    spans = _spans(taken)
-    if isinstance(branch, ast.If) and _closes(other):
+    spans = spans_of(taken)
+    if isinstance(branch, ast.If) and closes_block(other):
         for name in ("body", "orelse", "finalbody"):
             block = getattr(file.parents[branch], name, None)
             if isinstance(block, list) and branch in block:
-                spans += _spans(block[block.index(branch) + 1 :])
+                spans += spans_of(block[block.index(branch) + 1 :])
     return spans
 
 
-def _choices_at(file: _File, node: ast.AST) -> list[Choice]:
+def _choices_at(file: SourceFile, node: ast.AST) -> list[Choice]:
     if isinstance(node, ast.BoolOp):
         kind = "and" if isinstance(node.op, ast.And) else "or"
         sides = [
-            (kind, operand, _spans(node.values[i + 1 :]) if kind == "and" else (),
-             _spans(node.values[i + 1 :]) if kind == "or" else ())
+            (kind, operand, spans_of(node.values[i + 1 :]) if kind == "and" else (),
+             spans_of(node.values[i + 1 :]) if kind == "or" else ())
             for i, operand in enumerate(node.values[:-1])
         ]  # fmt: skip
     elif isinstance(node, ast.comprehension):
         sides = [
-            ("comprehension filter", test, _of_generator(file, node, i + 1), ())
+            ("comprehension filter", test, spans_of_item(file, node, i + 1), ())
             for i, test in enumerate(node.ifs)
         ]
     elif isinstance(node, ast.Assert):
@@ -298,17 +300,17 @@ def _choices_at(file: _File, node: ast.AST) -> list[Choice]:
         true, false = _only_if(file, node, True), _only_if(file, node, False)
         sides = [(_KINDS[type(node)], node.test, true, false)]
     elif isinstance(node, (ast.For, ast.AsyncFor)) and node.orelse:
-        sides = [("for-else", node.iter, _spans(node.orelse), ())]
+        sides = [("for-else", node.iter, spans_of(node.orelse), ())]
     else:
         return []
     function: ast.AST | None = node
-    while function is not None and not isinstance(function, _FUNCTIONS):
+    while function is not None and not isinstance(function, FUNCTIONS):
         function = file.parents.get(function)
     name = getattr(function, "name", "<lambda>")
     return [
-        Choice(kind, file.text(test), file.file, _span(test), name, true, false,
+        Choice(kind, file.text(test), file.file, span_of(test), name, true, false,
                any(isinstance(inner, ast.expr)
-                   and (isinstance(inner, ast.BoolOp) or _is_one_of_several(inner))
+                   and (isinstance(inner, ast.BoolOp) or is_one_of_several(inner))
                    for inner in ast.walk(test)))
         for kind, test, true, false in sides
         if not isinstance(test, ast.Constant)

@@ -19,7 +19,8 @@ from dataclasses import dataclass, field
 from types import CodeType
 
 from bendtrace.recording.sites import Place, Site, Span
-from bendtrace.recording.statements import Loop, Role, decides, leaves_loop, role_of
+from bendtrace.recording.statements import Role, decides, leaves_loop, role_of
+from bendtrace.recording.syntax import Loop
 from bendtrace.recording.tape import Guard, ModuleCall, Op, OpKind, Ref, Tape, Test
 
 __all__ = ["Iterations", "Mark", "marks_of", "running_code", "user_code"]
