@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import bendtrace as bt
+from tests.modes import default_dtype, deterministic
 from tests.promise import Inputs, bits, footprint, outcome, state
 
 Change = Callable[[Any], Any]
@@ -1478,25 +1479,6 @@ class Modal(nn.Module):
         y = self.drop(self.norm(self.fc(x.float()).float()))
         z = self.fc(y) + torch.ones(3)
         return y, z, torch.is_grad_enabled(), z.requires_grad, y.dtype
-
-
-@contextmanager
-def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
-
-
-@contextmanager
-def deterministic() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
 
 
 MODES: dict[str, Callable[[], AbstractContextManager[Any]]] = {

@@ -125,7 +125,11 @@ class CheckWriter:
             first = part.value if part.kind is PartKind.ALIAS else part
             if id(part) not in skipped and part not in self._ignored and first not in self._ignored:
                 self._write_part(source, part)
-        distinct = [p for p in surroundings.parts if p.is_argument and p.kind in _DISTINCT]
+        distinct = [
+            part
+            for part in surroundings.parts
+            if part.is_argument and part.kind in _DISTINCT and part not in self._ignored
+        ]
         if len(distinct) > 1:
             same = ", ".join(f"id({source.part(part)})" for part in distinct)
             number = self._note("two arguments are now one and the same object")

@@ -205,7 +205,7 @@ class TraceTree:
         for program in self._programs.get(names, ()):
             failed = program.failing(arguments)
             part = None if failed is None else failed.part
-            if part is None:
+            if part is None or part.is_argument:  # the caller gives another one each time
                 continue
             change = next((c for c in program.recording.changes if c.covers(part)), None)
             if change is not None:

@@ -18,6 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import bendtrace as bt
 from tests.borders.border import DEFAULT, Border, Case, Mode, Stateful
+from tests.modes import default_dtype, deterministic
 from tests.promise import assert_promise, bits
 
 border = Border()
@@ -343,25 +344,6 @@ def autocast() -> Any:
     return torch.autocast("cpu", dtype=torch.bfloat16)
 
 
-@contextmanager
-def default(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
-
-
-@contextmanager
-def deterministic() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
-
-
 AROUND: dict[str, Mode] = {
     "nothing": nullcontext,
     "inference": torch.inference_mode,
@@ -370,7 +352,7 @@ AROUND: dict[str, Mode] = {
     "autocast without grad": lambda: both(autocast, torch.no_grad),
     "autocast off": lambda: torch.autocast("cpu", enabled=False),
     "autocast to float16": lambda: torch.autocast("cpu", dtype=torch.float16),
-    "float64": lambda: default(torch.float64),
+    "float64": lambda: default_dtype(torch.float64),
     "device": lambda: torch.device("cpu"),
     "math attention": lambda: sdpa_kernel(SDPBackend.MATH),
     "deterministic": deterministic,
@@ -420,10 +402,10 @@ def leaves_another_dtype(x: Tensor) -> Tensor:
 def test_a_mode_that_is_left_changed_is_left_changed(model: Any) -> None:
     bended = bt.BendedModule(model)
     for _ in range(4):
-        with default(torch.float32), torch.enable_grad():
+        with default_dtype(torch.float32), torch.enable_grad():
             wanted = bits(model(torch.ones(4, requires_grad=True)))
             left = torch.is_grad_enabled(), torch.get_default_dtype()
-        with default(torch.float32), torch.enable_grad():
+        with default_dtype(torch.float32), torch.enable_grad():
             assert bits(bended(torch.ones(4, requires_grad=True))) == wanted
             assert (torch.is_grad_enabled(), torch.get_default_dtype()) == left
     assert bended.stats.live == 4

@@ -68,4 +68,22 @@ def forward(self, x):
         "normal(0, 3, plus=9)",
         "normal(0, 3, plus=-9)",
     ),
+    "a list of the caller's that forward makes longer": _model(
+        "",
+        """\
+def forward(self, x, xs):
+    xs.insert(0, x * len(x))
+    return xs[-1]
+""",
+        *[f"normal(2, 3), [{', '.join(['normal(3)'] * n)}]" for n in (1, 3, 2, 1, 3, 4, 5)],
+    ),
+    "a list that keeps a buffer at each call": _model(
+        f"{_BUFFER}\nself.log = []",
+        """\
+def forward(self, x):
+    self.log.append(self.buf)
+    return x + len(x)
+""",
+        *["normal(2, 3)"] * 8,
+    ),
 }
