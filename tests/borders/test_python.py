@@ -410,7 +410,6 @@ def test_environment_read_through_a_module_attribute(monkeypatch: Any) -> None:
     def model(x: Tensor) -> Tensor:
         return x * (2 if torch.backends.mkldnn.enabled else 3)
 
-    monkeypatch.setattr(torch.backends, "__allow_nonbracketed_mutation_flag", True)
     _changed_between(model, lambda n: monkeypatch.setattr(torch.backends.mkldnn, "enabled", n != 1))
 
 
