@@ -29,4 +29,4 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def _seeded() -> None:
     torch.manual_seed(0)
     # Importing torch's own test databases forbids to change the flags of backends directly.
-    setattr(torch.backends, "__allow_nonbracketed_mutation_flag", True)  # noqa: B010
+    torch.backends.flags_frozen.__globals__["__allow_nonbracketed_mutation_flag"] = True

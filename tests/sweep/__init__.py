@@ -35,14 +35,15 @@ def untouched_torch() -> Iterator[None]:
     scripted = (torch._C.ScriptFunction, torch._C.ScriptMethod)
     calls = [kind.__call__ for kind in scripted]
     switch = "__allow_nonbracketed_mutation_flag"
-    allowed = getattr(torch.backends, switch)
+    backends = torch.backends.flags_frozen.__globals__
+    allowed = backends[switch]
     with warnings.catch_warnings(action="ignore"):
         try:
             yield
         finally:
             for kind, call in zip(scripted, calls, strict=True):
                 kind.__call__ = call
-            setattr(torch.backends, switch, allowed)
+            backends[switch] = allowed
 
 
 def seed_all(seed: int) -> None:
