@@ -7,22 +7,10 @@ what is there after the run - what the run changed.
 
 from __future__ import annotations
 
-import argparse
-import collections
 import contextvars
-import datetime
 import functools
-import inspect
-import logging
-import numbers
-import pathlib
-import re
-import sys
-import threading
 import types
-import uuid
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -31,7 +19,19 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from bendtrace.recording.objects import can_build, kept_in
+from bendtrace.recording.kinds import (
+    asks_for_plain,
+    changes_unwatched,
+    code_of,
+    container_kind,
+    definitions,
+    is_constant,
+    is_plain_object,
+    is_settings,
+    is_watched,
+    tells_numbers_apart,
+)
+from bendtrace.recording.objects import kept_in
 from bendtrace.recording.parts import (
     PLAIN_TYPES,
     UNSET,
@@ -64,7 +64,6 @@ from bendtrace.recording.reach import (
     reach_of,
 )
 from bendtrace.recording.unseen import unseen_in
-from bendtrace.recording.usage import needs_plain_numbers
 
 __all__ = ["Surroundings"]
 
@@ -82,7 +81,6 @@ _MODULE_INTERNALS = frozenset(
     }
 )  # fmt: skip
 _LARGE = 512  # a container with more plain entries than this is compared as one
-_DEEP = 8  # plain objects nested deeper than this are guarded by identity
 
 
 class Surroundings:
@@ -126,7 +124,7 @@ class Surroundings:
         self._modules: list[types.ModuleType] = []
         self._hooks: list[tuple[str, tuple[tuple[Any, Any], ...]]] = []
         self._caches: list[tuple[str, functools._lru_cache_wrapper[Any], int]] = []
-        self._plain_numbers = _needs_plain_numbers(function) or _tells_numbers(function)
+        self._plain_numbers = asks_for_plain(function) or tells_numbers_apart(function)
         for position, (name, value) in enumerate(arguments.items()):
             self._walk(value, _Reach(None, Access.ROOT, position, name, True))
         self._walk_callable(function)
@@ -254,7 +252,7 @@ class Surroundings:
 
     def _walk(self, value: Any, reach: _Reach) -> None:
         kind = type(value)
-        if kind in PLAIN_TYPES or issubclass(kind, Enum) or _is_constant(value, kind):
+        if kind in PLAIN_TYPES or issubclass(kind, Enum) or is_constant(value, kind):
             traced = reach.traceable(kind) and not self._plain_numbers
             self._add(value, reach, PartKind.NUMBER if traced else PartKind.PLAIN)
         elif (known := self._by_id.get(id(value))) is not None:
@@ -290,13 +288,13 @@ class Surroundings:
             part.content = {value.name: value.get(UNSET)}
             inside = _Reach(part, Access.CONTEXT, value.name, value.name, False)
             self._walk(part.content[value.name], inside)
-        elif not reach.is_argument and _is_plain_object(kind, reach) and _is_settings(value):
+        elif not reach.is_argument and is_plain_object(kind, reach.depth) and is_settings(value):
             self._meet_helper(kind)
             # A configuration: it is not made anew by each call, so it is taken to be the same
             # object, and its attributes are those of a fixed mapping, like a module's.
             self._add(value, reach, PartKind.IDENTITY)
             self._walk_mapping(vars(value), reach.label)
-        elif issubclass(kind, (list, tuple, dict)) or _is_plain_object(kind, reach):
+        elif issubclass(kind, (list, tuple, dict)) or is_plain_object(kind, reach.depth):
             self._meet_helper(kind)
             self._walk_container(value, reach)
         elif kind is torch.Generator and reach.is_argument:
@@ -315,7 +313,7 @@ class Surroundings:
             elif isinstance(value, types.ModuleType):
                 if is_users_module(value):
                     self._modules.append(value)
-            elif _changes_unwatched(value) and not reach.is_argument:
+            elif changes_unwatched(value) and not reach.is_argument:
                 self._unwatched.append(part)
             elif reach.is_argument and not callable(value) and kind is not torch.Generator:
                 self._unguarded.append(part)
@@ -323,7 +321,7 @@ class Surroundings:
                 self._meet_helper(kind)
 
     def _walk_container(self, value: Any, reach: _Reach) -> None:
-        part = self._add(value, reach, _container_kind(type(value)))
+        part = self._add(value, reach, container_kind(type(value)))
         content = content_of(part)
         if len(content) > _LARGE and all(type(item) in PLAIN_TYPES for item in content.values()):
             part.kind, part.size = PartKind.LARGE, exact_items(value)
@@ -354,7 +352,7 @@ class Surroundings:
                 self._hooks.append((f"{label}.{name}", tuple(hooks.items())))
                 if hooks and not self._walk_hooks(name, hooks):
                     what = f"{label} has {name[1:].replace('_', ' ')}"
-                    self.blockers.append(what + _definitions(hooks.values()))
+                    self.blockers.append(what + definitions(hooks.values()))
         hidden = _MODULE_INTERNALS | attributes.get("_untraced", frozenset())
         self._walk_mapping(attributes, label, hidden, type(module))
         for name in ("_parameters", "_buffers", "_modules"):
@@ -368,7 +366,7 @@ class Surroundings:
         """
         if name not in ("_forward_hooks", "_forward_pre_hooks"):
             return False
-        codes = list(map(_code_of, hooks.values()))
+        codes = list(map(code_of, hooks.values()))
         if any(code is None or not is_installed_file(code.co_filename) for code in codes):
             return False
         for hook in hooks.values():
@@ -414,7 +412,7 @@ class Surroundings:
         for module in self._modules:
             for name in self.names & vars(module).keys():
                 if not isinstance(vars(module)[name], types.ModuleType):
-                    self._walk_name(vars(module), name, _is_watched(vars(module)[name]))
+                    self._walk_name(vars(module), name, is_watched(vars(module)[name]))
 
     def _walk_helpers(self) -> None:
         """Walk the members of classes, those whose names code of other classes uses."""
@@ -455,7 +453,7 @@ class Surroundings:
             self.namespaces[id(owner)] = (owner, len(owner))
         for namespace, name in reach.globals:
             if name in namespace:
-                watched = namespace is own or _is_watched(namespace[name])
+                watched = namespace is own or is_watched(namespace[name])
                 if watched or not is_installed(namespace.get("__name__")):
                     self._walk_name(namespace, name, watched)
         for namespace, name in reach.members:
@@ -554,128 +552,3 @@ _MAKING = frozenset(
 # Tuples, not sets: hashing an Enum member takes longer than comparing a few.
 _NOT_FOUND = (PartKind.PLAIN, PartKind.NUMBER, PartKind.ALIAS)
 _LET_GO = (PartKind.TENSOR, PartKind.LIST, PartKind.TUPLE, PartKind.DICT, PartKind.OBJECT)
-
-
-def _code_of(function: Any) -> types.CodeType | None:
-    """The code of a function, a method, a partial function or an object that can be called."""
-    while isinstance(function, functools.partial):
-        function = function.func
-    found = getattr(function, "__func__", function)
-    if not hasattr(found, "__code__"):
-        found = inspect.getattr_static(type(found), "__call__", None)
-    return getattr(found, "__code__", None)
-
-
-def _definitions(functions: Iterable[Any]) -> str:
-    """Say where functions are defined, as far as they are Python's."""
-    codes = map(_code_of, functions)
-    places = [f"{code.co_filename}:{code.co_firstlineno}" for code in codes if code is not None]
-    return f" (see {', '.join(places)})" if places else ""
-
-
-def _container_kind(kind: type) -> PartKind:
-    if issubclass(kind, list):
-        return PartKind.LIST
-    if issubclass(kind, tuple):
-        return PartKind.TUPLE
-    return PartKind.DICT if issubclass(kind, dict) else PartKind.OBJECT
-
-
-def _is_plain_object(kind: type, reach: _Reach) -> bool:
-    """Whether the attributes of an instance are worth guarding one by one."""
-    if reach.depth > _DEEP or issubclass(kind, (type, types.ModuleType)):
-        return False
-    if kind in (types.SimpleNamespace, argparse.Namespace):
-        return True
-    if kind in (collections.UserDict, collections.UserList, collections.ChainMap):
-        return True
-    package = kind.__module__.split(".")[0]
-    if package in sys.stdlib_module_names or package in ("torch", "numpy") or not can_build(kind):
-        return False
-    return bool(kind.__dictoffset__) or any("__slots__" in vars(cls) for cls in kind.__mro__[:-1])
-
-
-def _is_settings(value: Any) -> bool:
-    """Whether an object holds plain values and containers of plain values only."""
-    if not getattr(value, "__dict__", None) or isinstance(value, (list, tuple, dict)):
-        return False
-    items = [
-        nested
-        for item in vars(value).values()
-        for nested in (
-            dict.values(item) if isinstance(item, dict)
-            else item if isinstance(item, (list, tuple, set))
-            else (item,)
-        )
-    ]  # fmt: skip
-    return all(type(item) in PLAIN_TYPES or isinstance(item, (Enum, str)) for item in items)
-
-
-def _is_constant(value: Any, kind: type) -> bool:
-    if kind is slice:
-        return _is_plain(value)
-    numpy = sys.modules.get("numpy")
-    return numpy is not None and issubclass(kind, numpy.generic)
-
-
-def _is_plain(value: slice) -> bool:
-    return all(type(part) in PLAIN_TYPES for part in (value.start, value.stop, value.step))
-
-
-def _is_watched(value: Any) -> bool:
-    """Whether a global that code deep down names is worth walking."""
-    if isinstance(value, _WATCHED) or _is_plain_data(value):
-        return True
-    kind = type(value)
-    fixed = _Reach(None, Access.FIXED, None, "", False)
-    return _is_plain_object(kind, fixed) and not callable(value) and _is_settings(value)
-
-
-_WATCHED = (
-    types.FunctionType, nn.Module, contextvars.ContextVar, functools._lru_cache_wrapper,
-)  # fmt: skip
-
-
-def _changes_unwatched(value: Any) -> bool:
-    """Whether a thing may have content that decides what it does, and that no guard sees."""
-    if isinstance(value, collections.abc.Iterator):
-        return True
-    kind = type(value)
-    if callable(value) or kind is object or hasattr(kind, "__get__") or is_torchs(kind.__module__):
-        return False
-    bare = kind.__module__.partition(".")[0] not in sys.stdlib_module_names - {"dataclasses"}
-    if bare and can_build(kind) and not attributes_of(value):
-        return isinstance(value, (list, tuple, dict, set, frozenset))
-    return not isinstance(value, _STEADY)
-
-
-# What has no content that changes, or none that a forward would ask for.
-_STEADY = (
-    numbers.Number, datetime.date, datetime.time, datetime.timedelta, datetime.tzinfo,
-    pathlib.PurePath, re.Pattern, uuid.UUID, weakref.ref, logging.Logger, type(threading.Lock()),
-    type(threading.RLock()), property, 
-)  # fmt: skip
-
-
-def _is_plain_data(value: Any, depth: int = 0) -> bool:
-    """Whether a value is plain or a tensor, or a container of such."""
-    if isinstance(value, (list, tuple, set)):
-        return depth < 4 and all(_is_plain_data(item, depth + 1) for item in value)
-    if type(value) is dict:
-        return depth < 4 and all(_is_plain_data(item, depth + 1) for item in value.values())
-    return type(value) in PLAIN_TYPES or isinstance(value, torch.Tensor)
-
-
-def _tells_numbers(function: Callable[..., Any]) -> bool:
-    """Whether the code of a model asks for the exact type of a number."""
-    if isinstance(function, nn.Module):
-        classes: set[Any] = {type(module) for module in function.modules()}
-        return any(reach_of(cls).tells_numbers for cls in classes)
-    called = getattr(function, "__func__", function)
-    return isinstance(called, types.FunctionType) and reach_of(called).tells_numbers
-
-
-def _needs_plain_numbers(function: Callable[..., Any]) -> bool:
-    called = function.forward if isinstance(function, nn.Module) else function
-    code: Any = getattr(getattr(called, "__func__", called), "__code__", None)
-    return code is not None and needs_plain_numbers(code)
