@@ -97,9 +97,8 @@ class Finish:
             if self._has_ops_of(cache.__wrapped__):
                 self.tape.block(reason)
                 recording.is_transient = True
-            if any(
-                type(kept) in TRACED for kept in kept_in(cache)
-            ):  # which nobody may meet after the run
+            # Nobody may meet a traced scalar after the run.
+            if any(type(kept) in TRACED for kept in kept_in(cache)):
                 cache.cache_clear()
         memo: dict[int, Any] = {}
         for change in changes:
