@@ -7,6 +7,7 @@ import functools
 import inspect
 import types
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -398,14 +399,16 @@ class BendedModule(nn.Module):
             isinstance(method, types.MethodType)
             and method.__self__ is model
             and isinstance(model, nn.Module)
-            and type(model).__call__ is nn.Module.__call__
         ):
             return method
+        # Around a call of the model's own, it is that call that recorded paths stand for.
+        is_served = type(model).__call__ is nn.Module.__call__
 
         @functools.wraps(method)
         def call(*args: Any, **kwargs: Any) -> Any:
-            with serving(model, self):
+            with serving(model, self) if is_served else nullcontext():
                 result = method(*args, **kwargs)
+            object.__setattr__(self, "training", model.training)
             return self if result is model else result  # what `eval` and the like return
 
         return call
