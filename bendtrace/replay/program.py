@@ -183,6 +183,7 @@ class Divergence:
         """Let go of the values, once a run has been resumed with them."""
         # Whoever else still holds the prefix, as the recorder does until the garbage collector
         # comes by, would keep them alive.
+        self.hold.release()  # if the run did not even begin
         prefix.values.clear()
         prefix.errors.clear()
         self.values.clear()
