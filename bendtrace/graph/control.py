@@ -1,4 +1,4 @@
-"""Control dependence: which ops ran because of which flow step."""
+"""Control dependence: which ops ran because of which flow steps."""
 
 from __future__ import annotations
 
@@ -6,11 +6,64 @@ from collections.abc import Iterator
 
 from bendtrace.flow import FlowStep, FlowSteps, LogicalFlowStep, LoopFlowStep
 from bendtrace.recording.iterations import running_code, user_code
-from bendtrace.recording.sites import Span
+from bendtrace.recording.sites import Place, Site, Span
 from bendtrace.recording.statements import governed
-from bendtrace.recording.tape import Tape
+from bendtrace.recording.tape import ModuleCall, Tape
 
-__all__ = ["controlling"]
+__all__ = ["Governing", "controlling"]
+
+
+class Governing:
+    """Tells under which flow steps things of a run happened.
+
+    Has to be asked in the order in which they did.
+
+    Args:
+        tape: the run.
+        steps: its flow steps.
+    """
+
+    def __init__(self, tape: Tape, steps: FlowSteps) -> None:
+        # Latest first, so that the next one to come into force is at the end.
+        self._coming = list(_deciding(tape, steps))[::-1]
+        self._coming.sort(key=lambda entry: entry[0], reverse=True)
+        # For each running function: the steps in force, by where they are.
+        self._in_force: dict[object, dict[Place, tuple[int, tuple[Span, ...]]]] = {}
+
+    def at(self, position: int, scope: ModuleCall, site: Site | None) -> tuple[int, ...]:
+        """Return the numbers of the steps that led to something, outermost first.
+
+        Args:
+            position: length of the tape when it happened; not less than at the last question.
+            scope: the module call it happened in.
+            site: where.
+        """
+        while self._coming and self._coming[-1][0] <= position:
+            _, number, step, activation, spans = self._coming.pop()
+            self._in_force.setdefault(activation, {})[step.place] = (number, spans)
+        if not self._in_force or site is None:
+            return ()
+        found: set[int] = set()
+        for place, activation in running_code(scope, site):
+            for at, (number, spans) in self._in_force.get(activation, {}).items():
+                if at.file == place.file and any(span.holds(place.span) for span in spans):
+                    found.add(number)
+        return tuple(sorted(found))
+
+
+def _deciding(
+    tape: Tape, steps: FlowSteps
+) -> Iterator[tuple[int, int, FlowStep, object, tuple[Span, ...]]]:
+    """Yield the steps that something can run under: when, which, in which function, what."""
+    for number, step in enumerate(steps):
+        # The tests of a `while` are steps of their own: the loop as a whole has no guard.
+        if step.guard is None or not isinstance(step, (LogicalFlowStep, LoopFlowStep)):
+            continue
+        spans = governed(step.place, isinstance(step, LoopFlowStep) or bool(step.value))
+        guard = tape.guards[step.guard]
+        if guard.site is not None:
+            _, activation, _ = user_code(guard.scope, guard.site)
+            yield guard.position, number, step, activation, spans
 
 
 def controlling(tape: Tape, names: list[str], steps: FlowSteps) -> Iterator[tuple[str, str, int]]:
@@ -19,31 +72,8 @@ def controlling(tape: Tape, names: list[str], steps: FlowSteps) -> Iterator[tupl
     Each op gets the innermost step that it ran under; that step's own condition, being an op,
     leads to the next one out.
     """
-    deciding: dict[object, list[tuple[int, int, FlowStep, tuple[Span, ...]]]] = {}
-    for number, step in enumerate(steps):
-        # The tests of a `while` are steps of their own: the loop as a whole has no guard.
-        if step.guard is None or not isinstance(step, (LogicalFlowStep, LoopFlowStep)):
-            continue
-        spans = governed(step.place, isinstance(step, LoopFlowStep) or bool(step.value))
-        guard = tape.guards[step.guard]
-        if spans and guard.site is not None:
-            _, activation, _ = user_code(guard.scope, guard.site)
-            entry = (guard.position, number, step, spans)
-            deciding.setdefault(activation, []).append(entry)
-    if not deciding:
-        return
+    governing = Governing(tape, steps)
     for op in tape.ops:
-        if op.site is None:
-            continue
-        for place, activation in running_code(op.scope, op.site):
-            under = [
-                (number, step)
-                for position, number, step, spans in deciding.get(activation, ())
-                if position <= op.index
-                and step.file == place.file
-                and any(span.holds(place.span) for span in spans)
-            ]
-            if under:
-                number, step = under[-1]
-                yield names[op.index], step.name, number
-                break
+        under = governing.at(op.index, op.scope, op.site)
+        if under:
+            yield names[op.index], steps[under[-1]].name, under[-1]

@@ -6,6 +6,7 @@ import copy
 import operator
 import sys
 from collections.abc import Callable
+from time import perf_counter_ns
 from types import FrameType
 from typing import Any
 
@@ -27,6 +28,7 @@ from bendtrace.recording.functions import (
     name_of,
 )
 from bendtrace.recording.handlers import raised_by
+from bendtrace.recording.observer import Observer, StopRun
 from bendtrace.recording.parts import Part, PartKind
 from bendtrace.recording.places import BEHIND, definition, outside_scalars, user_place
 from bendtrace.recording.scalars import TRACED, TracedScalar, plain
@@ -49,6 +51,7 @@ class Recorder(TorchFunctionMode):
         function: what is going to be run.
         surroundings: what the run can read.
         prefix: for a resumed run, what was carried out already.
+        observer: is shown the values of the run.
     """
 
     def __init__(
@@ -56,8 +59,10 @@ class Recorder(TorchFunctionMode):
         function: Callable[..., Any],
         surroundings: Surroundings,
         prefix: Prefix | None = None,
+        observer: Observer | None = None,
     ) -> None:
         super().__init__()
+        self._observer = observer
         self.active = False
         self.surroundings = surroundings
         self._function = function
@@ -84,7 +89,7 @@ class Recorder(TorchFunctionMode):
         self.active = True
         try:
             with watching(self), self:
-                output = self._function(*args, **kwargs)
+                output = self._outcome(args, kwargs)
             recording, changes = finish.recording(output)
             self.active = False
             recording.result = without_traced(output, finish.clean(changes, *own))
@@ -99,6 +104,13 @@ class Recorder(TorchFunctionMode):
             # A cycle of recorder and encoder must not keep what the caller gave alive.
             self._writer.close()
 
+    def _outcome(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        try:
+            return self._function(*args, **kwargs)
+        except StopRun as stop:
+            self.tape.block(f"the run was ended early, {stop}")
+            return None
+
     def argument(self, part: Part, value: Any) -> Any:
         """Record an argument part and return what the model is given for it."""
         op = self._writer.emit(OpKind.INPUT, part, (), {}, None)
@@ -106,6 +118,8 @@ class Recorder(TorchFunctionMode):
             op.meta = value
             return self._values.scalar(TRACED_AS[type(value)], value, Ref(op.index))
         self._values.bind_tensor(value, op)
+        if self._observer is not None:
+            self._observer.given(op, value)
         return value
 
     # What torch reports
@@ -140,6 +154,8 @@ class Recorder(TorchFunctionMode):
             with self:
                 return entered(func)(*args, **kwargs)
         if func in ESCAPES:
+            if self._observer is not None:
+                self._observer.escaped(args)
             self.tape.block(
                 f"{name_of(func)} at {user_place(frame)} hands the content of a tensor to code "
                 "that cannot be watched"
@@ -152,7 +168,18 @@ class Recorder(TorchFunctionMode):
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType
     ) -> Any:
         op, out = self._record(func, args, kwargs, frame)
-        return self._values.bind(out, op, frame)
+        bound = self._values.bind(out, op, frame)
+        if self._observer is not None:
+            self._show(op, args, out)
+        return bound
+
+    def _show(self, op: Op, args: tuple[Any, ...], out: Any) -> None:
+        assert self._observer is not None
+        self._observer.gave(op, out)
+        if out is None and op.writes and args:
+            written = next((arg for arg in args if isinstance(arg, Tensor)), None)
+            if written is not None:
+                self._observer.wrote(op, written)
 
     def _record(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType
@@ -165,13 +192,19 @@ class Recorder(TorchFunctionMode):
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType
     ) -> tuple[Op, Any, dict[str, Any]]:
         """Put a call on the tape; return it and what the function is to be called with."""
+        self._writer.writes.begin()
         encoded, args = self._encoder.arguments(args)
         named: dict[str, Any] = {}
         if kwargs:
             values, usable = self._encoder.arguments(tuple(kwargs.values()))
             named = dict(zip(kwargs, values, strict=True))
             kwargs = dict(zip(kwargs, usable, strict=True))
-        return self._writer.emit(OpKind.CALL, func, encoded, named, frame), args, kwargs
+        op = self._writer.emit(OpKind.CALL, func, encoded, named, frame)
+        self._writer.writes.read_by(op)
+        if op.reads and self._observer is not None:
+            for ref, tensor in self._writer.writes.stale:
+                self._observer.reads(op, ref.index, tensor)
+        return op, args, kwargs
 
     def _carry_out(self, op: Op, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Do what an op says (or, resumed, take what it gave before)."""
@@ -180,7 +213,12 @@ class Recorder(TorchFunctionMode):
         try:
             if self._writer.prefix is not None and op.index in self._writer.prefix.errors:
                 raise self._writer.prefix.errors[op.index]
-            return unwatched(func, args, kwargs)
+            started = perf_counter_ns()
+            out = unwatched(func, args, kwargs)
+            if self._observer is not None:
+                self._observer.took(op, perf_counter_ns() - started)
+            self._writer.writes.written_by(op)
+            return out
         except Exception as error:
             op.raised = raised_by(op, error)
             raise
@@ -273,12 +311,16 @@ class Recorder(TorchFunctionMode):
         with torch._C.DisableTorchFunction():  # what is read here is not the model's reading
             scope.args = tuple(self._encoder.leniently(value) for value in args)
             scope.kwargs = {name: self._encoder.leniently(value) for name, value in kwargs.items()}
+            self._writer.writes.begin()
         self.tape.calls.append(scope)
         self._writer.scope = scope
         try:
             output = module._call_impl(*args, **kwargs)
             with torch._C.DisableTorchFunction():
                 scope.output = self._encoder.leniently(output)
+                if self._observer is not None:
+                    scope.stop = len(self.tape.ops)
+                    self._observer.left(scope, output)
         finally:
             self._writer.scope = outer
             scope.stop = len(self.tape.ops)
@@ -296,13 +338,19 @@ class Recorder(TorchFunctionMode):
                     f"{name_of(function)} at {user_place(frame)} closes over values of the run, "
                     "which a replay could not exchange"
                 )
+            if self._observer is not None:
+                self._observer.escaped((args, kwargs))
         self._within = True
         try:
             out = self._carry_out(op, function, args, kwargs)
         finally:
             self._within = False
         with torch._C.DisableTorchFunction():
-            return self._values.bind(out, op, frame)
+            bound = self._values.bind(out, op, frame)
+            if self._observer is not None:
+                self._observer.escaped(out)
+                self._show(op, args, out)
+            return bound
 
     def forgot_casts(self) -> None:
         """Note that autocast forgets what it has cast (see `watcher.Watcher`)."""

@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from bendtrace.errors import InputError
+from bendtrace.recording.observer import Observer
 from bendtrace.recording.parts import Access, Part, PartKind
 from bendtrace.recording.recorder import Prefix, Recorder, Recording
 from bendtrace.recording.surroundings import Surroundings
@@ -69,6 +70,7 @@ def record(
     kwargs: dict[str, Any],
     signature: Signature,
     prefix: Prefix | None = None,
+    observer: Observer | None = None,
 ) -> Recording:
     """Run `function(*args, **kwargs)` and write down what happens.
 
@@ -78,6 +80,7 @@ def record(
         kwargs: its keyword arguments.
         signature: names the arguments.
         prefix: for a resumed run, what was carried out already.
+        observer: is shown the values of the run.
 
     Raises:
         InputError: if the function is a model with parameters that are not initialised yet.
@@ -88,7 +91,7 @@ def record(
             "the model has lazy modules, whose parameters the first call makes: call it once first"
         )
     surroundings = Surroundings(function, signature.bind(args, kwargs))
-    recorder = Recorder(function, surroundings, prefix)
+    recorder = Recorder(function, surroundings, prefix, observer)
     exchanged = _Arguments(recorder)
     positional = len(args)
     given = [exchanged.given[name] for name in signature.names(args, kwargs)]

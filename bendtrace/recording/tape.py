@@ -144,6 +144,9 @@ class Raised(NamedTuple):
         return self.type.__name__ if self.text is None else f"{self.type.__name__}({self.text!r})"
 
 
+_NOTHING: dict[int, int] = {}
+
+
 class Op:
     """One recorded call: of a torch function, or of Python arithmetic on a traced scalar.
 
@@ -158,6 +161,8 @@ class Op:
         context: grad, inference and autocast state it ran under.
         meta: a `TensorMeta`, a plain value, or a tuple of these.
         raised: what it raised, for an op whose error the model caught.
+        writes: ops that gave the tensors, among its arguments, that it wrote to.
+        reads: for arguments that were written to since their op gave them, the op that wrote.
     """
 
     __slots__ = (
@@ -168,9 +173,11 @@ class Op:
         "kwargs",
         "meta",
         "raised",
+        "reads",
         "scope",
         "site",
         "target",
+        "writes",
     )
 
     def __init__(
@@ -194,6 +201,8 @@ class Op:
         self.context = context
         self.meta: Any = None
         self.raised: Raised | None = None
+        self.writes: tuple[int, ...] = ()
+        self.reads: dict[int, int] = _NOTHING
 
     def __repr__(self) -> str:
         return f"%{self.index} = {self.kind.value} {self.target}{self.args}"

@@ -28,6 +28,7 @@ from bendtrace.recording.surroundings import Surroundings
 from bendtrace.recording.tape import Op, OpKind, Ref, TensorMeta, Test, meta_of, refs_in
 from bendtrace.recording.usage import compares_identity, needs_plain_numbers, only_tests
 from bendtrace.recording.writer import Known, Writer
+from bendtrace.recording.writes import version_of
 
 __all__ = ["TRACED_AS", "Values"]
 
@@ -140,6 +141,7 @@ class Values:
         """Take note that an op gave a tensor."""
         known = self._writer.known[id(tensor)] = Known(tensor)
         known.ref = Ref(op.index)
+        known.version = version_of(tensor)
         known.graphless = (
             op.kind is OpKind.CALL and not op.context.grad and not requires_grad(tensor)
         )
@@ -173,6 +175,7 @@ class Values:
                 known.ref = self.element(known.parent, known.key, tensor)
             if known.graphless and requires_grad(tensor):
                 self._block_unseen_graph(known)
+            self._writer.writes.given(known.ref, tensor, known.version)
             return known.ref
         part = self.surroundings.find(tensor) or self.surroundings.find_cached(tensor)
         if part is not None:
@@ -186,7 +189,9 @@ class Values:
                 "let a tracer see, or kept in a cache (name what made it with bendtrace.opaque)"
             )
         self.bind_tensor(tensor, op)
-        return Ref(op.index)
+        ref = Ref(op.index)
+        self._writer.writes.given(ref, tensor, self._writer.known[id(tensor)].version)
+        return ref
 
     def scalar_ref(self, scalar: TracedScalar) -> Ref:
         """Return the value number of a traced scalar of this run."""
@@ -239,6 +244,7 @@ class Values:
                     known = self._writer.known[id(item)] = Known(item)
                     known.ref, known.parent, known.key = None, ref, (*path, i)
                     known.graphless = False
+                    known.version = version_of(item)
             elif type(item) in TRACED_AS:
                 source = (ref, (*path, i))
                 item = self.traced(TRACED_AS[type(item)], item, source, frame)

@@ -17,6 +17,7 @@ from bendtrace.recording.places import user_place
 from bendtrace.recording.sites import Site, SiteTable
 from bendtrace.recording.surroundings import Surroundings
 from bendtrace.recording.tape import Guard, ModuleCall, Op, OpKind, Ref, Tape, Test, map_refs
+from bendtrace.recording.writes import Writes
 
 __all__ = ["Known", "Prefix", "Writer"]
 
@@ -49,10 +50,11 @@ class Prefix:
 class Known(weakref.ref[Tensor]):
     """A tensor on the tape: which value it is. Weak, so that tracing keeps nothing alive."""
 
-    __slots__ = ("graphless", "key", "parent", "ref")
+    __slots__ = ("graphless", "key", "parent", "ref", "version")
     ref: Ref | None  # None while it is an element of a result that nobody used yet
     parent: Ref
     key: tuple[Any, ...]
+    version: int  # how often it had been written to when it was named
     graphless: bool  # computed while grad mode was off, so that it cannot require grad
 
 
@@ -72,6 +74,7 @@ class Writer:
         aliases: ops that gave a tensor which another op had given first, with that op.
         prefix: as given, until the run is over.
         gone_astray: the error of a resumed run that did something else than before.
+        writes: who writes to tensors.
     """
 
     def __init__(
@@ -84,6 +87,7 @@ class Writer:
         self.aliases: dict[int, int] = {}
         self.prefix = prefix
         self.gone_astray: NondeterminismError | None = None
+        self.writes = Writes()
         self._surroundings = surroundings
         self._arguments = tuple(p.value for p in surroundings.parts if p.access is Access.ROOT)
         self._resumed = 0 if prefix is None else len(prefix.ops)
@@ -96,6 +100,7 @@ class Writer:
         if self.prefix is not None:
             self.prefix.hold.release()
         self._arguments, self.prefix = (), None
+        self.writes.begin()
 
     def require_end(self) -> None:
         """Raise if a resumed run went astray, also if the model caught the error.
@@ -133,8 +138,11 @@ class Writer:
         site = None if frame is None else self.site(frame)
         if len(ops) < self._resumed:
             self._name_again(kind, target)
-        elif self.prefix is not None and self.prefix.hold.release():
-            self.forgot_casts()
+        elif self.prefix is not None:
+            if self.prefix.hold.release():
+                self.forgot_casts()
+            if len(ops) == self._resumed:
+                self._renew_versions()
         op = Op(len(ops), kind, target, args, kwargs, self.scope, site, current_context())
         if torch.get_default_dtype() is not self._dtype:
             place = user_place(sys._getframe(1))
@@ -151,6 +159,7 @@ class Writer:
                     + (f" (at {site.place})" if site is not None else "")
                 )
                 raise self.gone_astray
+            self.writes.repeat(op, before)
         ops.append(op)
         return op
 
@@ -159,6 +168,17 @@ class Writer:
         site = self.site(frame)
         position = len(self.tape.ops)
         self.tape.guards.append(Guard(position, index, test, expected, how, self.scope, site))
+
+    def _renew_versions(self) -> None:
+        """Tell names that the prefix itself has made stale from those that still hold."""
+        named = [
+            (known.ref, tensor)
+            for known in self.known.values()
+            if (tensor := known()) is not None and known.ref is not None
+        ]
+        with torch._C.DisableTorchFunction():  # arithmetic can lead here, under the mode
+            for tensor in self.writes.stale_names(named):
+                self.known[id(tensor)].version = -1
 
     def _name_again(self, kind: OpKind, target: Any) -> None:
         """Keep in step with a run that knew as two tensors what is one by now.

@@ -1,0 +1,43 @@
+"""Who is shown the values of a run while they are there: what keeps activations, for one."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from bendtrace.recording.tape import ModuleCall, Op
+
+__all__ = ["Observer", "StopRun"]
+
+
+class StopRun(BaseException):
+    """Ends a run early; raised by an observer, and by nothing else.
+
+    Not an `Exception`, so that the model's own handlers let it pass.
+    """
+
+
+class Observer(Protocol):
+    """Is shown the values of a run. What it does with torch is not recorded."""
+
+    def given(self, op: Op, tensor: Tensor) -> None:
+        """Called for each tensor among the arguments of the run."""
+
+    def reads(self, op: Op, index: int, tensor: Tensor) -> None:
+        """Called before an op that reads what was written to a tensor since op `index` gave it."""
+
+    def took(self, op: Op, nanoseconds: int) -> None:
+        """Called with the time that carrying out an op has taken."""
+
+    def gave(self, op: Op, out: Any) -> None:
+        """Called with what an op gave."""
+
+    def wrote(self, op: Op, tensor: Tensor) -> None:
+        """Called with the tensor that an op has written to, if it gave none."""
+
+    def left(self, call: ModuleCall, output: Any) -> None:
+        """Called when a module's call has ended."""
+
+    def escaped(self, value: Any) -> None:
+        """Called with what is handed to code that may keep a pointer to its memory."""

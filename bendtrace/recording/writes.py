@@ -1,0 +1,89 @@
+"""Which ops write into tensors, and which read what others have written there.
+
+The tape names a tensor by the op that gave it. An op that works in place on a view of it, or
+assigns to an index, changes what that name stands for: here is noted who did, and who read it
+afterwards.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from bendtrace.recording.tape import Op, Ref
+
+__all__ = ["Writes", "storage_of", "version_of"]
+
+_PLAIN = frozenset({Tensor, nn.Parameter})
+
+
+def version_of(tensor: Tensor) -> int:
+    """How often a tensor, or another view of the same memory, was written to; 0 if unknown."""
+    if type(tensor) not in _PLAIN or tensor.is_inference():
+        return 0
+    return tensor._version
+
+
+def storage_of(tensor: Tensor) -> int:
+    """Return what tensors in the same memory have in common; 0 for those without a storage."""
+    if type(tensor) not in _PLAIN or tensor.layout is not torch.strided:
+        return 0
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except RuntimeError:
+        return 0
+
+
+class Writes:
+    """Watches the tensors that an op is given.
+
+    Attributes:
+        stale: what the op now being written was given and was written to since it was named.
+    """
+
+    def __init__(self) -> None:
+        self.stale: list[tuple[Ref, Tensor]] = []
+        self._given: list[tuple[Ref, Tensor, int]] = []
+        self._writers: dict[int, int] = {}
+
+    def begin(self) -> None:
+        """Forget what was given to the op before."""
+        self._given.clear()
+        self.stale.clear()
+
+    def given(self, ref: Ref, tensor: Tensor, named_at: int) -> None:
+        """Note that an op is given a tensor, which had version `named_at` when it was named."""
+        version = version_of(tensor)
+        self._given.append((ref, tensor, version))
+        if version != named_at:
+            self.stale.append((ref, tensor))
+
+    def read_by(self, op: Op) -> None:
+        """Note on an op, before it is carried out, whose writing it reads."""
+        if self.stale and not op.reads:
+            op.reads = self.writers()
+
+    def writers(self) -> dict[int, int]:
+        """For each tensor given that was written to since it was named, the op that did last."""
+        found = {ref.index: self._writers.get(storage_of(tensor)) for ref, tensor in self.stale}
+        return {index: writer for index, writer in found.items() if writer is not None}
+
+    def written_by(self, op: Op) -> None:
+        """Note on an op, after it was carried out, what it has written to."""
+        for ref, tensor, version in self._given:
+            if version_of(tensor) != version:
+                op.writes = (*op.writes, ref.index)
+                self._writers[storage_of(tensor)] = op.index
+
+    def repeat(self, op: Op, before: Op) -> None:
+        """Note what an op reads and writes that is not carried out again."""
+        op.reads, op.writes = before.reads, before.writes
+        for ref, tensor, _ in self._given:
+            if ref.index in op.writes:
+                self._writers[storage_of(tensor)] = op.index
+
+    def stale_names(self, named: list[tuple[Ref, Tensor]]) -> list[Tensor]:
+        """Return those of some tensors that were written to by an op after they were named."""
+        return [
+            tensor for ref, tensor in named if self._writers.get(storage_of(tensor), -1) > ref.index
+        ]
