@@ -4,18 +4,32 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import cached_property
 from typing import Any
 
+import torch
 from tabulate import tabulate
 from torch import fx, nn
 
-from bendtrace.errors import DivergenceError, NotReplayableError
+from bendtrace._history import ModelHistory
+from bendtrace.errors import DivergenceError, InputError, LayerKeyError, NotReplayableError
 from bendtrace.flow import FlowSteps, flow_steps
 from bendtrace.graph.fx import to_fx
 from bendtrace.graph.mirror import Graph, mirror
 from bendtrace.graph.names import node_names
+from bendtrace.history.building import Log, build_log
+from bendtrace.history.capture import Capture
+from bendtrace.history.flops import flops_of
+from bendtrace.history.options import SaveOptions
+from bendtrace.history.selection import Selection
+from bendtrace.history.text import Facts
+from bendtrace.history.validate import Validation, validate
+from bendtrace.paths.naming import Registry
+from bendtrace.paths.tree import tree_of
+from bendtrace.paths.view import Tree
 from bendtrace.recording.iterations import user_code
 from bendtrace.recording.recorder import Recording
 from bendtrace.recording.run import Signature, record
@@ -24,41 +38,121 @@ from bendtrace.replay.ambience import Ambience
 from bendtrace.replay.analysis import GuardKind
 from bendtrace.replay.explain import explain_check, explain_divergence
 from bendtrace.replay.program import Divergence, Program
+from bendtrace.storage import ShardWriter
 
-__all__ = ["Trace", "trace"]
+__all__ = ["Trace", "run_trace", "trace"]
 
 
-def trace(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Trace:
+def trace(
+    function: Callable[..., Any],
+    /,
+    *args: Any,
+    save: Any = None,
+    save_gradients: bool = False,
+    save_device: torch.device | str | None = None,
+    save_dtype: torch.dtype | None = None,
+    save_to: str | os.PathLike[str] | None = None,
+    keep_graph: bool = False,
+    stop_after: Any = None,
+    **kwargs: Any,
+) -> Trace:
     """Run a module, bound method or function on real inputs and record what happens.
 
     Args:
         function: what to run. It is not changed, and runs as it would without the tracer.
         *args: its positional arguments.
-        **kwargs: its keyword arguments.
+        save: which activations to keep, as they are when they are computed (later in-place ops
+            do not reach them, and nothing is copied before one comes): "all", "none" (only
+            times and names of gradient functions), or one or several of
+
+            - names of layers and modules, also as patterns: `"relu_1"`, `"features.*"`;
+            - positions, also from the end;
+            - modules and classes of modules: what they give;
+            - functions of the entry, which return what to keep: `True` for the value itself,
+              None for nothing, or something computed from `entry.tensor_contents`.
+
+            None keeps nothing and measures nothing.
+        save_gradients: whether to keep their gradients, too, in the backward pass.
+        save_device: where to keep them; None for where they are.
+        save_dtype: floating point dtype to keep them in; None for their own.
+        save_to: a directory to write them to while the run goes on, instead of keeping them in
+            memory.
+        keep_graph: whether they are part of the autograd graph, instead of being detached: one can
+            go backward from them, but they are not what later ops have used.
+        stop_after: the run ends here, if given: what `save` takes. Such a trace has no output.
+        **kwargs: keyword arguments of the function. One that has the name of an option has to be
+            bound beforehand, with `functools.partial`.
 
     Returns:
         The record of the run. `Trace.output` is what `function` returned.
 
     Raises:
+        InputError: an option makes no sense, or is also the name of an argument.
+        LayerKeyError: there is nothing by a name in `save` or `stop_after`. The run has taken
+            place by then.
         Exception: whatever `function` raises, as it is.
 
     Example:
         >>> import torch, bendtrace as bt
         >>> def scaled(x):
         ...     return x / x.norm() if x.norm() > 1 else x
-        >>> trace = bt.trace(scaled, torch.full((4,), 2.0))
+        >>> trace = bt.trace(scaled, torch.full((4,), 2.0), save="all")
         >>> trace.flow_steps[0].value
         True
+        >>> trace["div_1"].tensor_contents
+        tensor([0.5000, 0.5000, 0.5000, 0.5000])
         >>> trace.replay(torch.full((9,), 3.0)).shape
         torch.Size([9])
     """
+    given = (save_gradients, save_device, save_dtype, save_to, keep_graph, stop_after)
+    options = None
+    if save is not None or any(value not in (None, False) for value in given):
+        options = SaveOptions(
+            save, save_gradients, stop_after, save_device, save_dtype, keep_graph, save_to
+        )
+        _refuse_taken_names(function)
+    return run_trace(function, args, kwargs, options)
+
+
+def run_trace(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    options: SaveOptions | None,
+) -> Trace:
+    """Trace a function; see `trace`."""
     ambience = Ambience.current()
     signature = Signature(function)
-    return Trace(record(function, args, kwargs, signature), ambience, signature, function)
+    if options is None:
+        return Trace(record(function, args, kwargs, signature), ambience, signature, function)
+    with ExitStack() as stack:
+        store = None
+        if options.directory is not None:
+            store = stack.enter_context(ShardWriter(options.directory))
+        capture = options.capture(store)
+        recording = record(function, args, kwargs, signature, observer=capture)
+        capture.finish(recording)
+    made = Trace(recording, ambience, signature, function, capture=capture)
+    made.require_met(capture)
+    return made
 
 
-class Trace:
-    """The record of one run: ops, flow steps, guards and module calls.
+_OPTIONS = (
+    "save", "save_gradients", "save_device", "save_dtype", "save_to", "keep_graph", "stop_after",
+)  # fmt: skip
+
+
+def _refuse_taken_names(function: Callable[..., Any]) -> None:
+    taken = [name for name in _OPTIONS if name in Signature(function).parameters]
+    if taken:
+        raise InputError(
+            f"{_name(function)} has an argument of its own called {taken[0]}, which would be taken "
+            "for an option: bind it with functools.partial, or use bendtrace.log_forward_pass"
+        )
+
+
+class Trace(ModelHistory):
+    """The record of one run: its log, and ops, guards and module calls.
 
     Not made by hand: `bendtrace.trace` and `BendedModule.trace` return one.
 
@@ -75,12 +169,17 @@ class Trace:
         signature: Signature,
         function: Callable[..., Any],
         program: Program | None = None,
+        capture: Capture | None = None,
+        registry: Registry | None = None,
     ) -> None:
         self.recording = recording
         self.function = function
         self.output = recording.result
         self._ambience = ambience
         self._signature = signature
+        self._capture = capture
+        self._registry = registry
+        self._has_counted = False
         if program is not None:
             self.__dict__["program"] = program
 
@@ -100,12 +199,12 @@ class Trace:
         return node_names(self.ops)
 
     @cached_property
-    def flow_steps(self) -> FlowSteps:
+    def flow_steps(self) -> FlowSteps:  # computed here, once
         """Where the model's Python depended on the inputs."""
         return flow_steps(self.recording.tape, self.names)
 
     @cached_property
-    def graph(self) -> Graph:
+    def graph(self) -> Graph:  # type: ignore[override]
         """The networkx mirror, at op level."""
         return mirror(self.recording, self.names, self.flow_steps, self.function)
 
@@ -119,10 +218,81 @@ class Trace:
         """The conditions under which a replay is right, besides those on structure."""
         return GuardTable(self)
 
+    @cached_property
+    def _tree(self) -> Tree:  # type: ignore[override]
+        return tree_of(self.recording, self.function, self._registry)
+
+    @cached_property
+    def _log(self) -> Log:  # type: ignore[override]
+        log = build_log(
+            self.recording, _model_name(self.function), self.names, self.flow_steps, self._tree
+        )
+        if self._capture is not None:
+            self._capture.attach(log.entries)
+        self._claim(log)
+        return log
+
     @property
-    def why_live(self) -> tuple[str, ...]:
-        """Why the run must not be replayed; empty if it can be."""
-        return tuple(self.recording.tape.blockers)
+    def _facts(self) -> Facts:  # type: ignore[override]
+        capture, live = self._capture, self.recording.tape.blockers
+        if capture is None:
+            return Facts(None, None, live)
+        return Facts(capture.seed, capture.seconds, live)
+
+    def guard_rows(self) -> list[dict[str, Any]]:
+        """Return the guards as plain values, ready for JSON."""
+        return self.guards.to_list()
+
+    def count_flops(self) -> None:
+        """Count the floating point operations of all entries, once."""
+        if self._has_counted:
+            return
+        self._has_counted = True
+        counts = flops_of(self.ops)
+        for entry in self.entries:
+            if entry.kind == "op" and entry.index is not None and not any(entry.element[:1]):
+                entry.flop_count = counts.get(entry.index, 0)
+            else:
+                entry.flop_count = 0
+
+    def validate(self, *, seed: int = 0) -> Validation:
+        """Carry out each op again on what was saved, and compare bit by bit.
+
+        Then each value that an op was given is exchanged for another, to see that the op really
+        depends on it. The trace needs all its activations: `save="all"`.
+
+        Args:
+            seed: for the values that are exchanged.
+
+        Returns:
+            What was found; `bool(...)` of it says whether all is well.
+
+        Raises:
+            InputError: not all activations were saved in memory.
+        """
+        return validate(self, self._capture, seed)
+
+    def require_met(self, capture: Capture) -> None:
+        """Raise if there was nothing by a name that was asked for.
+
+        Raises:
+            LayerKeyError: there was not.
+        """
+        for what, selection in (("save", capture.chosen), ("stop_after", capture.stop)):
+            if not isinstance(selection, Selection) or capture.ended:
+                continue  # what did not come up may have been still to come
+            for key in selection.unmet():
+                if isinstance(key, str) and key in self:
+                    hint = (
+                        f"; it is another name of {self[key]!r}, by which it is known only after "
+                        "the run"
+                    )
+                    raise LayerKeyError(f"{what}: no layer or module is called {key!r}{hint}", key)
+                near = self._lookup.near(key) if isinstance(key, str) else []
+                hint = f"; near to it: {', '.join(near)}" if near else ""
+                raise LayerKeyError(
+                    f"{what}: the run came by no layer or module {key!r}{hint}", key, tuple(near)
+                )
 
     @property
     def code(self) -> str:
@@ -210,13 +380,6 @@ class Trace:
         live = "" if not self.why_live else ", live only"
         return f"<Trace of {_name(self.function)}: {counts}{live}>"
 
-    def __str__(self) -> str:
-        sections = [repr(self)[1:-1], str(self.graph)]
-        if self.flow_steps:
-            sections.append(str(self.flow_steps))
-        sections += [f"cannot be replayed: {reason}" for reason in self.why_live]
-        return "\n\n".join(sections)
-
 
 class GuardTable:
     """The guards of a trace as a table."""
@@ -266,6 +429,10 @@ class GuardTable:
 
 def _counted(number: int, noun: str) -> str:
     return f"{number} {noun}{'s' * (number != 1)}"
+
+
+def _model_name(function: Callable[..., Any]) -> str:
+    return type(function).__name__ if isinstance(function, nn.Module) else _name(function)
 
 
 def _name(function: Callable[..., Any]) -> str:

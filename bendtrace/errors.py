@@ -13,6 +13,7 @@ __all__ = [
     "ConversionError",
     "DivergenceError",
     "InputError",
+    "LayerKeyError",
     "NondeterminismError",
     "NotReplayableError",
     "TraceLimitWarning",
@@ -25,6 +26,23 @@ class BendtraceError(Exception):
 
 class InputError(BendtraceError, ValueError):
     """Something handed to bendtrace is not what it can work with."""
+
+
+class LayerKeyError(BendtraceError, KeyError):
+    """A log has nothing under a key.
+
+    Attributes:
+        key: what was asked for.
+        near: keys that look like it.
+    """
+
+    def __init__(self, message: str, key: object, near: tuple[str, ...] = ()) -> None:
+        super().__init__(message)
+        self.key = key
+        self.near = near
+
+    def __str__(self) -> str:  # KeyError would show it quoted
+        return str(self.args[0])
 
 
 class ConversionError(BendtraceError, ValueError):

@@ -22,6 +22,7 @@ from bendtrace.graph.names import node_names
 from bendtrace.outline.coverage import Coverage, coverage
 from bendtrace.outline.folding import most_divergent
 from bendtrace.outline.program import Outline
+from bendtrace.paths.naming import Registry
 from bendtrace.recording.recorder import Recording
 from bendtrace.recording.run import Signature, record, uninitialized_in
 from bendtrace.recording.serving import call_itself, serving
@@ -116,6 +117,7 @@ class BendedModule(nn.Module):
         self._signature = Signature(model)
         self._tree = TraceTree(max_traces, most_divergent)
         self._latest: Trace | None = None
+        self._registry = Registry()
         self._passing = 0
         object.__setattr__(self, "_model", model)
         if isinstance(model, nn.Module):
@@ -129,7 +131,9 @@ class BendedModule(nn.Module):
             object.__setattr__(self, "_untraced", self._untraced | overridden)
 
     # Attributes that a trace of a module around this one must not depend on.
-    _untraced = frozenset({"stats", "last_mismatch", "_signature", "_tree", "_latest", "_passing"})
+    _untraced = frozenset(
+        {"stats", "last_mismatch", "_signature", "_tree", "_latest", "_registry", "_passing"}
+    )
 
     stats: Stats
     last_mismatch: Mismatch | None
@@ -300,7 +304,9 @@ class BendedModule(nn.Module):
         if recording.is_transient and self._passing < _PASSING:
             self._passing += 1
             self.stats.live += 1
-            self._latest = Trace(recording, ambience, self._signature, self._model)
+            self._latest = Trace(
+                recording, ambience, self._signature, self._model, registry=self._registry
+            )
             return recording.result
         program = self._tree.add(names, recording, ambience, evolving)
         self.stats.retraces += self.stats.traces > 0
@@ -347,7 +353,9 @@ class BendedModule(nn.Module):
 
     def _trace_of(self, recording: Recording, program: Program) -> Trace:
         own = program if recording is program.recording else None
-        return Trace(recording, program.ambience, self._signature, self._model, own)
+        return Trace(
+            recording, program.ambience, self._signature, self._model, own, registry=self._registry
+        )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> BendedModule:
         # Paths are not copied: their code holds on to the tensors and modules of this model.

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from bendtrace.flow import FlowStep, FlowSteps, LogicalFlowStep, LoopFlowStep
 from bendtrace.recording.iterations import running_code, user_code
-from bendtrace.recording.sites import Place, Site, Span
+from bendtrace.recording.sites import Site, Span
 from bendtrace.recording.statements import governed
 from bendtrace.recording.tape import ModuleCall, Tape
 
@@ -28,7 +28,8 @@ class Governing:
         self._coming = list(_deciding(tape, steps))[::-1]
         self._coming.sort(key=lambda entry: entry[0], reverse=True)
         # For each running function: the steps in force, by where they are.
-        self._in_force: dict[object, dict[Place, tuple[int, tuple[Span, ...]]]] = {}
+        # A `while` is tested by other instructions before the first iteration than after it.
+        self._in_force: dict[object, dict[tuple[str, Span], tuple[int, tuple[Span, ...]]]] = {}
 
     def at(self, position: int, scope: ModuleCall, site: Site | None) -> tuple[int, ...]:
         """Return the numbers of the steps that led to something, outermost first.
@@ -40,13 +41,14 @@ class Governing:
         """
         while self._coming and self._coming[-1][0] <= position:
             _, number, step, activation, spans = self._coming.pop()
-            self._in_force.setdefault(activation, {})[step.place] = (number, spans)
+            at = (step.file, step.place.span)
+            self._in_force.setdefault(activation, {})[at] = (number, spans)
         if not self._in_force or site is None:
             return ()
         found: set[int] = set()
         for place, activation in running_code(scope, site):
-            for at, (number, spans) in self._in_force.get(activation, {}).items():
-                if at.file == place.file and any(span.holds(place.span) for span in spans):
+            for (file, _), (number, spans) in self._in_force.get(activation, {}).items():
+                if file == place.file and any(span.holds(place.span) for span in spans):
                     found.add(number)
         return tuple(sorted(found))
 

@@ -54,8 +54,9 @@ class Graph(nx.MultiDiGraph):  # type: ignore[type-arg]  # not generic when runn
       of the exception, for a call that raised one that the model caught.
 
     Edges carry `kind`: "data" with `argument`, the place in the arguments that the value goes
-    to (`args[0]`, `kwargs['dim']`, `args[0][1]`), or "control" with `step`, the number of the
-    flow step under whose condition the target ran.
+    to (`args[0]`, `kwargs['dim']`, `args[0][1]`), "control" with `step`, the number of the flow
+    step under whose condition the target ran, or "memory" from an op that wrote into a tensor, in
+    place or through a view, to those that read it afterwards under another node's name.
     """
 
     @property
@@ -178,6 +179,12 @@ def mirror(
     output = _named(recording.root.output, names, nodes)
     graph.add_op("output" if "output" not in taken else "output_", op="output", target="output",
                  args=(output,), kwargs={}, module_path="", index=len(names))  # fmt: skip
+    for op in recording.tape.ops:
+        for writer in dict.fromkeys(op.reads.values()):
+            graph.add_edge(names[writer], names[op.index], kind="memory")
+    last = list(graph)[-1]
+    for writer in dict.fromkeys(recording.output_reads.values()):
+        graph.add_edge(names[writer], last, kind="memory")
     for name, condition, number in controlling(recording.tape, names, steps):
         graph.add_edge(condition, name, kind="control", step=number)
     return graph

@@ -1,17 +1,20 @@
-"""A folded trace tree as flow charts in SVG."""
+"""A folded trace tree as flow charts."""
 
 from __future__ import annotations
 
+import os
 import unicodedata
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from html import escape
 from textwrap import shorten
 
+from bendtrace.drawing import canvas
+from bendtrace.drawing.canvas import Canvas, Rectangle, Text
+from bendtrace.drawing.picture import Format, Picture
 from bendtrace.outline.structure import Branch, End, Flow, ProgramOutline, Taken
 from bendtrace.outline.text import count, end_text, summary, title, value_text
 
-__all__ = ["Box", "Drawing", "draw", "picture"]
+__all__ = ["Box", "Drawing", "draw", "drawn", "picture"]
 
 # In pixels. Monospace characters are 0.6 of the font size wide, and up to 0.62 in some fonts.
 _SIZE = 12
@@ -85,7 +88,30 @@ class Drawing:
 
 def picture(headline: str, programs: Sequence[ProgramOutline]) -> str:
     """Return flow charts of some programs as SVG."""
-    return _svg(draw(headline, programs))
+    return drawn(headline, programs).svg
+
+
+def drawn(
+    headline: str,
+    programs: Sequence[ProgramOutline],
+    path: str | os.PathLike[str] | None = None,
+    format: Format | None = None,
+) -> Picture:
+    """Draw flow charts of some programs.
+
+    Args:
+        headline: what is written above all.
+        programs: the programs.
+        path: where to save the picture; the ending says as what: .svg, .png, .pdf or .html.
+        format: as what to save it, if the ending does not say.
+
+    Raises:
+        InputError: as for `Picture.save`. Nothing is written then.
+    """
+    made = Picture(_canvas(draw(headline, programs), headline))
+    if path is not None:
+        made.save(path, format)
+    return made
 
 
 def draw(headline: str, programs: Sequence[ProgramOutline]) -> Drawing:
@@ -256,47 +282,38 @@ def _width(text: str) -> float:
 
 
 _FILLS = {"branch": "#eef3fb", "return": "#e8f5e9", "live": "#fff8e1", "raise": "#fdecea"}
-_TONES = {"plain": "#222222", "faint": "#777777", "strong": "#222222"}
+_TONES = {"plain": "#222222", "faint": "#6a6a6a", "strong": "#222222"}
+_BORDER = "#8899bb"
 
 
-def _svg(drawing: Drawing) -> str:
-    width, height = round(drawing.width), round(drawing.height)
-    lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
-        f'viewBox="0 0 {width} {height}" font-family="monospace" font-size="{_SIZE}">',
-        f'<rect width="{width}" height="{height}" fill="#ffffff"/>',
-    ]
+def _canvas(drawing: Drawing, title: str) -> Canvas:
+    made = Canvas(round(drawing.width), round(drawing.height), title=title)
     # Frames first, from the outside in: what stands in them is drawn over them.
-    lines += [_rectangle(box) for box in drawing.boxes if box.role == "frame"]
-    lines += [_polyline(line) for line in drawing.lines]
-    lines += [_rectangle(box) for box in drawing.boxes if box.role in _FILLS]
-    lines += [_text(box) for box in drawing.boxes if box.role == "text"]
-    return "\n".join([*lines, "</svg>"])
+    made.marks += [_rectangle(box) for box in drawing.boxes if box.role == "frame"]
+    for line in drawing.lines:
+        made.marks += _marks(line)
+    made.marks += [_rectangle(box) for box in drawing.boxes if box.role in _FILLS]
+    made.marks += [_text(box) for box in drawing.boxes if box.role == "text"]
+    return made
 
 
-def _rectangle(box: Box) -> str:
-    place = f'x="{box.x:.1f}" y="{box.y:.1f}" width="{box.width:.1f}" height="{box.height:.1f}"'
+def _rectangle(box: Box) -> Rectangle:
+    place = (box.x, box.y, box.width, box.height)
     if box.role == "frame":
-        return f'<rect {place} rx="6" fill="none" stroke="#8899bb" stroke-dasharray="5 3"/>'
-    corner = 3 if box.role == "branch" else 12
-    return f'<rect {place} rx="{corner}" fill="{_FILLS[box.role]}" stroke="#8899bb"/>'
+        return Rectangle(*place, "none", _BORDER, 6, dash=(5.0, 3.0))
+    return Rectangle(*place, _FILLS[box.role], _BORDER, 3 if box.role == "branch" else 12)
 
 
-def _polyline(line: Line) -> str:
-    points = " ".join(f"{x:.1f},{y:.1f}" for x, y in line.points)
-    dashes = ' stroke-dasharray="3 3"' if line.faint else ""
-    color = "#bbbbbb" if line.faint else "#666666"
-    drawn = f'<polyline points="{points}" fill="none" stroke="{color}"{dashes}/>'
+def _marks(line: Line) -> list[canvas.Line]:
+    color = "#aaaaaa" if line.faint else "#666666"
+    marks = [canvas.Line(line.points, color, 1.2, (3.0, 3.0) if line.faint else ())]
     if line.arrow:
         x, y = line.points[-1]
-        drawn += f'<path d="M{x - 4:.1f},{y - 6:.1f}L{x:.1f},{y:.1f}L{x + 4:.1f},{y - 6:.1f}" '
-        drawn += f'fill="none" stroke="{color}"/>'
-    return drawn
+        head = ((x - 4, y - 6), (x, y), (x + 4, y - 6))
+        marks.append(canvas.Line(head, color, radius=0))
+    return marks
 
 
-def _text(box: Box) -> str:
-    weight = ' font-weight="bold"' if box.tone == "strong" else ""
-    return (
-        f'<text x="{box.x:.1f}" y="{box.y + _SIZE:.1f}" fill="{_TONES[box.tone]}"{weight} '
-        f'xml:space="preserve">{escape(box.text)}</text>'
-    )
+def _text(box: Box) -> Text:
+    bold = box.tone == "strong"
+    return Text(box.x, box.y + _SIZE, box.text, _SIZE, _TONES[box.tone], bold, mono=True)

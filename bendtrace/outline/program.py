@@ -11,8 +11,9 @@ from typing import Any
 
 import networkx as nx
 
+from bendtrace.drawing.picture import Format, Picture
 from bendtrace.outline.folding import fold
-from bendtrace.outline.picture import picture
+from bendtrace.outline.picture import drawn, picture
 from bendtrace.outline.structure import Branch, End, ProgramOutline
 from bendtrace.outline.text import count, programs_as_text, title
 from bendtrace.replay.tree import TraceTree
@@ -110,6 +111,20 @@ class Outline:
                 graph.add_edge(names[before], names[after], hits=edge["hits"] + hits,
                                outcomes=", ".join(known))  # fmt: skip
         return graph
+
+    def draw(
+        self, path: str | os.PathLike[str] | None = None, *, format: Format | None = None
+    ) -> Picture:
+        """Draw all known paths in one picture, with how often each side was taken.
+
+        Args:
+            path: where to save it; the ending says as what: .svg, .png, .pdf or .html.
+            format: as what to save it, if the ending does not say.
+
+        Raises:
+            InputError: for unknown endings; nothing is written then.
+        """
+        return drawn(self.headline, self.programs, path, format)
 
     def to_svg(self) -> str:
         """Return a picture of the programs, as flow charts, in SVG."""

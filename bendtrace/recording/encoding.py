@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import sys
 import types
@@ -194,17 +195,29 @@ class Encoder:
         instance.attributes = {name: inside(item) for name, item in attributes_of(value).items()}
         return instance
 
-    def leniently(self, value: Any) -> Any:
+    def leniently(self, value: Any, depth: int = 0) -> Any:
         """Write down what a module was given, as far as ops have seen it."""
         kind = type(value)
         if isinstance(value, Tensor) or kind in TRACED or kind in PLAIN_TYPES:
             return self.output(value, "a module's argument", {})
         if kind is tuple or kind is list:
-            return kind(self.leniently(item) for item in value)
+            return kind(self.leniently(item, depth) for item in value)
         if isinstance(value, dict):
-            return {key: self.leniently(item) for key, item in value.items()}
+            return {key: self.leniently(item, depth) for key, item in value.items()}
         part = self._values.surroundings.find(value)
-        return Opaque(value) if part is None else Existing(part)
+        if part is not None:
+            return Existing(part)
+        is_record = isinstance(value, tuple) or (
+            dataclasses.is_dataclass(value) and not isinstance(value, type)
+        )
+        if not is_record or depth > _DEEPEST:
+            return Opaque(value)
+        instance = Instance(kind)
+        if isinstance(value, tuple):
+            instance.items = [self.leniently(item, depth + 1) for item in value]
+        for name, item in attributes_of(value).items():
+            instance.attributes[name] = self.leniently(item, depth + 1)
+        return instance
 
 
 def without_traced(value: Any, memo: dict[int, Any] | None = None) -> Any:
@@ -263,3 +276,4 @@ def _is_constant(value: Any) -> bool:
 
 
 _TENSORS = frozenset({Tensor, nn.Parameter})
+_DEEPEST = 4  # records in each other; they can hold themselves

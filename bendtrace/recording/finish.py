@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import sys
 import types
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -34,11 +35,20 @@ class Recording:
         root: the outermost scope; its `output` is the encoded output.
         changes: what the run changed in its surroundings, values encoded.
         result: what the model returned, free of traced scalars.
+        output_reads: for outputs that were written to since their op gave them, the op that wrote.
         is_transient: whether a next run with the same inputs would do something else, in a way
             that no guard notices: by then a cache is filled.
     """
 
-    __slots__ = ("changes", "is_transient", "result", "root", "surroundings", "tape")
+    __slots__ = (
+        "changes",
+        "is_transient",
+        "output_reads",
+        "result",
+        "root",
+        "surroundings",
+        "tape",
+    )
 
     def __init__(self, tape: Tape, surroundings: Surroundings, root: ModuleCall) -> None:
         self.tape = tape
@@ -46,6 +56,7 @@ class Recording:
         self.root = root
         self.changes: list[Change] = []
         self.is_transient = False
+        self.output_reads: dict[int, int] = {}
         self.result: Any = None
 
 
@@ -57,11 +68,18 @@ class Finish:
         surroundings: what it could read.
         encoder: writes values down.
         start: where the model's code begins, for messages.
+        function: what is run.
     """
 
     def __init__(
-        self, writer: Writer, surroundings: Surroundings, encoder: Encoder, start: str
+        self,
+        writer: Writer,
+        surroundings: Surroundings,
+        encoder: Encoder,
+        start: str,
+        function: Callable[..., Any],
     ) -> None:
+        self._function = function
         self.tape = writer.tape
         self.surroundings = surroundings
         self._writer = writer
@@ -76,7 +94,7 @@ class Finish:
     def recording(self, output: Any) -> tuple[Recording, list[Change]]:
         """Write down what the run gave and changed; return that and the changes as they are."""
         root = self._writer.root
-        if self.tape.calls and self.tape.calls[0].path == "":
+        if self.tape.calls and self.tape.calls[0].module is self._function:
             root = self.tape.calls[0]
         recording = Recording(self.tape, self.surroundings, root)
         # Where the run is the first to import numpy, nobody knows what it has drawn.
@@ -106,7 +124,9 @@ class Finish:
                 change.value, f"what is assigned to {change.label}", memo
             )
             recording.changes.append(Change(change.part, change.key, encoded, change.deleted))
+        self._writer.writes.begin()
         root.output = self._encoder.output(output, "the output", memo)
+        recording.output_reads = self._writer.writes.writers()
         self._check_opaque_ops(recording.changes)
         root.stop = len(self.tape.ops)
         self._writer.require_end()

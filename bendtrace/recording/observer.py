@@ -21,11 +21,19 @@ class StopRun(BaseException):
 class Observer(Protocol):
     """Is shown the values of a run. What it does with torch is not recorded."""
 
+    ended: str  # where the run was ended early; "" if it was not
+
     def given(self, op: Op, tensor: Tensor) -> None:
         """Called for each tensor among the arguments of the run."""
 
+    def state(self, op: Op, tensor: Tensor) -> None:
+        """Called for each tensor that was there before the run, when it is first used."""
+
     def reads(self, op: Op, index: int, tensor: Tensor) -> None:
         """Called before an op that reads what was written to a tensor since op `index` gave it."""
+
+    def begins(self, op: Op, args: Any, kwargs: dict[str, Any]) -> None:
+        """Called before an op is carried out, with what the function is given."""
 
     def took(self, op: Op, nanoseconds: int) -> None:
         """Called with the time that carrying out an op has taken."""

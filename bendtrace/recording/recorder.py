@@ -67,11 +67,12 @@ class Recorder(TorchFunctionMode):
         self.surroundings = surroundings
         self._function = function
         self._start = definition(function)
-        self._writer = Writer(surroundings, prefix, BOUNDARY_CODES | {Recorder.run.__code__})
+        self._writer = Writer(surroundings, prefix, BOUNDARY_CODES | {Recorder._outcome.__code__})
         self.tape = self._writer.tape
-        self._values = Values(self._writer, surroundings, self, self._start)
+        self._values = Values(self._writer, surroundings, self, self._start, observer)
         self._encoder = Encoder(self._values)
         self._calls_of: dict[int, int] = {}
+        self._strangers: dict[int, tuple[str, nn.Module]] = {}
         self._within = False  # an op that the mode is not switched off for
 
     # The run
@@ -82,7 +83,7 @@ class Recorder(TorchFunctionMode):
         Raises:
             Exception: whatever the function raises, as it is.
         """
-        finish = Finish(self._writer, self.surroundings, self._encoder, self._start)
+        finish = Finish(self._writer, self.surroundings, self._encoder, self._start, self._function)
         if any(getattr(_module, f"_global_{name}") for name in _GLOBAL_HOOKS):
             finish.block("hooks are registered for all modules")
         own = (self, self._writer, self._values, self._values.scalars)
@@ -105,11 +106,15 @@ class Recorder(TorchFunctionMode):
             self._writer.close()
 
     def _outcome(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        output = None
         try:
-            return self._function(*args, **kwargs)
-        except StopRun as stop:
-            self.tape.block(f"the run was ended early, {stop}")
+            output = self._function(*args, **kwargs)
+        except StopRun:
+            pass
+        if self._observer is not None and self._observer.ended:
+            self.tape.block(f"the run was ended early, {self._observer.ended}")
             return None
+        return output
 
     def argument(self, part: Part, value: Any) -> Any:
         """Record an argument part and return what the model is given for it."""
@@ -213,15 +218,23 @@ class Recorder(TorchFunctionMode):
         try:
             if self._writer.prefix is not None and op.index in self._writer.prefix.errors:
                 raise self._writer.prefix.errors[op.index]
-            started = perf_counter_ns()
-            out = unwatched(func, args, kwargs)
-            if self._observer is not None:
-                self._observer.took(op, perf_counter_ns() - started)
+            if self._observer is None:
+                out = unwatched(func, args, kwargs)
+            else:
+                out = self._observed(op, func, args, kwargs)
             self._writer.writes.written_by(op)
             return out
         except Exception as error:
             op.raised = raised_by(op, error)
             raise
+
+    def _observed(self, op: Op, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        assert self._observer is not None
+        self._observer.begins(op, args, kwargs)
+        started = perf_counter_ns()
+        out = unwatched(func, args, kwargs)
+        self._observer.took(op, perf_counter_ns() - started)
+        return out
 
     def _metadata(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType
@@ -302,11 +315,14 @@ class Recorder(TorchFunctionMode):
 
     def module_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a module's call as a scope (see `watcher.Watcher`)."""
-        path = self.surroundings.module_paths.get(id(module), f"<{type(module).__name__}>")
+        path = self.surroundings.module_paths.get(id(module))
+        if path is None:
+            path = self._unregistered(module)
         number = self._calls_of.get(id(module), 0)
         self._calls_of[id(module)] = number + 1
         outer = self._writer.scope
         scope = ModuleCall(path, module, number, outer, len(self.tape.ops))
+        scope.training = module.training
         scope.site = self._writer.site(sys._getframe(3))
         with torch._C.DisableTorchFunction():  # what is read here is not the model's reading
             scope.args = tuple(self._encoder.leniently(value) for value in args)
@@ -325,6 +341,16 @@ class Recorder(TorchFunctionMode):
             self._writer.scope = outer
             scope.stop = len(self.tape.ops)
         return output
+
+    def _unregistered(self, module: nn.Module) -> str:
+        """Return what stands for the path of a module that belongs to no other."""
+        known = self._strangers.get(id(module))
+        if known is None:
+            name = type(module).__name__
+            before = sum(type(other).__name__ == name for _, other in self._strangers.values())
+            known = (f"<{name}#{before + 1}>" if before else f"<{name}>", module)
+            self._strangers[id(module)] = known
+        return known[0]
 
     def opaque_call(
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -376,7 +402,7 @@ def _plain(value: Any) -> Any:
     return {key: _plain(item) for key, item in value.items()} if kind is dict else value
 
 
-BEHIND.add(Recorder.run.__code__)
+BEHIND.add(Recorder._outcome.__code__)
 _GLOBAL_HOOKS = (
     "forward_hooks", "forward_pre_hooks", "backward_hooks", "backward_pre_hooks",
 )  # fmt: skip

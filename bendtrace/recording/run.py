@@ -24,6 +24,9 @@ class Signature:
 
     Args:
         function: the module or function that is called.
+
+    Attributes:
+        parameters: the names in its signature.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -33,6 +36,7 @@ class Signature:
             parameters = list(inspect.signature(called).parameters.values())
         except (TypeError, ValueError):  # a builtin: positions have no names
             parameters = []
+        self.parameters = frozenset(p.name for p in parameters)
         self._order = {p.name: position for position, p in enumerate(parameters)}
         self._positional = [p.name for p in parameters if p.kind in _POSITIONAL]
         self._rest = next((p.name for p in parameters if p.kind is p.VAR_POSITIONAL), "args")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dis
 import linecache
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from types import CodeType, FrameType
@@ -15,6 +16,7 @@ import torch
 __all__ = ["Place", "Site", "SiteTable", "Span"]
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
+_OVERRIDES = torch.overrides.__file__
 _TRACER = os.path.dirname(__file__) + os.sep
 
 
@@ -85,9 +87,29 @@ class Site:
         return tuple(_place(code, offset) for code, offset in self.chain)
 
     @cached_property
+    def identity(self) -> tuple[int, ...]:
+        """What sites have in common that are one expression of the source, as numbers.
+
+        The compiler writes the test of a `while` twice: before the loop and at its end. The numbers
+        stay good as long as the code objects in `chain` are alive.
+        """
+        return tuple(
+            number
+            for code, offset in self.chain
+            for number in (id(code), _repeated(code).get(offset, offset))
+        )
+
+    @cached_property
     def level(self) -> int:
-        """Index in `chain` of the innermost code outside torch (0 if there is none)."""
-        return next((i for i, place in enumerate(self.places) if not place.in_torch), 0)
+        """Index in `chain` of the innermost code outside torch.
+
+        If there is none, that of the innermost code but for what hands a call to the tracer.
+        """
+        outside = next((i for i, place in enumerate(self.places) if not place.in_torch), None)
+        if outside is not None:
+            return outside
+        handing = (_TRACER, _OVERRIDES)
+        return next((i for i, p in enumerate(self.places) if not p.file.startswith(handing)), 0)
 
     @cached_property
     def guarded(self) -> tuple[Place, ...]:
@@ -133,17 +155,71 @@ class SiteTable:
             chain = []
             inner: FrameType | None = frame
             while inner is not None and inner is not walked:
-                chain.append((inner.f_code, inner.f_lasti))
+                chain.append((inner.f_code, _call_at(inner.f_code, inner.f_lasti)))
                 inner = inner.f_back
-            site = self._sites[tuple(key)] = Site(tuple(chain))
+            same = tuple(number for code, offset in chain for number in (id(code), offset))
+            site = self._sites.get(same) or Site(tuple(chain))
+            self._sites[same] = self._sites[tuple(key)] = site
         return site
 
 
+# By identity, because hashing a code object is slow; it is kept, so that no id is used again.
+_positions: dict[int, tuple[CodeType, list[tuple[int | None, ...]]]] = {}
+
+
 def _place(code: CodeType, offset: int) -> Place:
-    positions = list(code.co_positions())[offset // 2]
+    known = _positions.get(id(code))
+    if known is None:
+        known = _positions[id(code)] = (code, list(code.co_positions()))
+    positions = known[1][offset // 2]
     line = positions[0] or code.co_firstlineno
     span = Span(line, positions[2] or 0, positions[1] or line, positions[3] or 0)
     return Place(code.co_filename, code.co_name, span, offset)
+
+
+def _call_at(code: CodeType, offset: int) -> int:
+    """Return where a call is, whichever of its instructions carries it out.
+
+    Python 3.11 has two for a call, and once it has specialised them the first does it all.
+    """
+    raw = code.co_code
+    if _PRECALL is not None and raw[offset] == _PRECALL:
+        offset += 2
+        while raw[offset] == _CACHE:
+            offset += 2
+    return offset
+
+
+_PRECALL, _CACHE = dis.opmap.get("PRECALL"), dis.opmap.get("CACHE")
+_repeats: dict[int, tuple[CodeType, dict[int, int]]] = {}
+
+
+def _repeated(code: CodeType) -> dict[int, int]:
+    """Return, for instructions that repeat the test of a `while`, those that they repeat."""
+    known = _repeats.get(id(code))
+    if known is None:
+        known = _repeats[id(code)] = (code, dict(_repetitions(code)))
+    return known[1]
+
+
+def _repetitions(code: CodeType) -> Iterator[tuple[int, int]]:
+    instructions = list(dis.get_instructions(code))
+    index = {instruction.offset: i for i, instruction in enumerate(instructions)}
+    for position, jump in enumerate(instructions):
+        if "JUMP_BACKWARD" not in jump.opname or jump.argval not in index:
+            continue
+        # The body begins after the first copy of the test, which ends in a jump as well.
+        before, after = index[jump.argval] - 1, position
+        if jump.opname == "JUMP_BACKWARD":
+            after -= 1
+        while before >= 0 and after > before and _alike(instructions[before], instructions[after]):
+            yield instructions[after].offset, instructions[before].offset
+            before, after = before - 1, after - 1
+
+
+def _alike(one: dis.Instruction, other: dis.Instruction) -> bool:
+    same = one.opname == other.opname or ("JUMP" in one.opname and "JUMP" in other.opname)
+    return same and one.positions == other.positions
 
 
 def _is_covered(code: CodeType, offset: int) -> bool:

@@ -91,6 +91,7 @@ class ModuleCall:
         start: length of the tape when it began.
         stop: length of the tape when it ended.
         site: where it was called, within the parent.
+        training: whether the module was in training mode.
     """
 
     __slots__ = (
@@ -104,6 +105,7 @@ class ModuleCall:
         "site",
         "start",
         "stop",
+        "training",
     )
 
     def __init__(
@@ -124,6 +126,7 @@ class ModuleCall:
         self.kwargs: dict[str, Any] = {}
         self.output: Any = None
         self.site: Site | None = None
+        self.training = False
 
     def __repr__(self) -> str:
         return f"<call {self.number + 1} of {self.path or 'the root'}>"
@@ -260,6 +263,7 @@ class Tape:
         guards: the guards, in order.
         calls: the module calls, in order of their beginning.
         forgets: positions at which autocast forgot the weights that it had cast.
+        trainable: the state that required grad, by op.
         blockers: why a replay could be wrong; one line each, empty for nearly all models.
     """
 
@@ -267,6 +271,7 @@ class Tape:
     guards: list[Guard] = field(default_factory=list)
     calls: list[ModuleCall] = field(default_factory=list)
     forgets: list[int] = field(default_factory=list)
+    trainable: set[int] = field(default_factory=set)
     blockers: list[str] = field(default_factory=list)
 
     def block(self, reason: str) -> None:

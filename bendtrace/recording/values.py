@@ -12,6 +12,7 @@ from torch import Tensor
 
 from bendtrace.recording.functions import SHAPES, name_of
 from bendtrace.recording.objects import held_by
+from bendtrace.recording.observer import Observer
 from bendtrace.recording.parts import PLAIN_TYPES, requires_grad
 from bendtrace.recording.places import user_place, users_code
 from bendtrace.recording.scalars import (
@@ -30,7 +31,7 @@ from bendtrace.recording.usage import compares_identity, needs_plain_numbers, on
 from bendtrace.recording.writer import Known, Writer
 from bendtrace.recording.writes import version_of
 
-__all__ = ["TRACED_AS", "Values"]
+__all__ = ["TRACED_AS", "Values", "works_in_place"]
 
 TRACED_AS = {int: TracedInt, float: TracedFloat, bool: TracedBool}
 
@@ -43,6 +44,7 @@ class Values:
         surroundings: what the run can read.
         origin: what traced scalars report to.
         start: where the model's code begins, for messages.
+        observer: is shown tensors that were there before the run.
 
     Attributes:
         origin: as given.
@@ -50,8 +52,14 @@ class Values:
     """
 
     def __init__(
-        self, writer: Writer, surroundings: Surroundings, origin: Origin, start: str
+        self,
+        writer: Writer,
+        surroundings: Surroundings,
+        origin: Origin,
+        start: str,
+        observer: Observer | None = None,
     ) -> None:
+        self._observer = observer
         self.tape = writer.tape
         self.surroundings = surroundings
         self.facts: set[tuple[int, Any]] = set()
@@ -82,11 +90,11 @@ class Values:
                 self._writer.aliases[op.index] = self._writer.aliases.get(
                     before.index, before.index
                 )
-                if not _works_in_place(op):
+                if not works_in_place(op):
                     # It gave back a tensor that has another name already. A replay in which
                     # it does not (because a copy was needed) must not mix the two up.
                     self._writer.guard(Test.SAME, op.index, before.index, "", frame)
-            elif not _works_in_place(op) and compares_identity(users_code(frame)):
+            elif not works_in_place(op) and compares_identity(users_code(frame)):
                 for ref in refs_in((op.args, op.kwargs)):
                     if isinstance(self.tape.ops[ref.index].meta, TensorMeta):
                         self._writer.guard(Test.OTHER, op.index, ref.index, "", frame)
@@ -180,6 +188,8 @@ class Values:
         part = self.surroundings.find(tensor) or self.surroundings.find_cached(tensor)
         if part is not None:
             op = self._writer.emit(OpKind.STATE, part, (), {}, None)
+            if requires_grad(tensor):
+                self.tape.trainable.add(op.index)
         else:
             op = self._writer.emit(OpKind.UNKNOWN, None, (), {}, None)
             place = user_place(sys._getframe(1))
@@ -188,6 +198,8 @@ class Values:
                 f"a tensor of unknown origin {use}: it was made by something that torch does not "
                 "let a tracer see, or kept in a cache (name what made it with bendtrace.opaque)"
             )
+        if self._observer is not None:
+            self._observer.state(op, tensor)
         self.bind_tensor(tensor, op)
         ref = Ref(op.index)
         self._writer.writes.given(ref, tensor, self._writer.known[id(tensor)].version)
@@ -285,7 +297,8 @@ class Values:
         )
 
 
-def _works_in_place(op: Op) -> bool:
+def works_in_place(op: Op) -> bool:
+    """Whether an op, going by its name, gives back what it was given, changed."""
     name = getattr(op.target, "__name__", "")
     return "out" in op.kwargs or (
         name.endswith("_") and (not name.endswith("__") or name.startswith("__i"))

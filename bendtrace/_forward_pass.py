@@ -1,0 +1,94 @@
+"""log_forward_pass: tracing in the words of TorchLens."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+import torch
+
+from bendtrace._trace import Trace, run_trace
+from bendtrace.errors import InputError
+from bendtrace.history.options import SaveOptions
+
+__all__ = ["log_forward_pass"]
+
+
+def log_forward_pass(
+    model: Callable[..., Any],
+    input_args: Any,
+    input_kwargs: Mapping[str, Any] | None = None,
+    layers_to_save: Any = "all",
+    vis_opt: Literal["none", "rolled", "unrolled"] = "none",
+    *,
+    vis_outpath: str | os.PathLike[str] | None = None,
+    save_gradients: bool = False,
+    save_device: torch.device | str | None = None,
+    save_dtype: torch.dtype | None = None,
+    save_to: str | os.PathLike[str] | None = None,
+    keep_graph: bool = False,
+    stop_after: Any = None,
+    random_seed: int | None = None,
+) -> Trace:
+    """Run a model and log everything that it computes.
+
+    The same as `bendtrace.trace(model, *input_args, save=..., **input_kwargs)`, with options that
+    cannot be mistaken for arguments of the model.
+
+    Args:
+        model: what to run. It is not changed.
+        input_args: its positional argument, or a list or tuple of them.
+        input_kwargs: its keyword arguments.
+        layers_to_save: "all", "none", or names of layers or modules, positions, modules or
+            functions; see `bendtrace.trace`.
+        vis_opt: whether to draw the run, with the passes of a layer together ("rolled") or each
+            on its own ("unrolled"). The picture is `ModelHistory.picture`, which notebooks show.
+        vis_outpath: a file to draw into (.svg, .png, .pdf, .html, .dot); None for no file.
+        save_gradients: whether to keep gradients, too, in the backward pass.
+        save_device: where to keep activations; None for where they are.
+        save_dtype: floating point dtype to keep them in; None for their own.
+        save_to: a directory to stream them to; None to keep them in memory.
+        keep_graph: whether they stay part of the autograd graph.
+        stop_after: a layer, module or position after which the run ends.
+        random_seed: for the run; the state of torch's generators is as before afterwards. None
+            runs as an untraced call would.
+
+    Returns:
+        The log, a `ModelHistory`.
+
+    Raises:
+        InputError: an option makes no sense; nothing was run.
+        LayerKeyError: there is nothing by a name that was asked for. The run has taken place.
+        Exception: whatever the model raises, as it is.
+
+    Example:
+        >>> import torch, bendtrace as bt
+        >>> model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.ReLU())
+        >>> history = bt.log_forward_pass(model, torch.ones(4, 2), layers_to_save=["relu_1"])
+        >>> [entry.label for entry in history if entry.has_contents]
+        ['relu_1_2', 'output_1_3']
+    """
+    if vis_opt not in ("none", "rolled", "unrolled"):
+        raise InputError(f"vis_opt is 'none', 'rolled' or 'unrolled', not {vis_opt!r}")
+    if vis_outpath is not None and vis_opt == "none":
+        raise InputError("vis_outpath needs vis_opt='rolled' or 'unrolled'")
+    if input_kwargs is not None and not isinstance(input_kwargs, Mapping):
+        raise InputError(
+            "input_kwargs are the model's keyword arguments, by name, not "
+            f"{type(input_kwargs).__name__}: layers_to_save comes after them"
+        )
+    args = tuple(input_args) if isinstance(input_args, (list, tuple)) else (input_args,)
+    options = SaveOptions(
+        layers_to_save, save_gradients, stop_after, save_device, save_dtype, keep_graph, save_to
+    )
+    kwargs = dict(input_kwargs or {})
+    if random_seed is None:
+        trace = run_trace(model, args, kwargs, options)
+    else:
+        with torch.random.fork_rng():
+            torch.manual_seed(random_seed)
+            trace = run_trace(model, args, kwargs, options)
+    if vis_opt != "none":
+        trace.picture = trace.draw(vis_outpath, rolled=vis_opt == "rolled")
+    return trace

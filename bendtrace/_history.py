@@ -1,0 +1,75 @@
+"""ModelHistory: the log of a run with all that can be done with it."""
+
+from __future__ import annotations
+
+import os
+from html import escape
+from typing import Any
+
+import torch
+
+from bendtrace.drawing.picture import Picture, draw
+from bendtrace.drawing.viewer import viewer_html
+from bendtrace.history.run_log import RunLog
+from bendtrace.storage import load as load_log
+from bendtrace.storage import save
+
+__all__ = ["ModelHistory", "load"]
+
+
+class ModelHistory(RunLog):
+    """The log of one run: to print, look up, draw, view, compare and save.
+
+    A `Trace` is one with the run still at hand; `bendtrace.load` reads one without its model.
+
+    Attributes:
+        picture: the picture that `log_forward_pass(vis_opt=...)` was asked for.
+
+    Example:
+        >>> import torch, bendtrace as bt
+        >>> model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.ReLU())
+        >>> history = bt.log_forward_pass(model, torch.ones(4, 2))
+        >>> history.draw().svg[:4]
+        '<svg'
+    """
+
+    picture: Picture | None = None
+
+    draw = draw
+    save = save
+    to_html = viewer_html
+
+    def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
+        parts = [f"<pre>{escape(str(self))}</pre>"]
+        if self.layers:
+            parts.append(self.draw().svg if self.picture is None else self.picture.svg)
+        return {"text/plain": str(self), "text/html": "\n".join(parts)}
+
+
+def load(
+    directory: str | os.PathLike[str], *, device: torch.device | str | None = None
+) -> ModelHistory:
+    """Read what `ModelHistory.save` wrote. The model is not needed, and no code of its is run.
+
+    Activations and gradients stay on disk: each `entry.tensor_contents` reads one anew. What could
+    not be stored is None, and `entry.unsaved` says why.
+
+    Args:
+        directory: where it was saved to.
+        device: where tensors are read to; None for the CPU, wherever they were.
+
+    Raises:
+        LoadError: there is no save, or it is damaged, unfinished, of another program, or of a
+            newer version of the format. A damaged activation is noticed when it is read.
+
+    Example:
+        >>> import tempfile, torch, bendtrace as bt
+        >>> history = bt.log_forward_pass(torch.nn.ReLU(), torch.tensor([-1.0, 1.0]))
+        >>> with tempfile.TemporaryDirectory() as directory:
+        ...     history.save(directory)
+        ...     loaded = bt.load(directory)
+        >>> str(loaded) == str(history)
+        True
+    """
+    log = load_log(directory, device=device)
+    return ModelHistory(*log.parts())

@@ -1,0 +1,1 @@
+"""Pictures: what a run or a model did, as boxes and arrows."""

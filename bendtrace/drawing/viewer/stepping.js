@@ -1,0 +1,104 @@
+// Going through the run in order: values and decisions, one after the other.
+
+const stepping = (() => {
+  const slider = document.getElementById("position");
+  const where = document.getElementById("where");
+  const play = document.getElementById("play");
+  let stops = [];
+  let at = -1; // nothing has been stepped to
+  let go = () => {};
+  let timer = null;
+
+  const places = new Map();
+
+  function gather(tree) {
+    const current = stops[at];
+    stops = [];
+    let next = 0;
+    const addSteps = (until) => {
+      for (; next < run.steps.length && run.steps[next].after < until; next++) {
+        if (tree.ofStep.has(next)) stops.push(run.steps[next]);
+      }
+    };
+    for (const entry of run.entries) {
+      addSteps(entry.index);
+      if (tree.ofEntry.has(entry.index) && entry.first === entry) stops.push(entry);
+    }
+    addSteps(Infinity);
+    places.clear();
+    stops.forEach((stop, place) => places.set(stop, place));
+    for (const entry of run.entries) {
+      if (places.has(entry.first)) places.set(entry, places.get(entry.first));
+    }
+    at = current === undefined ? -1 : places.get(current) ?? -1;
+    slider.max = Math.max(0, stops.length - 1);
+    tell();
+  }
+
+  function tell() {
+    slider.value = Math.max(0, at);
+    where.textContent = at < 0 ? `${stops.length} steps` : `${at + 1} of ${stops.length}`;
+    slider.setAttribute("aria-valuetext", at < 0 ? "before the run" : `${where.textContent}: ${nameOf(stops[at])}`);
+    slider.closest("footer").classList.toggle("begun", at >= 0);
+  }
+
+  function to(place) {
+    if (!stops.length) return;
+    at = Math.max(0, Math.min(stops.length - 1, place));
+    tell();
+    go(stops[at]);
+  }
+
+  function stop() {
+    clearInterval(timer);
+    timer = null;
+    play.setAttribute("aria-pressed", "false");
+    play.textContent = "Run";
+  }
+
+  function start() {
+    if (at >= stops.length - 1) at = -1;
+    play.setAttribute("aria-pressed", "true");
+    play.textContent = "Stop";
+    timer = setInterval(() => {
+      to(at + 1);
+      if (at >= stops.length - 1) stop();
+    }, 450);
+  }
+
+  const toggle = () => (timer ? stop() : start());
+  const move = (distance) => {
+    stop();
+    to(at + distance);
+  };
+  const by = { first: () => move(-Infinity), previous: () => move(-1), next: () => move(1), last: () => move(Infinity) };
+  for (const [id, action] of Object.entries(by)) document.getElementById(id).addEventListener("click", action);
+  play.addEventListener("click", toggle);
+  slider.addEventListener("input", () => {
+    stop();
+    to(Number(slider.value));
+  });
+
+  return {
+    gather,
+    toggle,
+    move,
+    connect: (goTo) => (go = goTo),
+    // Selecting something by other means goes on from there.
+    moveTo(thing) {
+      const place = places.get(thing);
+      if (place !== undefined) at = place;
+      tell();
+    },
+    reset() {
+      stop();
+      at = -1;
+      tell();
+    },
+    // Position in the run of each entry and step, for telling what is still to come.
+    placeOf: (thing) => places.get(thing) ?? -1,
+    get at() {
+      return at;
+    },
+  };
+})();

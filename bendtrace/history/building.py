@@ -1,0 +1,386 @@
+"""From a recorded run to its log."""
+
+from __future__ import annotations
+
+import linecache
+import operator
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from bendtrace.flow import FlowSteps
+from bendtrace.graph.control import Governing
+from bendtrace.graph.mirror import target_name
+from bendtrace.history.entries import LayerEntry, ModuleEntry, ParameterUse, Source
+from bendtrace.history.naming import Layer, Namer, nbytes_of, number_type, tensors_of
+from bendtrace.paths.view import Tree
+from bendtrace.recording.functions import name_of
+from bendtrace.recording.iterations import user_code
+from bendtrace.recording.parts import Part
+from bendtrace.recording.recorder import Recording
+from bendtrace.recording.sites import Site
+from bendtrace.recording.structure import Existing, Opaque
+from bendtrace.recording.tape import ModuleCall, Op, OpKind, Ref, TensorMeta, map_refs, refs_in
+from bendtrace.recording.values import works_in_place
+
+__all__ = ["Log", "build_log"]
+
+Key = tuple[int, tuple[Any, ...]]
+
+
+@dataclass
+class Log:
+    """A run as plain data.
+
+    Attributes:
+        name: of the model.
+        entries: a value each, in the order of the run.
+        modules: a call of a module each, in the order in which they began.
+        flow_steps: where the model's Python depended on the inputs.
+        step_labels: for each of them, the label of the entry whose value was consumed.
+        parameters: how many elements the parameters have that the run computed with.
+        parameter_bytes: their size.
+        places: the entries of the values on the tape, by op and element.
+    """
+
+    name: str
+    entries: list[LayerEntry] = field(default_factory=list)
+    modules: list[ModuleEntry] = field(default_factory=list)
+    flow_steps: FlowSteps = field(default_factory=lambda: FlowSteps([]))
+    step_labels: list[str] = field(default_factory=list)
+    parameters: int = 0
+    parameter_bytes: int = 0
+    places: dict[Key, LayerEntry] = field(default_factory=dict)
+
+
+def build_log(
+    recording: Recording,
+    name: str,
+    nodes: list[str],
+    steps: FlowSteps,
+    tree: Tree,
+) -> Log:
+    """Return the log of a run, without what only a capture knows.
+
+    Args:
+        recording: the run.
+        name: how to call the model.
+        nodes: name of each op's node in the mirror.
+        steps: the flow steps.
+        tree: the node paths.
+    """
+    builder = _Builder(recording, name, nodes, steps, tree)
+    builder.build()
+    return builder.log
+
+
+class _Builder:
+    def __init__(
+        self, recording: Recording, name: str, nodes: list[str], steps: FlowSteps, tree: Tree
+    ) -> None:
+        self.log = Log(name, flow_steps=steps)
+        self._recording = recording
+        self._tape = recording.tape
+        self._nodes = nodes
+        self._tree = tree
+        self._namer = Namer()
+        # What is known of layers and calls only at the end: how many passes there are.
+        self._layers: list[tuple[LayerEntry, Layer]] = []
+        self._scopes: dict[int, tuple[str, ...]] = {}
+        self._uses: dict[int, ParameterUse] = {}
+        self._states: dict[int, LayerEntry] = {}
+        self._parents: list[tuple[LayerEntry, list[Key]]] = []
+        # For tensors that were written to under their own name, the op that did last.
+        self._written: dict[int, int] = {}
+        self._sources: dict[tuple[int, Site], Source] = {}
+
+    def build(self) -> None:
+        tape, log = self._tape, self.log
+        governing = Governing(tape, log.flow_steps)
+        calls = iter([*tape.calls, None])
+        coming = next(calls)
+        modules: list[tuple[ModuleCall, ModuleEntry]] = []
+        for op in tape.ops:
+            while coming is not None and coming.start <= op.index:
+                self._begin(coming, governing, modules)
+                coming = next(calls)
+            flow = governing.at(op.index, op.scope, op.site)
+            for entry in self._entries(op):
+                entry.flow = flow
+            self._written.update(dict.fromkeys(op.writes, op.index))
+        while coming is not None:
+            self._begin(coming, governing, modules)
+            coming = next(calls)
+        self._outputs()
+        self._settle_names()
+        self._settle_parents()
+        self._settle_modules(modules)
+        self._settle_steps()
+
+    # Values
+
+    def _entries(self, op: Op) -> Iterator[LayerEntry]:
+        if op.kind is OpKind.STATE:
+            yield self._state(op)
+            return
+        kind = number_type(op, self._tape.ops)
+        if kind is not None:
+            layer, number = self._namer.name_number(op, kind)
+            entry = self._entry(op, (), layer, number, "number")
+            entry.value = op.meta
+            yield entry
+            return
+        if op.kind is OpKind.SCALAR:
+            return
+        tensors = tensors_of(op.meta)
+        if op.meta is None and op.writes:
+            tensors = [((), meta) for meta in [self._tape.ops[op.writes[0]].meta]
+                       if isinstance(meta, TensorMeta)]  # fmt: skip
+        for element, meta in tensors:
+            layer, number = self._namer.name(op, element)
+            entry = self._entry(op, element, layer, number,
+                                "input" if op.kind is OpKind.INPUT else "op")  # fmt: skip
+            self._describe(entry, meta)
+            yield entry
+
+    def _entry(
+        self, op: Op, element: tuple[Any, ...], layer: Layer, number: int, kind: Any
+    ) -> LayerEntry:
+        entry = LayerEntry(kind, layer.layer_type, layer.name, layer.short_name, number)
+        entry.index, entry.element = op.index, element
+        entry.node = self._nodes[op.index]
+        entry.node_path = self._tree.path_of(op.index, element)
+        entry.module, entry.scopes = op.scope.path, self._scopes_of(op.scope)
+        if op.kind in (OpKind.CALL, OpKind.SCALAR):
+            entry.function = name_of(op.target)
+            entry.target = target_name(op.target)
+            entry.inplace = bool(op.writes) or works_in_place(op)
+            entry.source = self._source(op.scope, op.site)
+            self._parents.append((entry, list(self._read(op))))
+        self._add(entry, layer, (op.index, element))
+        return entry
+
+    def _add(self, entry: LayerEntry, layer: Layer | None, key: Key | None) -> None:
+        if key is not None:
+            self.log.places[key] = entry
+        if layer is not None:
+            self._layers.append((entry, layer))
+        self.log.entries.append(entry)
+
+    @staticmethod
+    def _describe(entry: LayerEntry, meta: TensorMeta) -> None:
+        entry.shape, entry.dtype, entry.device = meta
+        entry.nbytes = nbytes_of(meta)
+
+    def _state(self, op: Op) -> LayerEntry:
+        name = str(op.target).removeprefix("self.")
+        entry = LayerEntry("state", "state", name, name)
+        entry.index, entry.node = op.index, self._nodes[op.index]
+        entry.node_path = self._tree.path_of(op.index)
+        if isinstance(op.meta, TensorMeta):
+            self._describe(entry, op.meta)
+            use = _use(name, op.target, entry, op.index in self._tape.trainable)
+            self._uses[op.index] = use
+            if use.is_parameter:
+                self.log.parameters += use.numel
+                self.log.parameter_bytes += use.nbytes
+        self._states[op.index] = entry
+        self._add(entry, None, (op.index, ()))
+        return entry
+
+    def _read(self, op: Op) -> Iterator[Key]:
+        """Yield the values that an op computes with, those of writers included."""
+        for ref in refs_in((op.args, op.kwargs)):
+            writer = op.reads.get(ref.index)
+            if writer is not None:
+                yield writer, ()
+                if ref.index in self._tape.ops[writer].writes:
+                    continue  # the writer had it, and knows where it came from
+                writer = self._written.get(ref.index)
+                if writer is not None:
+                    yield writer, ()
+                    continue
+            yield from self._values(ref)
+
+    def _values(self, ref: Ref) -> list[Key]:
+        """Return the value that a reference stands for; several for a result as a whole."""
+        op = self._tape.ops[ref.index]
+        element: tuple[Any, ...] = ()
+        while (
+            op.kind is OpKind.SCALAR
+            and op.target is operator.getitem
+            and (op.index, ()) not in self.log.places
+        ):
+            element = (op.args[1], *element)
+            op = self._tape.ops[op.args[0].index]
+        if (op.index, element) in self.log.places:
+            return [(op.index, element)]
+        inside = [(op.index, found) for found, _ in tensors_of(op.meta)]
+        exact = [key for key in inside if key[1][: len(element)] == element]
+        found = [key for key in exact or inside if key in self.log.places]
+        if found or op.kind is not OpKind.CALL:
+            return found
+        # A read that has no entry, of a shape for instance: what it reads.
+        return [key for ref in refs_in((op.args, op.kwargs)) for key in self._values(ref)]
+
+    def _outputs(self) -> None:
+        paths = {
+            (index, element): path
+            for path, index, element in self._tree.outputs
+            if index is not None
+        }
+        for ref in refs_in(self._recording.root.output):
+            if not isinstance(self._tape.ops[ref.index].meta, TensorMeta):
+                continue
+            layer, number = self._namer.name_output()
+            entry = LayerEntry("output", "output", layer.name, layer.short_name, number)
+            entry.node = "output"
+            self._describe(entry, self._tape.ops[ref.index].meta)
+            keys = self._values(ref)
+            if keys:
+                entry.node_path = paths.get(keys[0], "")
+                source = self.log.places[keys[0]]
+                if source.kind == "state":
+                    entry.state = [self._uses[keys[0][0]]]
+            writer = self._recording.output_reads.get(ref.index)
+            self._parents.append((entry, keys if writer is None else [(writer, ())]))
+            self._add(entry, layer, None)
+
+    # Modules
+
+    def _begin(
+        self, call: ModuleCall, governing: Governing, into: list[tuple[ModuleCall, ModuleEntry]]
+    ) -> None:
+        if call.parent is None or call.path == "":
+            return  # of the traced module itself
+        owner = call.parent
+        flow = governing.at(call.start, owner, call.site)
+        module = call.module
+        entry = ModuleEntry(
+            call.path, call.number + 1, 1, type(module).__name__ if module is not None else "",
+            (self._scopes_of(owner) or ("",))[-1],
+            sum(p.numel() for p in module.parameters(recurse=False)) if module is not None else 0,
+            call.training,
+            source=self._source(owner, call.site), flow=flow,
+        )  # fmt: skip
+        into.append((call, entry))
+        self.log.modules.append(entry)
+
+    def _scopes_of(self, call: ModuleCall) -> tuple[str, ...]:
+        found = self._scopes.get(id(call))
+        if found is None:
+            if call.parent is None or call.path == "":
+                found = () if call.parent is None else self._scopes_of(call.parent)
+            else:
+                found = (*self._scopes_of(call.parent), f"{call.path}:{call.number + 1}")
+            self._scopes[id(call)] = found
+        return found
+
+    def _settle_modules(self, modules: list[tuple[ModuleCall, ModuleEntry]]) -> None:
+        passes: dict[str, int] = {}
+        for _, entry in modules:
+            passes[entry.name] = passes.get(entry.name, 0) + 1
+        # Inner calls end first.
+        for call, entry in reversed(modules):
+            entry.passes = passes[entry.name]
+            entry.inputs += [given.label for given in self._held((call.args, call.kwargs))]
+            for given in self._held(call.output):
+                entry.outputs.append(given.label)
+                if entry.label not in given.output_of:
+                    given.output_of = (*given.output_of, entry.label)
+
+    def _held(self, value: Any) -> Iterator[LayerEntry]:
+        """Yield the entries of what is in a module's arguments or output."""
+        for ref in refs_in(value):
+            for key in self._values(ref):
+                yield self.log.places[key]
+
+    # What is known at the end
+
+    def _settle_names(self) -> None:
+        ordinal = 0
+        for entry, layer in self._layers:
+            entry.passes = layer.passes
+            if layer.position is not None:
+                entry.ordinal = ordinal
+                ordinal += 1
+
+    def _settle_parents(self) -> None:
+        for entry, keys in self._parents:
+            for key in keys:
+                source = self.log.places[key]
+                if source.kind == "state":
+                    use = self._uses.get(key[0])
+                    if use is not None and use not in entry.state:
+                        entry.state.append(use)
+                elif source.label not in entry.parents and source is not entry:
+                    entry.parents.append(source.label)
+                    source.children.append(entry.label)
+            entry.state.sort(key=lambda use: (not use.is_parameter, use.shape))
+            if entry.index is not None:
+                entry.arguments = self._arguments(self._tape.ops[entry.index])
+
+    def _settle_steps(self) -> None:
+        by_node: dict[str, str] = {}
+        for entry in self.log.entries:
+            by_node.setdefault(entry.node, entry.label)
+        index = {node: position for position, node in enumerate(self._nodes)}
+        for step in self.log.flow_steps:
+            label = by_node.get(step.name, "")
+            if not label and step.name in index:
+                keys = self._values(Ref(index[step.name]))
+                label = self.log.places[keys[0]].label if keys else ""
+            self.log.step_labels.append(label)
+
+    def _arguments(self, op: Op) -> str:
+        def shown(ref: Ref) -> _Word:
+            keys = self._values(ref)
+            names = [self.log.places[key].label for key in keys]
+            return _Word(names[0] if len(names) == 1 else f"({', '.join(names)})")
+
+        args, kwargs = map_refs((op.args, op.kwargs), shown)
+        parts = [_text(value) for value in args]
+        parts += [f"{name}={_text(value)}" for name, value in kwargs.items()]
+        return f"({', '.join(parts)})"
+
+    def _source(self, scope: ModuleCall, site: Site | None) -> Source | None:
+        if site is None:
+            return None
+        known = self._sources.get((id(scope), site))
+        if known is None:
+            place, _, _ = user_code(scope, site)
+            statement = linecache.getline(place.file, place.line).strip()
+            known = Source(place.file, place.line, place.function, place.text, statement)
+            self._sources[id(scope), site] = known
+        return known
+
+
+class _Word:
+    """Prints as it is."""
+
+    def __init__(self, word: str) -> None:
+        self.word = word
+
+    def __repr__(self) -> str:
+        return self.word
+
+
+_LONGEST = 200
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, (Existing, Opaque)):
+        return str(value).removeprefix("self.")
+    text = repr(value)
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."
+
+
+def _use(name: str, part: Part, entry: LayerEntry, trainable: bool) -> ParameterUse:
+    assert entry.shape is not None
+    itemsize = entry.dtype.itemsize if entry.dtype is not None else 1
+    return ParameterUse(
+        name, entry.shape, entry.nbytes // itemsize, entry.nbytes,
+        issubclass(part.type, nn.Parameter), trainable,
+    )  # fmt: skip

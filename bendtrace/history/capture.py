@@ -1,0 +1,348 @@
+"""Keeping activations, gradients and times of a run while it happens."""
+
+from __future__ import annotations
+
+import collections
+import re
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from bendtrace.graph.mirror import target_name
+from bendtrace.history.copies import copied, lazily_copied, materialize, tensors_in
+from bendtrace.history.entries import LayerEntry
+from bendtrace.history.naming import Layer, Namer, nbytes_of, tensors_of
+from bendtrace.history.selection import Selection
+from bendtrace.recording.finish import Recording
+from bendtrace.recording.functions import name_of
+from bendtrace.recording.observer import StopRun
+from bendtrace.recording.parts import requires_grad
+from bendtrace.recording.tape import ModuleCall, Op, OpKind, meta_of
+from bendtrace.recording.watcher import unwatched
+from bendtrace.recording.writes import storage_of, version_of
+
+__all__ = ["Capture", "Key", "Store"]
+
+Key = tuple[int, tuple[Any, ...]]
+_RANDOM = re.compile(
+    "rand|dropout|normal|bernoulli|multinomial|poisson|uniform|exponential|geometric|cauchy|rrelu|"
+    "binomial|gumbel|dirichlet|gamma|fractional|lstm|gru|rnn|attention"
+)
+
+
+class Store(Protocol):
+    """Takes values out of memory while a run goes on."""
+
+    def add(self, name: str, tensor: Tensor) -> Any:
+        """Write a tensor; return what reads it again, or a `Refusal`."""
+
+
+@runtime_checkable
+class Refusal(Protocol):
+    """Says why a tensor could not be written."""
+
+    reason: str
+
+
+class Capture:
+    """An observer of a run that keeps values.
+
+    Args:
+        chosen: which values to keep; True for all, None for none.
+        stop: after which value or module to end the run; None to let it end by itself.
+        convert: what to do with values before they are kept, such as moving them to a device.
+        detach: whether kept values are free of the autograd graph.
+        gradients: whether to keep gradients of the chosen values, too.
+        store: where to put kept values; None for memory.
+
+    Attributes:
+        saved: what was kept, by op and element.
+        gradients: gradients of the latest backward pass, likewise.
+        reread: for ops that read what was written to a tensor since its op gave it: what they
+            read, by op and the op of the tensor.
+        random: state of torch's generator before each op that is known to draw from it.
+        times: nanoseconds that each op took.
+        grad_fns: name of the gradient function of each value that has one.
+        chosen: as given.
+        stop: as given.
+        states: the tensors that were there before the run, weakly, with how often they had been
+            written to, by op.
+        ended: where the run was ended early; "" if it was not.
+        seconds: what the whole run took.
+        seed: of torch's generator when the run began.
+    """
+
+    def __init__(
+        self,
+        chosen: Selection | bool | None = True,
+        *,
+        stop: Selection | None = None,
+        convert: Callable[[Tensor], Tensor] | None = None,
+        detach: bool = True,
+        gradients: bool = False,
+        store: Store | None = None,
+    ) -> None:
+        self.saved: dict[Key, Any] = {}
+        self.gradients: dict[Key, Tensor] = {}
+        self.reread: dict[tuple[int, int], Tensor] = {}
+        self.random: dict[int, Tensor] = {}
+        self.times: dict[int, int] = {}
+        self.grad_fns: dict[Key, str] = {}
+        self.chosen = chosen or None
+        self.stop = stop
+        self.states: dict[int, tuple[weakref.ref[Tensor], int]] = {}
+        self.ended = ""
+        self.seconds = 0.0
+        self.seed = torch.initial_seed()
+        self._convert = convert
+        self._detach = detach
+        self._hooked = gradients
+        self._store = store
+        selections = [each for each in (chosen, stop) if isinstance(each, Selection)]
+        self._namer = Namer() if selections else None
+        last = max((each.last for each in selections), default=0)
+        self._last: collections.deque[tuple[Key, int, Tensor, Tensor]] = collections.deque(
+            maxlen=last
+        )
+        self._keys: dict[int, tuple[weakref.ref[Tensor], Key]] | None = (
+            {} if any(each.asks_for_results for each in selections) else None
+        )
+        self._entries: dict[Key, list[LayerEntry]] = {}
+        # How many values besides leaves have hooks, and in which backward pass one was called.
+        self._inner, self._task = 0, -1
+        # Memory that others may know by its address has to stay where it is.
+        self._fixed: set[int] = set()
+        self._began = time.perf_counter()
+
+    def finish(self, recording: Recording) -> None:
+        """Take note that the run has ended."""
+        self.seconds = time.perf_counter() - self._began
+        if isinstance(self.chosen, Selection) and self._namer is not None:
+            outputs = [] if self.ended else list(tensors_in(recording.result))
+            count = self._namer.count + len(outputs)
+            for key, position, copy, tensor in self._last:
+                if self.chosen.from_the_end(position, count):
+                    self._put(key, copy)
+                    self._hook(key, tensor)
+            for tensor in outputs:
+                layer, _ = self._namer.name_output()
+                position = self._namer.count - 1
+                names = (layer.name, layer.short_name, f"{layer.name}:1", f"{layer.short_name}:1")
+                met = self.chosen.layer(names, position)
+                if self.chosen.from_the_end(position, count) or met:
+                    self._save_given_out(tensor)
+        self._last.clear()
+        self._keys = None
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether every value of the run was kept in memory as it was."""
+        return self.chosen is True and self._store is None and self._convert is None
+
+    # What a run shows
+
+    def given(self, op: Op, tensor: Tensor) -> None:
+        """Keep an argument."""
+        self._fixed.add(storage_of(tensor))
+        self._take(op, (), tensor)
+
+    def state(self, op: Op, tensor: Tensor) -> None:
+        """Take note of a tensor that was there before the run."""
+        self._fixed.add(storage_of(tensor))
+        self.states[op.index] = (weakref.ref(tensor), version_of(tensor))
+
+    def reads(self, op: Op, index: int, tensor: Tensor) -> None:
+        """Keep what an op reads, where that is not what was kept of the tensor."""
+        if self.chosen is True and self._store is None:
+            self.reread[op.index, index] = self._copy(tensor)
+
+    def begins(self, op: Op, args: Any, kwargs: dict[str, Any]) -> None:
+        """Keep the state of the generator, if an op is going to draw from it."""
+        if self.ended:
+            raise StopRun(self.ended)  # also if the model has caught it before
+        name = name_of(op.target)
+        if self.chosen is True and _RANDOM.search(name):
+            self.random[op.index] = unwatched(torch.get_rng_state, (), {})
+        if "out" in kwargs or name.startswith(("resize", "set_")):
+            for tensor in tensors_in((args, kwargs.get("out"))):
+                materialize(tensor)
+
+    def took(self, op: Op, nanoseconds: int) -> None:
+        """Keep the time of an op."""
+        self.times[op.index] = nanoseconds
+
+    def gave(self, op: Op, out: Any) -> None:
+        """Keep what an op gave."""
+        if isinstance(out, Tensor):
+            self._take(op, (), out)
+        elif isinstance(out, (tuple, list)):
+            for element, _ in tensors_of(op.meta):
+                tensor: Any = out
+                for key in element:
+                    tensor = tensor[key]
+                self._take(op, element, tensor)
+
+    def wrote(self, op: Op, tensor: Tensor) -> None:
+        """Keep what an op made of a tensor."""
+        self._take(op, (), tensor)
+
+    def left(self, call: ModuleCall, output: Any) -> None:
+        """Keep what a module gave, or end the run, if that was asked for."""
+        if self._keys is None:
+            return
+        names = (call.path, f"{call.path}:{call.number + 1}") if call.path else ()
+        if isinstance(self.chosen, Selection) and self.chosen.module(call.module, names):
+            for tensor in tensors_in(output):
+                self._save_given_out(tensor)
+        if self.stop is not None and self.stop.module(call.module, names):
+            self._end(f"after {call.path or 'the model'}")
+
+    def escaped(self, value: Any) -> None:
+        """Leave the memory of some tensors where it is."""
+        for tensor in tensors_in(value):
+            materialize(tensor)
+            self._fixed.add(storage_of(tensor))
+
+    # What is done about it
+
+    def _take(self, op: Op, element: tuple[Any, ...], tensor: Tensor) -> None:
+        key = (op.index, element)
+        function = tensor.grad_fn if requires_grad(tensor) else None
+        if function is not None:
+            self.grad_fns[key] = type(function).__name__
+        if self.chosen is True:
+            self._save(key, tensor)
+        if self._namer is None:
+            return
+        layer, passed = self._namer.name(op, element)
+        plain = (layer.name, layer.short_name)
+        names = (*plain, *(f"{name}:{passed}" for name in plain))
+        position = self._namer.count - 1
+        if self._keys is not None:
+            self._keys[id(tensor)] = (weakref.ref(tensor), key)
+        if isinstance(self.chosen, Selection):
+            if self.chosen.layer(names, position):
+                self._save(key, tensor)
+            elif self.chosen.needs_entries:
+                self._make(key, self._entry(op, element, layer, passed, position, tensor))
+            if self._last.maxlen:
+                self._last.append((key, position, self._copy(tensor), tensor))
+        if self.stop is None or self.ended:
+            return
+        met = self.stop.layer(names, position)
+        if not met and self.stop.needs_entries:
+            entry = self._entry(op, element, layer, passed, position, tensor)
+            met = self.stop.made_of(entry) is not None
+        if met:
+            self._end(f"after {layer.name}", is_running=op.kind is not OpKind.INPUT)
+
+    def _make(self, key: Key, entry: LayerEntry) -> None:
+        """Keep what a function makes of an entry."""
+        assert isinstance(self.chosen, Selection)
+        made = self.chosen.made_of(entry)
+        if made is True:
+            made = entry.saved
+        if made is not None:
+            self._put(key, made)
+
+    def _save_given_out(self, tensor: Tensor) -> None:
+        known = None if self._keys is None else self._keys.get(id(tensor))
+        if known is not None and known[0]() is tensor and known[1] not in self.saved:
+            self._save(known[1], tensor)
+
+    def _end(self, where: str, *, is_running: bool = True) -> None:
+        self.ended = where
+        if is_running:
+            raise StopRun(where)
+
+    def _save(self, key: Key, tensor: Tensor) -> None:
+        self._put(key, self._copy(tensor))
+        self._hook(key, tensor)
+
+    def _put(self, key: Key, value: Any) -> None:
+        if self._store is not None and isinstance(value, Tensor):
+            name = ".".join(map(str, (key[0], *key[1])))
+            value = self._store.add(name, value)
+        self.saved[key] = value
+
+    def _copy(self, tensor: Tensor) -> Tensor:
+        """Return a tensor with the values that one has now, without copying them if possible."""
+        value = tensor.detach() if self._detach else tensor
+        if self._convert is not None:
+            moved = self._convert(value)
+            if moved is not value:
+                return moved
+        return copied(value) if storage_of(tensor) in self._fixed else lazily_copied(value)
+
+    def _entry(
+        self, op: Op, element: tuple[Any, ...], layer: Layer, passed: int, position: int,
+        tensor: Tensor,
+    ) -> LayerEntry:  # fmt: skip
+        """Return an entry with what is known while the run is going on."""
+        entry = LayerEntry(
+            "input" if op.kind is OpKind.INPUT else "op",
+            layer.layer_type, layer.name, layer.short_name, passed, ordinal=position,
+            index=op.index, element=element, module=op.scope.path, inplace=bool(op.writes),
+        )  # fmt: skip
+        entry.shape, entry.dtype, entry.device = meta = meta_of(tensor)
+        entry.nbytes = nbytes_of(meta)
+        entry.grad_fn = self.grad_fns.get((op.index, element))
+        if op.kind is OpKind.CALL:
+            entry.function, entry.target = name_of(op.target), target_name(op.target)
+        entry.saved = self._copy(tensor)  # the function may write to it, or give it back
+        return entry
+
+    def _hook(self, key: Key, tensor: Tensor) -> None:
+        """Have the gradient of a tensor kept, as long as there is someone to keep it."""
+        if not self._hooked or not requires_grad(tensor):
+            return
+        weak, is_leaf = weakref.ref(self), tensor.is_leaf
+        self._inner += not is_leaf
+
+        def hook(gradient: Tensor) -> None:
+            keeper = weak()
+            if keeper is not None:
+                keeper.keep_gradient(key, gradient, is_leaf)
+
+        handle = tensor.register_hook(hook)
+        if is_leaf:  # it may be the caller's, and outlive the log
+            weakref.finalize(self, handle.remove)
+
+    def keep_gradient(self, key: Key, gradient: Tensor, is_leaf: bool) -> None:
+        """Keep the gradient of a value, unless it comes from something besides the run."""
+        task = torch._C._current_graph_task_id()
+        if not is_leaf:
+            self._task = task
+        elif self._inner and task != self._task:
+            return
+        with torch.no_grad():
+            value = gradient.detach()
+            if self._convert is not None:
+                value = self._convert(value)
+            self.gradients[key] = value.clone()
+        for entry in self._entries.get(key, ()):
+            entry.gradient = self.gradients[key]
+
+    def attach(self, entries: list[LayerEntry]) -> None:
+        """Give the entries of a finished run what was kept of them."""
+        labels: dict[str, LayerEntry] = {}
+        for entry in entries:
+            source = entry
+            if entry.kind == "output" and len(entry.parents) == 1:
+                source = labels.get(entry.parents[0], entry)
+            else:
+                labels[entry.label] = entry
+            if source.index is None:
+                continue
+            key = (source.index, source.element)
+            entry.saved, entry.gradient = self.saved.get(key), self.gradients.get(key)
+            if self._store is not None and isinstance(entry.saved, Refusal):
+                entry.saved, entry.unsaved = None, entry.saved.reason
+            self._entries.setdefault(key, []).append(entry)
+            entry.grad_fn = self.grad_fns.get(key)
+            if entry is source and source.index in self.times:
+                entry.time = self.times[source.index] / 1e9

@@ -1,0 +1,84 @@
+"""Copies of tensors that are made only once somebody writes."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["copied", "lazily_copied", "materialize", "tensors_in"]
+
+_PLAIN = frozenset({Tensor, nn.Parameter})
+_is_shared = torch._C._is_cow_tensor  # type: ignore[attr-defined]  # missing in the stubs
+
+
+def lazily_copied(value: Tensor) -> Tensor:
+    """Return a tensor with the values that another has now; nothing is copied before a write.
+
+    What torch cannot copy lazily is copied at once.
+    """
+    if (
+        type(value) not in _PLAIN
+        or value.layout is not torch.strided
+        or value.is_quantized  # the copy would have no quantizer, and reading it would crash
+        or value.is_nested
+        or value.is_conj()  # the copy would lose that, and its values with it
+        or value.is_neg()
+        or value.is_meta
+        or value._is_zerotensor()
+    ):
+        return copied(value)
+    try:
+        # Private to torch (seen in 2.6 to 2.13). tests/test_capture.py notices if later writes
+        # reach what was kept, or if anything is copied without one.
+        return value._lazy_clone()
+    except RuntimeError:  # memory of others, such as numpy's
+        return copied(value)
+
+
+def copied(value: Tensor) -> Tensor:
+    """Return a copy with the same strides, also where they overlap or leave gaps."""
+    copy = value.clone()
+    if (
+        type(value) not in _PLAIN
+        or value.layout is not torch.strided
+        or value.is_nested
+        or value.is_quantized
+        or not value.numel()
+        or copy.stride() == value.stride()
+    ):
+        return copy
+    extent = 1 + sum((n - 1) * s for n, s in zip(value.shape, value.stride(), strict=True))
+    flat = value.as_strided((extent,), (1,)).clone()
+    return flat.as_strided(value.shape, value.stride())
+
+
+def materialize(tensor: Tensor) -> None:
+    """Give a tensor memory of its own, if it shares some until one writes.
+
+    torch cannot change the size of shared memory, and nobody can be told of writes by its address.
+    """
+    if type(tensor) in _PLAIN and tensor.layout is torch.strided and _is_shared(tensor):
+        tensor.data_ptr()
+
+
+def tensors_in(value: Any, seen: frozenset[int] = frozenset()) -> Iterator[Tensor]:
+    """Yield the tensors in a value and the containers and dataclasses in it."""
+    if isinstance(value, Tensor):
+        yield value
+        return
+    if id(value) in seen:
+        return
+    seen |= {id(value)}
+    if isinstance(value, (tuple, list)):
+        for item in value:
+            yield from tensors_in(item, seen)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from tensors_in(item, seen)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from tensors_in(getattr(value, field.name, None), seen)

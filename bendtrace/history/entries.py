@@ -1,0 +1,270 @@
+"""What the log holds: an entry for each value of a run, and one for each call of a module.
+
+Entries are plain data. They name each other by label, so that a log can be stored and read
+again without the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+__all__ = ["EntryKind", "LayerEntry", "ModuleEntry", "ParameterUse", "Readable", "Source"]
+
+
+class About(Protocol):
+    """What an entry asks the log that it is in."""
+
+    def count_flops(self) -> None:
+        """Count the floating point operations of all entries."""
+
+    def describe(self, entry: LayerEntry) -> str:
+        """Return all about an entry as text."""
+
+
+@runtime_checkable
+class Readable(Protocol):
+    """A value that is kept somewhere else, on disk for instance."""
+
+    def read(self) -> Tensor:
+        """Return the value."""
+
+
+EntryKind = Literal["input", "op", "number", "state", "output"]
+
+
+class Source(NamedTuple):
+    """Where in the user's code something happened.
+
+    Attributes:
+        file: path of the source file.
+        line: its line, counted from 1.
+        function: name of the function that the line is in.
+        text: source text of the expression, white space folded.
+        statement: source text of the whole line.
+    """
+
+    file: str
+    line: int
+    function: str
+    text: str
+    statement: str
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}"
+
+
+class ParameterUse(NamedTuple):
+    """A parameter or buffer that an op computed with.
+
+    Attributes:
+        name: its qualified name in the model (`features.0.weight`), or the place of a tensor
+            that belongs to no module.
+        shape: its shape.
+        numel: its number of elements.
+        nbytes: its size in bytes.
+        is_parameter: whether it is an `nn.Parameter`.
+        trainable: whether it requires grad.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    numel: int
+    nbytes: int
+    is_parameter: bool
+    trainable: bool
+
+
+@dataclass(eq=False, repr=False)
+class LayerEntry:
+    """One value of a run: an input, what an op gave, a number out of a tensor, or an output.
+
+    Attributes:
+        kind: "input", "op" (a tensor that an op gave), "number" (a Python number that came out
+            of a tensor, or was computed from such), "state" (a parameter, buffer or other tensor
+            that was there before the run), or "output".
+        layer_type: what it is called after: `conv2d`, `relu`, `input`.
+        name: `conv2d_3_7` for the third convolution, which is the seventh layer; numbers and
+            state are not counted as layers: `item_1`, `features.0.weight`.
+        short_name: the same without the position, `conv2d_3`.
+        pass_number: which pass of the layer this is, from 1.
+        passes: how many passes the layer has. An op is passed again when the same call, at the
+            same place of the same module, runs again.
+        ordinal: position among all layers, from 0; None for numbers and state.
+        index: position of its op on the tape; None for outputs.
+        element: for a result with several tensors, the keys that lead to this one.
+        node: name of its op's node in the networkx mirror; for an output the mirror's output.
+        node_path: its path in `Trace.tree`, such as `features_6.conv2d`.
+        shape: its shape; None for numbers.
+        dtype: its dtype; None for numbers.
+        device: where it is; None for numbers.
+        nbytes: its size in bytes, without regard to sharing.
+        value: the number, for numbers.
+        parents: labels of the entries that it was computed from, without state.
+        children: labels of the entries that were computed from it.
+        state: the state it was computed from, parameters first.
+        function: name of the function that gave it, such as `conv2d` or `__add__`.
+        target: the function's qualified name, such as `torch.conv2d`.
+        arguments: how the function was called, as text with labels for values.
+        grad_fn: name of its gradient function (`ConvolutionBackward0`); None if it has none, or
+            if nothing was captured.
+        inplace: whether the op worked in place.
+        module: name of the innermost module it was computed in, "" for the root.
+        scopes: the calls of modules around it, outermost first and without the root, as labels
+            of `ModuleEntry`: `("features:1", "features.6:1")`.
+        output_of: the module calls that gave it out, innermost first.
+        source: where it happened; None for inputs and state.
+        flow: numbers of the flow steps that it ran under, outermost first.
+        time: seconds that the op took; None if nothing was captured.
+        flop_count: what is known already of `flops`.
+        saved: what was kept of its value; see `tensor_contents`.
+        unsaved: why what was kept could not be stored, for a log that was loaded.
+        gradient: what was kept of its gradient; see `grad_contents`.
+    """
+
+    kind: EntryKind
+    layer_type: str
+    name: str
+    short_name: str
+    pass_number: int = 1
+    passes: int = 1
+    ordinal: int | None = None
+    index: int | None = None
+    element: tuple[Any, ...] = ()
+    node: str = ""
+    node_path: str = ""
+    shape: tuple[int, ...] | None = None
+    dtype: torch.dtype | None = None
+    device: torch.device | None = None
+    nbytes: int = 0
+    value: Any = None
+    parents: list[str] = field(default_factory=list)
+    children: list[str] = field(default_factory=list)
+    state: list[ParameterUse] = field(default_factory=list)
+    function: str = ""
+    target: str = ""
+    arguments: str = ""
+    grad_fn: str | None = None
+    inplace: bool = False
+    module: str = ""
+    scopes: tuple[str, ...] = ()
+    output_of: tuple[str, ...] = ()
+    source: Source | None = None
+    flow: tuple[int, ...] = ()
+    time: float | None = None
+    flop_count: int | None = None
+    saved: Any = None
+    unsaved: str = ""
+    gradient: Any = None
+
+    def belong(self, log: Callable[[], About | None]) -> None:
+        """Say in which log it is.
+
+        The log is known weakly, but by entries that were looked up: one that nobody holds on to
+        takes its activations with it at once.
+        """
+        self.__dict__["_log"] = log
+
+    def _about(self) -> About | None:
+        log: Callable[[], About | None] | None = self.__dict__.get("_log")
+        return None if log is None else log()
+
+    @property
+    def label(self) -> str:
+        """Its name, with the number of the pass if there are several: unique in the log."""
+        return self.name if self.passes == 1 else f"{self.name}:{self.pass_number}"
+
+    @property
+    def is_layer(self) -> bool:
+        """Whether it counts as a layer: an input, a tensor that an op gave, or an output."""
+        return self.ordinal is not None
+
+    @property
+    def flops(self) -> int | None:
+        """Floating point operations by torch's own formulas, those of `torch.utils.flop_counter`.
+
+        They count multiplications of matrices, convolutions and attention; None where an op
+        could not be counted. They are computed when first asked for, for the whole log.
+        """
+        about = self._about()
+        if self.flop_count is None and about is not None:
+            about.count_flops()
+        return self.flop_count
+
+    @property
+    def macs(self) -> int | None:
+        """Multiplications with the addition that follows: half the floating point operations."""
+        return None if self.flops is None else self.flops // 2
+
+    @property
+    def has_contents(self) -> bool:
+        """Whether its value was saved."""
+        return self.saved is not None
+
+    @property
+    def tensor_contents(self) -> Any:
+        """Its value, as it was when it was computed; None if it was not saved.
+
+        What a function given as `save=` made of it, if there was one. Where values are streamed
+        to disk, or were loaded, it is read anew each time.
+        """
+        return _read(self.saved)
+
+    @property
+    def grad_contents(self) -> Tensor | None:
+        """Its gradient in the latest backward pass; None if there was none, or it was not saved."""
+        gradient: Tensor | None = _read(self.gradient)
+        return gradient
+
+    def __repr__(self) -> str:
+        about = "" if self.shape is None else f" {tuple(self.shape)}"
+        value = "" if self.kind != "number" else f" = {self.value!r}"
+        return f"<{self.kind} {self.label}{about}{value}>"
+
+    def __str__(self) -> str:
+        about = self._about()
+        return repr(self) if about is None else about.describe(self)
+
+
+def _read(kept: Any) -> Any:
+    return kept.read() if isinstance(kept, Readable) else kept
+
+
+@dataclass(eq=False)
+class ModuleEntry:
+    """One call of a module.
+
+    Attributes:
+        name: qualified name, "" for the traced module itself.
+        pass_number: which call of the module this is, from 1.
+        passes: how often it is called in the run.
+        class_name: name of its class.
+        parent: label of the call it happened in; "" for calls by the root.
+        parameters: how many elements its own parameters have, without those of submodules.
+        training: whether it was in training mode.
+        inputs: labels of the entries that it was given.
+        outputs: labels of the entries that it gave.
+        source: where it was called from.
+        flow: numbers of the flow steps that the call ran under, outermost first.
+    """
+
+    name: str
+    pass_number: int
+    passes: int
+    class_name: str
+    parent: str
+    parameters: int
+    training: bool
+    inputs: list[str] = field(default_factory=list)
+    outputs: list[str] = field(default_factory=list)
+    source: Source | None = None
+    flow: tuple[int, ...] = ()
+
+    @property
+    def label(self) -> str:
+        """`features.6:1`: the name with the number of the call, also if there is only one."""
+        return f"{self.name}:{self.pass_number}"

@@ -1,0 +1,237 @@
+"""Finding entries: by name, module, position or node path."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Sequence
+from typing import Any, overload
+
+from tabulate import tabulate
+
+from bendtrace.errors import LayerKeyError
+from bendtrace.history.building import Log
+from bendtrace.history.entries import LayerEntry
+from bendtrace.history.sizes import counted, listed, size_text
+from bendtrace.paths.nodes import TreeNode
+from bendtrace.paths.strings import NodePathError
+from bendtrace.paths.text import Chosen, children_of
+from bendtrace.paths.view import Node, Tree
+
+__all__ = ["Entries", "Lookup"]
+
+_NEAR = 6
+
+
+class Entries(Sequence[LayerEntry]):
+    """Several entries: a slice of a log, the passes of a layer, or all that a module gives."""
+
+    def __init__(self, entries: Sequence[LayerEntry], name: str = "") -> None:
+        self._entries = list(entries)
+        self._name = name
+
+    @overload
+    def __getitem__(self, index: int) -> LayerEntry: ...
+    @overload
+    def __getitem__(self, index: slice) -> Entries: ...
+    def __getitem__(self, index: int | slice) -> LayerEntry | Entries:
+        if isinstance(index, slice):
+            return Entries(self._entries[index], self._name)
+        return self._entries[index]
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or name not in LayerEntry.__dataclass_fields__ | _PROPERTIES:
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+        labels = [repr(entry.label) for entry in self._entries]
+        raise AttributeError(
+            f"{self._name or 'this'} is {counted(len(self), 'entry')}, "
+            f"not one: ask one of them for its {name} ({listed(labels)})"
+        )
+
+    def __repr__(self) -> str:
+        rows = [
+            (
+                "" if entry.ordinal is None else entry.ordinal,
+                entry.label,
+                *_told(entry),
+                entry.module,
+            )
+            for entry in self._entries
+        ]
+        if not rows:
+            return "no entries"
+        headers = ("#", "layer", "shape", "dtype or value", "size", "module")
+        return tabulate(rows, headers, disable_numparse=True, missingval="")
+
+
+_PROPERTIES = {
+    name: None for name, member in vars(LayerEntry).items() if isinstance(member, property)
+}
+
+
+def _told(entry: LayerEntry) -> tuple[object, str, str]:
+    """Return shape, dtype and size of a tensor, or a number."""
+    if entry.shape is None:
+        return "", repr(entry.value), ""
+    return tuple(entry.shape), str(entry.dtype).removeprefix("torch."), size_text(entry.nbytes)
+
+
+class Lookup:
+    """All keys of a log.
+
+    Names of layers and modules come before node paths, which can look the same: `add_1` is the
+    first addition, also where the tree calls another one so. A path with a dot in it, or a node
+    taken out of the tree, is never mistaken.
+
+    Args:
+        log: the log.
+        tree: the node paths.
+    """
+
+    def __init__(self, log: Log, tree: Tree) -> None:
+        self._log = log
+        self._tree = tree
+        self.layers = [entry for entry in log.entries if entry.is_layer]
+        self._places: dict[tuple[int, tuple[Any, ...]], LayerEntry] = {}
+        for entry in log.entries:
+            if entry.index is not None:
+                self._places[entry.index, entry.element] = entry
+                self._places.setdefault(tree.origin(entry.index, entry.element), entry)
+        self._found: dict[str, list[LayerEntry]] = {}
+        for entry in log.entries:
+            for name in dict.fromkeys((entry.name, entry.short_name)):
+                if entry.passes > 1:
+                    self._found.setdefault(name, []).append(entry)
+                else:
+                    self._found[name] = [entry]
+                self._found[f"{name}:{entry.pass_number}"] = [entry]
+        modules: dict[str, list[LayerEntry]] = {}
+        for call in log.modules:
+            given = [self._found[label][0] for label in call.outputs if label in self._found]
+            if given and call.name:
+                modules[call.label] = given
+                modules.setdefault(call.name, []).extend(given)
+        self.module_names = list(dict.fromkeys(call.name for call in log.modules if call.name))
+        for name, entries in modules.items():
+            self._found.setdefault(name, list(dict.fromkeys(entries)))
+
+    def find(self, key: Any) -> LayerEntry | Entries:
+        """Return the entry, or the entries, that a key leads to.
+
+        Raises:
+            LayerKeyError: there is none.
+        """
+        if isinstance(key, slice):
+            return Entries(self.layers[self._bounds(key)])
+        if isinstance(key, LayerEntry):
+            key = key.label
+        if isinstance(key, Node):
+            return self._at(key, str(key._path))
+        if isinstance(key, int) and not isinstance(key, bool):
+            try:
+                return self.layers[key]
+            except IndexError:
+                raise LayerKeyError(
+                    f"there is no layer {key}: there are {len(self.layers)}, from 0 to "
+                    f"{len(self.layers) - 1}, or from -{len(self.layers)} to -1",
+                    key,
+                ) from None
+        if not isinstance(key, str):
+            raise LayerKeyError(
+                f"layers are found by name, module, position or node path, not by {key!r}", key
+            )
+        entries = self._found.get(key)
+        if entries is not None:
+            return entries[0] if len(entries) == 1 else Entries(entries, key)
+        if not key.strip():
+            raise self._unknown(key)
+        try:
+            node = self._tree.resolve(key, leaf=False)
+        except NodePathError:
+            raise self._unknown(key) from None
+        return self._at(node, key)
+
+    def _bounds(self, key: slice) -> slice:
+        """Turn names at the ends of a slice into positions; the last one is left out, as ever."""
+        ends: list[Any] = []
+        for end in (key.start, key.stop):
+            if isinstance(end, str):
+                found = self.find(end)
+                first = found if isinstance(found, LayerEntry) else found[0]
+                if first.ordinal is None:
+                    raise LayerKeyError(f"{end} is no layer, and so has no position", end)
+                end = first.ordinal
+            ends.append(end)
+        return slice(ends[0], ends[1], key.step)
+
+    def _at(self, node: Node, key: str) -> LayerEntry | Entries:
+        found = []
+        outputs = {entry.node_path: entry for entry in self.layers if entry.kind == "output"}
+        if node._path in outputs:
+            return outputs[node._path]
+        for value in _values(node._data, node._chosen):
+            entry = self._places.get(value)
+            if entry is not None and entry not in found:
+                found.append(entry)
+        if not found:
+            raise LayerKeyError(f"the node {key} holds no value that is in the log", key)
+        return found[0] if len(found) == 1 else Entries(found, key)
+
+    def _unknown(self, key: str) -> LayerKeyError:
+        near = self.near(key)
+        hint = f"; near to it: {', '.join(near)}" if near else ""
+        return LayerKeyError(
+            f"there is no layer, module or node path {key!r}{hint}. Keys are names of layers "
+            "(conv2d_3_7, conv2d_3, conv2d_3:2), of modules (features.6, features.6:1), "
+            "positions (7, -1) and node paths (features_6.conv2d)",
+            key,
+            tuple(near),
+        )
+
+    def near(self, key: str) -> list[str]:
+        """Return the keys that look most like one."""
+        names = [name for name in self.keys() if not name.endswith(":1") and name != key]
+        found = difflib.get_close_matches(key, names, _NEAR, 0.5)
+        if not found:
+            last = key.rpartition(".")[2].lower()
+            found = [name for name in names if last and last in name.lower()][:_NEAR]
+        return found
+
+    def keys(self) -> Iterator[str]:
+        """Yield every name that finds something, for completion: layers, modules, node paths."""
+        yield from self._found
+        for entry in self._log.entries:
+            if entry.node_path and entry.node_path not in self._found:
+                yield entry.node_path
+
+    def keys_of(self, entry: LayerEntry) -> list[str]:
+        """Return the keys that find just this entry."""
+        names = [entry.name] if entry.passes == 1 else []
+        names.append(f"{entry.name}:{entry.pass_number}")
+        for label in entry.output_of:
+            for name in (label.rpartition(":")[0], label):
+                if self._found.get(name) == [entry]:
+                    names.append(name)
+        names = sorted(dict.fromkeys(names))
+        if entry.ordinal is None:
+            return names
+        return [str(entry.ordinal - len(self.layers)), str(entry.ordinal), *names]
+
+
+def _values(data: TreeNode, chosen: Chosen) -> Iterator[tuple[int, tuple[Any, ...]]]:
+    """Yield the values that a node stands for; for a graph, those that it gives."""
+    if data.kind == "graph":
+        for child, below in children_of(data, chosen):
+            if child.role == "output":
+                yield from _values(child, below)
+        return
+    below_it = list(children_of(data, chosen))
+    for child, below in below_it:
+        yield from _values(child, below)
+    if not below_it:
+        passes = data.passes if chosen is None else [data.passes[number] for number in chosen]
+        for made in passes:
+            if made.index is not None:
+                yield made.index, made.element

@@ -1,0 +1,209 @@
+"""RunLog: the log of a run, to print and to look things up in."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import networkx as nx
+
+from bendtrace.flow import FlowSteps
+from bendtrace.graph.mirror import Graph
+from bendtrace.history.building import Log
+from bendtrace.history.entries import LayerEntry, ModuleEntry
+from bendtrace.history.lookup import Entries, Lookup
+from bendtrace.history.rolled import rolled_graph, rolled_table
+from bendtrace.history.table import data_frame
+from bendtrace.history.text import Facts, entry_text, flow_text, log_text
+from bendtrace.paths.view import Node, Tree
+
+if TYPE_CHECKING:
+    import pandas
+
+__all__ = ["RunLog"]
+
+_MOST = 50  # layers that are printed
+
+
+class RunLog:
+    """The log of one run: every tensor that was computed, and every flow step.
+
+    Entries are found by key: the name of a layer (`conv2d_3_7`, `conv2d_3`, `conv2d_3_7:1`), of a
+    module that gave it (`features.6`, `features.6:1`), a position (`7`, `-17`), a node path
+    (`features_6.conv2d`), or a slice.
+
+    Example:
+        >>> import torch, bendtrace as bt
+        >>> model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.ReLU())
+        >>> history = bt.log_forward_pass(model, torch.ones(4, 2))
+        >>> [entry.label for entry in history]
+        ['input_1_0', 'linear_1_1', 'relu_1_2', 'output_1_3']
+        >>> history["linear_1"].parents
+        ['input_1_0']
+    """
+
+    def __init__(
+        self,
+        log: Log,
+        tree: Tree,
+        graph: Graph,
+        facts: Facts,
+        guards: list[dict[str, Any]] | None = None,
+    ) -> None:
+        self.__dict__.update(_log=log, _tree=tree, graph=graph, _facts=facts)
+        self._guard_rows = guards or []
+        self._claim(log)
+
+    _log: Log
+    _tree: Tree
+    _facts: Facts
+    graph: Graph
+
+    def _claim(self, log: Log) -> None:
+        """Make entries known as those of this log."""
+        for entry in log.entries:
+            entry.belong(weakref.ref(self))
+
+    def parts(self) -> tuple[Log, Tree, Graph, Facts, list[dict[str, Any]]]:
+        """Return what another log of the same run can be made of."""
+        return self._log, self._tree, self.graph, self._facts, self.guard_rows()
+
+    @property
+    def name(self) -> str:
+        """What was run: the class of the model, or the name of the function."""
+        return self._log.name
+
+    @property
+    def entries(self) -> list[LayerEntry]:
+        """All values of the run in order: inputs, what ops gave, numbers, state, outputs."""
+        return self._log.entries
+
+    @property
+    def layers(self) -> list[LayerEntry]:
+        """The entries that count as layers: the tensors among inputs, results and outputs."""
+        return self._lookup.layers
+
+    @property
+    def modules(self) -> list[ModuleEntry]:
+        """The calls of modules in the order in which they began, without the model's own."""
+        return self._log.modules
+
+    @property
+    def flow_steps(self) -> FlowSteps:
+        """Where the model's Python depended on the inputs."""
+        return self._log.flow_steps
+
+    @property
+    def step_labels(self) -> list[str]:
+        """For each flow step, the label of the entry whose value was consumed."""
+        return self._log.step_labels
+
+    @property
+    def flow_table(self) -> str:
+        """The flow steps as a table that calls values by their labels."""
+        return flow_text(self._log)
+
+    @property
+    def tree(self) -> Node:
+        """The tree of node paths: `history.tree.features_6.conv2d`."""
+        return self._tree.root
+
+    @property
+    def seed(self) -> int | None:
+        """The seed of torch's generator when the run began; None if nothing was captured."""
+        return self._facts.seed
+
+    @property
+    def time(self) -> float | None:
+        """Seconds that the run took; None if nothing was captured."""
+        return self._facts.seconds
+
+    @property
+    def why_live(self) -> tuple[str, ...]:
+        """Why the run must not be replayed; empty if it can be."""
+        return tuple(self._facts.live)
+
+    def guard_rows(self) -> list[dict[str, Any]]:
+        """Return the guards as plain values, ready for JSON."""
+        return self._guard_rows
+
+    # Looking things up
+
+    def __getitem__(self, key: Any) -> LayerEntry | Entries:
+        found = self._lookup.find(key)
+        for entry in (found,) if isinstance(found, LayerEntry) else found:
+            entry.belong(lambda: self)
+        return found
+
+    def __len__(self) -> int:
+        return len(self.layers)
+
+    def __iter__(self) -> Iterator[LayerEntry]:
+        return iter(self.layers)
+
+    def __contains__(self, key: object) -> bool:
+        try:
+            self._lookup.find(key)
+        except KeyError:
+            return False
+        return True
+
+    def _ipython_key_completions_(self) -> list[str]:
+        return list(self._lookup.keys())
+
+    @cached_property
+    def _lookup(self) -> Lookup:
+        return Lookup(self._log, self._tree)
+
+    # Telling
+
+    def describe(self, entry: LayerEntry) -> str:
+        """Return all about an entry as text."""
+        return entry_text(entry, self._log, self._lookup)
+
+    def to_text(self, layers: int | None = _MOST) -> str:
+        """Return the log as text.
+
+        Args:
+            layers: how many layers to list; None for all.
+        """
+        return log_text(self._log, self._lookup, self._facts, layers)
+
+    def rolled_graph(self) -> nx.DiGraph[str]:
+        """Return a networkx graph with a node for each layer, whatever the number of its passes.
+
+        Its edges carry `back`, whether they lead from one pass to a later one.
+        """
+        return rolled_graph(self.entries_without_state())
+
+    def rolled(self, most: int | None = _MOST) -> str:
+        """Return a table with a line for each layer, whatever the number of its passes.
+
+        Args:
+            most: how many to list; None for all.
+        """
+        return rolled_table(self.entries_without_state(), most)
+
+    def entries_without_state(self) -> list[LayerEntry]:
+        """Return the entries that something was computed for in this run."""
+        return [entry for entry in self.entries if entry.kind != "state"]
+
+    def to_pandas(self) -> pandas.DataFrame:
+        """Return the log as a table with a row for each layer.
+
+        Raises:
+            ImportError: pandas is not installed.
+        """
+        return data_frame(self._lookup.layers)
+
+    def count_flops(self) -> None:
+        """Count floating point operations; a log without its run has those that were counted."""
+
+    def __str__(self) -> str:
+        return self.to_text()
+
+    def __repr__(self) -> str:
+        counts = f"{len(self)} layers, {len(self.flow_steps)} flow steps"
+        return f"<{type(self).__name__} of {self.name}: {counts}>"

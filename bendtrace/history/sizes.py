@@ -1,0 +1,37 @@
+"""Sizes, counts and times as a person reads them."""
+
+from __future__ import annotations
+
+__all__ = ["counted", "listed", "size_text", "time_text"]
+
+
+def size_text(nbytes: int) -> str:
+    """Say how many bytes something takes: `253.5 KB`, with 1024 bytes to the KB."""
+    if nbytes < 1024:
+        return f"{nbytes} B"
+    size = float(nbytes)
+    for unit in ("KB", "MB", "GB", "TB"):
+        size /= 1024
+        if size < 1024 or unit == "TB":
+            break
+    return f"{size:.1f} {unit}"
+
+
+def time_text(seconds: float) -> str:
+    """Say how long something took."""
+    return f"{seconds:.3f}s"
+
+
+def counted(number: int, noun: str) -> str:
+    """Return `1 branch`, `2 branches`, `2 entries`."""
+    if number == 1:
+        return f"1 {noun}"
+    if noun.endswith("y"):
+        return f"{number} {noun[:-1]}ies"
+    return f"{number} {noun}{'es' if noun.endswith(('s', 'sh', 'ch', 'x')) else 's'}"
+
+
+def listed(names: list[str], most: int = 8) -> str:
+    """Return names joined by commas, with a word on how many were left out."""
+    shown = ", ".join(names[:most])
+    return shown if len(names) <= most else f"{shown} and {len(names) - most} more"

@@ -1,0 +1,266 @@
+"""A log, and its entries, as text."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bendtrace.flow import FlowStep, FlowSteps, LogicalFlowStep, LoopFlowStep
+from bendtrace.history.building import Log
+from bendtrace.history.entries import LayerEntry, ModuleEntry
+from bendtrace.history.lookup import Lookup
+from bendtrace.history.sizes import counted, size_text
+
+__all__ = ["Facts", "entry_text", "flow_text", "log_text", "step_text"]
+
+_PER_LINE = 8  # modules
+_EDGE = 5  # rows and columns of a tensor
+_HIERARCHY = 30  # lines
+
+
+@dataclasses.dataclass
+class Facts:
+    """What the head of a log says besides what its entries do.
+
+    Attributes:
+        seed: of torch's generator when the run began; None if nothing was captured.
+        seconds: that the run took; None likewise.
+        saved: the entries whose value was kept.
+        live: why the run cannot be replayed.
+    """
+
+    seed: int | None
+    seconds: float | None
+    live: Sequence[str]
+
+
+def log_text(log: Log, lookup: Lookup, facts: Facts, most: int | None) -> str:
+    """Return a log as text.
+
+    Args:
+        log: the log.
+        lookup: its keys.
+        facts: what else is known.
+        most: how many layers, and half as many flow steps, to list; None for all.
+    """
+    saved = [entry for entry in lookup.layers if entry.has_contents]
+    # An op that gives several tensors has several entries, and computes with its parameters once.
+    uses = len({
+        (entry.index, use.name) for entry in log.entries for use in entry.state
+        if use.is_parameter and entry.index is not None
+    })  # fmt: skip
+    lines = [
+        f"Log of {log.name} forward pass:",
+        f"\tModel structure: {_structure(lookup.layers)}; "
+        f"{counted(len(lookup.module_names), 'total module')}.",
+        f"\t{counted(len(lookup.layers), 'tensor')} ({_total(lookup.layers)}) computed in forward "
+        f"pass; {counted(len(saved), 'tensor')} ({_total(saved)}) saved.",
+        f"\t{counted(uses, 'parameter operation')} ({log.parameters} params total; "
+        f"{size_text(log.parameter_bytes)}).",
+    ]
+    if log.flow_steps:
+        lines.append(f"\tControl flow: {_flow_summary(log.flow_steps)}.")
+    if facts.seed is not None:
+        lines.append(f"\tRandom seed: {facts.seed}")
+    if facts.seconds is not None:
+        lines.append(f"\tTime elapsed: {facts.seconds:.3f}s")
+    lines += [f"\tCannot be replayed: {reason}" for reason in facts.live]
+    if lookup.module_names:
+        hierarchy = list(_hierarchy(log.modules))
+        lines.append("\tModule Hierarchy:")
+        cut = len(hierarchy) if most is None else _HIERARCHY
+        lines += [f"\t\t{line}" for line in hierarchy[:cut]]
+        if len(hierarchy) > cut:
+            lines.append(f"\t\t... {counted(len(hierarchy) - cut, 'more line')} {_ALL}")
+    if log.flow_steps:
+        lines.append("\tFlow steps:")
+        lines += [f"\t\t{line}" for line in flow_text(log, most and most // 2).splitlines()]
+    lines.append("\tLayers:")
+    shown = lookup.layers if most is None else lookup.layers[:most]
+    lines += [f"\t\t{_row(entry)}" for entry in shown]
+    if len(shown) < len(lookup.layers):
+        rest = len(lookup.layers) - len(shown)
+        lines.append(f"\t\t... {counted(rest, 'more layer')} {_ALL}")
+    return "\n".join(lines)
+
+
+_ALL = "(all of them: print(log.to_text(None)), where log is this one)"
+
+
+def flow_text(log: Log, most: int | None = None) -> str:
+    """Return the flow steps as a table that names entries."""
+    steps = [
+        dataclasses.replace(step, name=label or step.name)
+        for step, label in zip(log.flow_steps, log.step_labels, strict=True)
+    ]
+    shown = steps if most is None else steps[:most]
+    text = FlowSteps(shown).table()
+    if len(shown) < len(steps):
+        text += f"\n... {counted(len(steps) - len(shown), 'more step')} {_ALL}"
+    return text
+
+
+def entry_text(entry: LayerEntry, log: Log, lookup: Lookup) -> str:
+    """Return all about an entry as text."""
+    lines = [_head(entry, lookup)]
+    if entry.kind == "number":
+        lines.append(f"\tValue: {entry.value!r}")
+    elif entry.shape is not None:
+        what = "State" if entry.kind == "state" else "Output"
+        lines.append(
+            f"\t{what} tensor: shape={tuple(entry.shape)}, dtype={entry.dtype}, "
+            f"size={size_text(entry.nbytes)}"
+        )
+    lines += _contents(entry)
+    parameters = [use for use in entry.state if use.is_parameter]
+    buffers = [use.name for use in entry.state if not use.is_parameter]
+    if parameters:
+        shapes = ", ".join(str(tuple(use.shape)) for use in parameters)
+        total = sum(use.numel for use in parameters)
+        size = size_text(sum(use.nbytes for use in parameters))
+        lines.append(
+            f"\tParams: Computed from params with shape {shapes}; {total} params total ({size})"
+        )
+    elif entry.kind == "op":
+        lines.append("\tParams: none used")
+    if buffers:
+        lines.append(f"\tOther state: {', '.join(buffers)}")
+    lines.append(f"\tParent Layers: {', '.join(entry.parents) or 'none'}")
+    lines.append(f"\tChild Layers: {', '.join(entry.children) or 'none'}")
+    if entry.function:
+        gradient = f" (gradfunc={entry.grad_fn}) " if entry.grad_fn else ""
+        lines.append(f"\tFunction: {entry.function}{gradient}")
+    if entry.kind in ("op", "number"):
+        lines.append(f"\tComputed inside module: {entry.module or 'the model itself'}")
+    if entry.time is not None:
+        lines.append(f"\tTime elapsed:  {entry.time:.3E}s")
+    if entry.flop_count:
+        lines.append(f"\tFLOPs: {entry.flop_count} ({entry.macs} MACs)")
+    lines += _outputs(entry, log)
+    lines.append(f"\tLookup keys: {', '.join(lookup.keys_of(entry))}")
+    if entry.node_path:
+        lines.append(f"\tNode path: {entry.node_path}")
+    if entry.source is not None:
+        lines.append(f"\tSource: {entry.source}: {entry.source.statement}")
+    lines += [f"\tRan under: {step_text(log.flow_steps[number])}" for number in entry.flow]
+    return "\n".join(lines)
+
+
+def step_text(step: FlowStep) -> str:
+    """Say what a flow step did: ``if `x.sum() > 0` was True (model.py:3)``."""
+    value = f"was {step.value!r}"
+    if isinstance(step, LoopFlowStep):
+        value = f"ran {counted(step.iterations, 'iteration')}"
+    iteration = f", iteration {'.'.join(map(str, step.iteration))}" if step.iteration else ""
+    return f"{step.kind} `{step.text}` {value}{iteration} ({step.file}:{step.line})"
+
+
+def _head(entry: LayerEntry, lookup: Lookup) -> str:
+    noun = {"number": "Number", "state": "State"}.get(entry.kind, "Layer")
+    head = f"{noun} {entry.name}"
+    if entry.passes > 1:
+        head += f", pass {entry.pass_number}/{entry.passes}"
+    if entry.ordinal is not None:
+        head += f", operation {entry.ordinal + 1}/{len(lookup.layers)}"
+    return f"{head}:"
+
+
+def _contents(entry: LayerEntry) -> Iterator[str]:
+    if entry.unsaved:
+        yield f"\t\t(the value was not stored: {entry.unsaved})"
+    value = entry.tensor_contents
+    if value is None:
+        if entry.kind in ("input", "op", "output") and not entry.unsaved:
+            yield "\t\t(not saved)"
+    elif not isinstance(value, Tensor):
+        yield f"\t\tsaved: {value!r}"
+    else:
+        corner, is_cut = _corner(value)
+        yield f"\t\t{corner}{'...' if is_cut else ''}"
+
+
+def _corner(tensor: Tensor) -> tuple[Any, bool]:
+    """Return the beginning of the last two dimensions, and whether anything is left out."""
+    whole = tensor.detach()
+    corner = whole
+    while corner.dim() > 2 and corner.layout == torch.strided and all(corner.shape):
+        corner = corner[0]
+    if corner.layout == torch.strided:
+        for dim in range(corner.dim()):
+            corner = corner.narrow(dim, 0, min(_EDGE, corner.shape[dim]))
+    return corner, corner.numel() < whole.numel()
+
+
+def _outputs(entry: LayerEntry, log: Log) -> Iterator[str]:
+    if not entry.output_of:
+        return
+    passes = {call.label: call for call in log.modules}
+    parents = {call.parent for call in log.modules}
+
+    def name(label: str) -> str:
+        return passes[label].name if passes[label].passes == 1 else label
+
+    yield f"\tOutput of modules: {', '.join(map(name, entry.output_of))}"
+    bottom = [label for label in entry.output_of if label not in parents]
+    if bottom:
+        yield f"\tOutput of bottom-level module: {name(bottom[0])}"
+
+
+def _structure(layers: Sequence[LayerEntry]) -> str:
+    passes = max((entry.passes for entry in layers), default=1)
+    recurrence = "purely feedforward" if passes == 1 else f"recurrent (at most {passes} passes)"
+    ordinals = {entry.label for entry in layers}
+    branches = any(sum(child in ordinals for child in entry.children) > 1 for entry in layers)
+    return f"{recurrence}, {'with' if branches else 'without'} branching"
+
+
+def _flow_summary(steps: FlowSteps) -> str:
+    branches = len(steps.of(LogicalFlowStep))
+    loops = len(steps.of(LoopFlowStep))
+    others = len(steps) - branches - loops
+    parts = [(branches, "branch"), (loops, "loop"), (others, "other read")]
+    return ", ".join(counted(number, noun) for number, noun in parts if number)
+
+
+def _row(entry: LayerEntry) -> str:
+    passes = f"({entry.pass_number}/{entry.passes} passes)" if entry.passes > 1 else ""
+    return f"{entry.ordinal}: {entry.label} {passes}"
+
+
+def _total(entries: Sequence[LayerEntry]) -> str:
+    return size_text(sum(entry.nbytes for entry in entries))
+
+
+def _hierarchy(calls: Sequence[ModuleEntry]) -> Iterator[str]:
+    """Yield the lines of the modules that were called, each within the one that called it."""
+    names = {call.label: call.name for call in calls} | {"": ""}
+    below: dict[str, list[str]] = {}
+    placed: set[str] = set()
+    for call in calls:
+        if call.name not in placed:
+            placed.add(call.name)
+            below.setdefault(names.get(call.parent, ""), []).append(call.name)
+    yield from _level("", below, "")
+
+
+def _level(name: str, below: dict[str, list[str]], indent: str) -> Iterator[str]:
+    leaves: list[str] = []
+    for child in [*below.get(name, ()), None]:
+        if child is not None and child not in below and name:
+            leaves.append(child)
+            continue
+        for start in range(0, len(leaves), _PER_LINE):
+            more = ", " if start + _PER_LINE < len(leaves) else ""
+            yield f"{indent}{', '.join(leaves[start : start + _PER_LINE])}{more}"
+        leaves = []
+        if child is None:
+            return
+        if child not in below:
+            yield f"{indent}{child}"
+            continue
+        yield f"{indent}{child}:"
+        yield from _level(child, below, f"{indent}    ")

@@ -1,0 +1,297 @@
+"""Carrying out each op of a log again on what was saved, to see that the log tells the truth."""
+
+from __future__ import annotations
+
+import operator
+import types
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bendtrace._compare import same_bits
+from bendtrace.errors import InputError
+from bendtrace.history.capture import Capture
+from bendtrace.history.copies import copied
+from bendtrace.history.naming import tensors_of
+from bendtrace.history.sizes import counted, listed
+from bendtrace.recording.contexts import ContextSwitch
+from bendtrace.recording.functions import METADATA, SHAPES, is_torchs_function
+from bendtrace.recording.parts import PLAIN_TYPES
+from bendtrace.recording.tape import Op, OpKind, Ref, TensorMeta, map_refs, refs_in
+from bendtrace.recording.writes import version_of
+
+__all__ = ["Validation", "validate"]
+
+
+@dataclass
+class Validation:
+    """What carrying out each op of a log again has shown.
+
+    Attributes:
+        ops: how many ops were carried out again and compared, bit by bit.
+        wrong: labels of those that gave something else.
+        skipped: why others could not be carried out again, by label.
+        edges: how many edges were tried: a value was exchanged for another one.
+        idle: (parent, child) of edges where that changed nothing. Some ops look only at the
+            shape of what they are given, and some values make no difference (`relu` of what is
+            negative): these are no mistakes, but worth a look.
+    """
+
+    ops: int = 0
+    wrong: list[str] = field(default_factory=list)
+    skipped: dict[str, str] = field(default_factory=dict)
+    edges: int = 0
+    idle: list[tuple[str, str]] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return not self.wrong
+
+    def __str__(self) -> str:
+        told = [
+            f"{counted(self.ops, 'op')} carried out again: "
+            + ("bitwise the same" if not self.wrong else f"wrong are {listed(self.wrong)}"),
+            f"{counted(self.edges, 'edge')} tried"
+            + (f", {len(self.idle)} without effect: " if self.idle else "")
+            + listed([f"{parent} -> {child}" for parent, child in self.idle]),
+        ]
+        told += [f"not carried out again: {label} ({why})" for label, why in self.skipped.items()]
+        return "\n".join(told)
+
+
+def validate(trace: Any, capture: Capture | None, seed: int) -> Validation:
+    """Check a trace with all its activations; see `Trace.validate`."""
+    if capture is None or not capture.is_exact:
+        raise InputError(
+            "validating needs all activations in memory as they were: trace with save='all', and "
+            "without save_device, save_dtype or save_to"
+        )
+    labels = {
+        (entry.index, entry.element): entry.label
+        for entry in trace.entries
+        if entry.index is not None
+    }
+    return _Validator(trace.ops, capture, labels, seed).run()
+
+
+class _Validator:
+    def __init__(self, ops: list[Op], capture: Capture, labels: dict[Any, str], seed: int) -> None:
+        self._ops = ops
+        self._capture = capture
+        self._labels = labels
+        self._generator = torch.Generator().manual_seed(seed)
+        self._graphs = {index for index, _ in capture.grad_fns}
+
+    def run(self) -> Validation:
+        found = Validation()
+        state = torch.get_rng_state()
+        try:
+            for op in self._ops:
+                if op.kind is OpKind.CALL and op.target not in METADATA:
+                    self._check(op, found)
+                elif op.kind is OpKind.SCALAR and not self._is_element(op):
+                    self._check(op, found)
+        finally:
+            torch.set_rng_state(state)
+        return found
+
+    def _check(self, op: Op, found: Validation) -> None:
+        label = self._label(op)
+        reason = self._unable(op)
+        if reason is not None:
+            found.skipped[label] = reason
+            return
+        given = {ref.index: self._value(op, ref) for ref in refs_in((op.args, op.kwargs))}
+        for index, value in given.items():
+            if value is _MISSING:
+                is_state = self._ops[index].kind is OpKind.STATE
+                why = "state that was changed since" if is_state else "a value that was not saved"
+                found.skipped[label] = f"it reads {why}"
+                return
+        try:
+            again = self._carry_out(op, given)
+        except _Random:
+            found.skipped[label] = "it draws random numbers, in a way that was not foreseen"
+            return
+        found.ops += 1
+        if not self._same(op, again):
+            found.wrong.append(label)
+            return
+        if op.target in SHAPES:
+            return
+        for index, value in given.items():
+            is_state = self._ops[index].kind is OpKind.STATE
+            if isinstance(value, Tensor) and value.numel() and not is_state:
+                found.edges += 1
+                if not self._matters(op, given, index, again):
+                    found.idle.append((self._label(self._ops[index]), label))
+
+    def _is_element(self, op: Op) -> bool:
+        """Whether an op only names a part of what another one gave."""
+        if op.target is tuple:
+            return True
+        return op.target is operator.getitem and isinstance(op.args[0], Ref)
+
+    def _unable(self, op: Op) -> str | None:
+        if op.raised is not None:
+            return f"it raised {op.raised.type.__name__}"
+        known = is_torchs_function(op.target) or isinstance(op.target, types.MethodWrapperType)
+        if op.kind is OpKind.CALL and not known:
+            return "it is no function of torch's"
+        if not all(map(_is_plain, (*op.args, *op.kwargs.values()))):
+            return "it was given an object"
+        return None
+
+    def _value(self, op: Op, ref: Ref) -> Any:
+        """Return what an op read."""
+        reread = self._capture.reread.get((op.index, ref.index))
+        if reread is not None:
+            return reread
+        source = self._ops[ref.index]
+        element: tuple[Any, ...] = ()
+        if source.kind is OpKind.STATE:
+            kept, version = self._capture.states.get(source.index, (None, 0))
+            tensor = None if kept is None else kept()
+            return _MISSING if tensor is None or version_of(tensor) != version else tensor
+        if not isinstance(source.meta, TensorMeta) and not tensors_of(source.meta):
+            return source.meta
+        while (source.index, element) not in self._capture.saved:
+            if source.kind is not OpKind.SCALAR or not isinstance(source.args[0], Ref):
+                break
+            element = (source.args[1], *element)
+            source = self._ops[source.args[0].index]
+        if (source.index, element) in self._capture.saved:
+            return self._capture.saved[source.index, element]
+        parts = [(path, self._capture.saved.get((source.index, path), _MISSING))
+                 for path, _ in tensors_of(source.meta)]  # fmt: skip
+        return _MISSING if not parts else _nested(source.meta, dict(parts), ())
+
+    def _carry_out(self, op: Op, given: dict[int, Any]) -> Any:
+        """Run an op on copies of what it is given; return what it gave, or wrote to."""
+        copies = {index: _copied(value, self._had_graph(index)) for index, value in given.items()}
+        args, kwargs = map_refs((op.args, op.kwargs), lambda ref: copies[ref.index])
+        random = self._capture.random.get(op.index)
+        before = torch.get_rng_state() if random is None else random
+        torch.set_rng_state(before)
+        switch = ContextSwitch()
+        try:
+            switch.to(op.context)
+            out = op.target(*args, **kwargs)
+        finally:
+            switch.restore()
+        if random is None and not torch.equal(torch.get_rng_state(), before):
+            raise _Random
+        return copies[op.writes[0]] if out is None and op.writes else out
+
+    def _had_graph(self, index: int) -> bool:
+        op = self._ops[index]
+        while op.kind is OpKind.SCALAR and self._is_element(op):
+            op = self._ops[op.args[0].index]
+        return op.index in self._graphs
+
+    def _same(self, op: Op, again: Any) -> bool:
+        tensors = tensors_of(op.meta)
+        if op.meta is None and op.writes:
+            tensors = [((), self._ops[op.writes[0]].meta)]
+        if not tensors:
+            gives_nothing = op.kind is OpKind.CALL and op.meta is None
+            return gives_nothing or same_bits(_plainly(again), _plainly(op.meta))
+        for path, _ in tensors:
+            value = again
+            for key in path:
+                value = value[key]
+            saved = self._capture.saved.get((op.index, path))
+            if not isinstance(saved, Tensor) or not same_bits(_bare(value), _bare(saved)):
+                return False
+        return True
+
+    def _matters(self, op: Op, given: dict[int, Any], index: int, again: Any) -> bool:
+        """Whether an op gives something else for another value."""
+        for scale in (1.0, 100.0):
+            other = _other(given[index], scale, self._generator)
+            if other is None:
+                return True  # there is no other
+            try:
+                result = self._carry_out(op, {**given, index: other})
+            except Exception:  # it cares
+                return True
+            if not same_bits(_plainly(result), _plainly(again)):
+                return True
+        return False
+
+    def _label(self, op: Op) -> str:
+        path: tuple[Any, ...] = ()
+        source = op
+        while source.kind is OpKind.SCALAR and self._is_element(source):
+            path = (*source.args[1:], *path)
+            source = self._ops[source.args[0].index]
+        for key in ((op.index, ()), (source.index, path), (source.index, (0,))):
+            if key in self._labels:
+                return self._labels[key]
+        return f"{getattr(op.target, '__name__', op.kind.value)} (op {op.index})"
+
+
+class _Random(Exception):
+    """An op has drawn random numbers."""
+
+
+_MISSING = object()
+
+
+def _is_plain(value: Any) -> bool:
+    kind = type(value)
+    if kind in (tuple, list):
+        return all(map(_is_plain, value))
+    if kind is dict:
+        return all(map(_is_plain, value.values()))
+    if kind is slice:
+        return all(map(_is_plain, (value.start, value.stop, value.step)))
+    return kind is Ref or kind in PLAIN_TYPES or isinstance(value, type)
+
+
+def _nested(meta: Any, parts: dict[Any, Any], path: tuple[Any, ...]) -> Any:
+    if isinstance(meta, TensorMeta):
+        return parts[path]
+    if isinstance(meta, tuple):
+        return tuple(_nested(item, parts, (*path, i)) for i, item in enumerate(meta))
+    return meta
+
+
+def _copied(value: Any, with_graph: bool) -> Any:
+    if isinstance(value, Tensor):
+        # Kernels can depend on it: those of RNNs do.
+        graph = with_graph or (isinstance(value, nn.Parameter) and value.requires_grad)
+        graph = graph and (value.is_floating_point() or value.is_complex())
+        return copied(value.detach().requires_grad_(graph))
+    if isinstance(value, tuple) and not isinstance(value, torch.Size):
+        return tuple(_copied(item, with_graph) for item in value)
+    return value
+
+
+def _bare(value: Any) -> Any:
+    return value.detach() if isinstance(value, Tensor) else value
+
+
+def _plainly(value: Any) -> Any:
+    """Return a result with detached tensors, and sizes as tuples."""
+    if isinstance(value, Tensor):
+        return value.detach()
+    if isinstance(value, (tuple, list)):
+        return tuple(map(_plainly, value))
+    return value
+
+
+def _other(tensor: Tensor, scale: float, generator: torch.Generator) -> Tensor | None:
+    """Return a tensor like another one with other values; None if there is none to be had."""
+    if tensor.layout is not torch.strided or tensor.device.type != "cpu":
+        return None
+    if tensor.dtype is torch.bool:
+        return ~tensor
+    if tensor.is_floating_point() or tensor.is_complex():
+        noise = torch.randn(tensor.shape, generator=generator) * scale
+        wide = torch.complex64 if tensor.is_complex() else torch.float32
+        if tensor.dtype.itemsize > 2:
+            wide = tensor.dtype
+        return (tensor.detach().to(wide) + noise).to(tensor.dtype)
+    return None  # an index that is not there would be an error of its own

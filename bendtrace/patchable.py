@@ -1,0 +1,79 @@
+"""PatchableGraph: a model, and the tree of what it computed for an example."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any, Self
+
+from bendtrace.module import BendedModule
+from bendtrace.paths.naming import Registry
+from bendtrace.paths.tree import tree_of
+from bendtrace.paths.view import Node, Tree
+
+__all__ = ["PatchableGraph"]
+
+
+class PatchableGraph(BendedModule):
+    """A model that was run once on an example, and whose values are known by their paths.
+
+    It is called like the model, and is traced and replayed as any `BendedModule`. The example
+    is an ordinary call of the model: random numbers are drawn, and buffers such as those of a
+    batch norm in training mode are brought up to date. Put the model in eval mode first, or
+    seed, if that is not wanted.
+
+    Args:
+        model: a module; a plain function works too.
+        *example_args: positional arguments of the example.
+        **example_kwargs: keyword arguments of the example.
+
+    Raises:
+        InputError: if `model` cannot be called.
+        Exception: whatever the model raises, as it is.
+
+    Example:
+        >>> import torch, bendtrace as bt
+        >>> from bendtrace.patchable import PatchableGraph
+        >>> pg = PatchableGraph(torch.nn.Linear(2, 3), torch.ones(4, 2))
+        >>> pg.graph
+        <root>: Graph(5)
+        ├─input: Tensor(4, 2)
+        ├─weight: Tensor(3, 2)
+        ├─bias: Tensor(3)
+        ├─linear: Tensor(4, 3)
+        └─output: Tensor(4, 3)
+        >>> pg.graph.bias._shape
+        torch.Size([3])
+    """
+
+    _untraced = BendedModule._untraced | {"_example"}
+    _example: Tree
+
+    def __init__(
+        self, model: Callable[..., Any], /, *example_args: Any, **example_kwargs: Any
+    ) -> None:
+        super().__init__(model)
+        recording = self.trace(*example_args, **example_kwargs).recording
+        object.__setattr__(self, "_example", tree_of(recording, model, Registry()))
+
+    @property
+    def graph(self) -> Node:  # type: ignore[override]
+        """The tree of the example: prints, completes, and leads to every value by its path."""
+        return self._example.root
+
+    @classmethod
+    def _with(cls, model: Callable[..., Any], example: dict[str, Any]) -> Self:
+        """Make one with a tree that is known already."""
+        made = cls.__new__(cls)
+        BendedModule.__init__(made, model)
+        object.__setattr__(made, "_example", Tree.from_dict(example))
+        return made
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self._with(copy.deepcopy(self._model, memo), self._example.to_dict())
+
+    def __reduce__(self) -> Any:
+        return self._with, (self._model, self._example.to_dict())
+
+    def __repr__(self) -> str:
+        return f"PatchableGraph({self._model!r}, {self.stats})"

@@ -1,0 +1,1 @@
+"""Node paths: names for everything a run computed, as a tree that prints and completes."""

@@ -1,0 +1,243 @@
+"""What happened in each call of a module, read off the tape."""
+
+from __future__ import annotations
+
+import inspect
+import operator
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from functools import cached_property
+from typing import Any
+
+from torch import nn
+
+from bendtrace.recording.contexts import Context, current_context
+from bendtrace.recording.functions import METADATA, SHAPES
+from bendtrace.recording.parts import Access, Part, PartKind
+from bendtrace.recording.recorder import Recording
+from bendtrace.recording.structure import Existing
+from bendtrace.recording.tape import ModuleCall, Op, OpKind, Ref, TensorMeta, refs_in
+
+__all__ = ["Events", "holds_tensors", "parameters_of"]
+
+Origin = tuple[int, tuple[Any, ...]]
+
+
+class Events:
+    """A tape, sorted by the calls of modules.
+
+    Args:
+        recording: the run.
+        function: what was run.
+    """
+
+    def __init__(self, recording: Recording, function: Callable[..., Any]) -> None:
+        self.recording = recording
+        self.function = function
+        self.ops = recording.tape.ops
+        self.origins: dict[int, Origin] = {}
+        self.keys: dict[int, tuple[Any, ...]] = {}  # of dicts that an op gave
+        self._parameters: dict[int, list[tuple[str, Any]]] = {}  # of modules, by identity
+        self._of: dict[int, list[Op | ModuleCall]] = defaultdict(list)
+        calls = iter(enumerate(recording.tape.calls))
+        self.numbers = {id(call): number for number, call in enumerate(recording.tape.calls)}
+        waiting = next(calls, None)
+        for op in self.ops:
+            while waiting is not None and waiting[1].start <= op.index:
+                self._of[id(waiting[1].parent)].append(waiting[1])
+                waiting = next(calls, None)
+            self._of[id(op.scope)].append(op)
+            if op.kind is OpKind.SCALAR:
+                self._note_element(op)
+        while waiting is not None:
+            self._of[id(waiting[1].parent)].append(waiting[1])
+            waiting = next(calls, None)
+        self._managers: dict[Context, str] = {}
+        self._context = self.ops[0].context if self.ops else current_context()
+        self.root = self._find_root()
+
+    def of(self, call: ModuleCall) -> list[Op | ModuleCall]:
+        """Return the ops and calls that a call consists of, in the order they began."""
+        return self._of.get(id(call), [])
+
+    def origin(self, index: int) -> Origin:
+        """Return the op that gave a value, and for part of a result the keys that lead to it."""
+        return self.origins.get(index, (index, ()))
+
+    def within(self, event: Op | ModuleCall) -> str:
+        """Return the context managers that an event runs under, beyond those around the run."""
+        if isinstance(event, Op):
+            context = event.context
+        else:  # the same for all that it consists of, or not to be told
+            contexts = {op.context for op in self.ops[event.start : event.stop]}
+            context = contexts.pop() if len(contexts) == 1 else self._context
+        known = self._managers.get(context)
+        if known is None:
+            known = self._managers[context] = ", ".join(_managers(context, self._context))
+        return known
+
+    def meta(self, origin: Origin) -> Any:
+        """Return what is known of a value."""
+        index, keys = origin
+        meta = self.ops[index].meta
+        for key in keys:
+            named = self.keys.get(index)
+            meta = meta[named.index(key) if named is not None and key in named else key]
+        return meta
+
+    def is_shown(self, op: Op) -> bool:
+        """Whether an op gave something that people look for: a tensor, or a number in use."""
+        if op.raised is not None or op.index in self.origins:
+            return False
+        if op.kind is OpKind.UNKNOWN or isinstance(op.meta, TensorMeta):
+            return True
+        if type(op.meta) is tuple:
+            return holds_tensors(op.meta)
+        if type(op.meta) not in (bool, int, float) or op.target in (operator.is_, operator.is_not):
+            return False
+        if op.kind is OpKind.CALL and op.target in METADATA:
+            return False
+        return op.target not in SHAPES or op.index in self._used
+
+    @cached_property
+    def _used(self) -> set[int]:
+        """The ops whose values anything used."""
+        recording = self.recording
+        used = {guard.index for guard in recording.tape.guards}
+        for op in self.ops:
+            used.update(ref.index for ref in refs_in((op.args, op.kwargs)))
+        changed = [change.value for change in recording.changes]
+        used.update(ref.index for ref in refs_in([recording.root.output, *changed]))
+        return used
+
+    @cached_property
+    def held(self) -> dict[int, list[Part]]:
+        """The parts of each argument, as far as they lead to values of the run."""
+        inputs = {op.target.index for op in self.ops if op.kind is OpKind.INPUT}
+        found: dict[int, dict[int, Part]] = defaultdict(dict)
+        for part in self.recording.surroundings.parts:
+            seen = self.real(part)
+            if not part.is_argument or seen.index not in inputs:
+                continue
+            inner = part
+            while inner.parent is not None and inner.parent.is_argument:
+                found[inner.parent.index][inner.index] = inner
+                inner = inner.parent
+        return {index: [held[i] for i in sorted(held)] for index, held in found.items()}
+
+    @cached_property
+    def input_of(self) -> dict[int, int]:
+        """The op of each tensor and number among the arguments, by part."""
+        return {op.target.index: op.index for op in self.ops if op.kind is OpKind.INPUT}
+
+    @staticmethod
+    def real(part: Part) -> Part:
+        """Return the part itself, for one that is another name of it."""
+        while part.kind is PartKind.ALIAS:
+            part = part.value
+        return part
+
+    def arguments(self, call: ModuleCall) -> dict[str, Any]:
+        """Return what a call was given, by the names in the signature of forward."""
+        if call.parent is not None:
+            known = self._parameters.get(id(call.module))
+            if known is None:
+                known = self._parameters[id(call.module)] = parameters_of(call.module)
+            return _bind(known, call.args, call.kwargs)
+        given = [
+            (part.label, Existing(part))
+            for part in self.recording.surroundings.parts
+            if part.is_argument and part.access is Access.ROOT
+        ]
+        parameters = parameters_of(self.function)
+        rest = [name for name, kind in parameters if kind is inspect.Parameter.VAR_POSITIONAL]
+        indexed = f"{rest[0] if rest else 'args'}["
+        args = tuple(value for label, value in given if label.startswith(indexed))
+        named = {label.lstrip("*"): v for label, v in given if not label.startswith(indexed)}
+        return _bind(parameters, args, named)
+
+    def _note_element(self, op: Op) -> None:
+        if not op.args or type(op.args[0]) is not Ref:
+            return
+        source = op.args[0].index
+        if op.target is tuple:
+            self.keys[source] = op.meta
+            self.origins[op.index] = source, ()
+        elif op.target is operator.getitem and len(op.args) == 2 and type(op.args[1]) is not Ref:
+            root, keys = self.origin(source)
+            self.origins[op.index] = root, (*keys, op.args[1])
+
+    def _find_root(self) -> ModuleCall:
+        """The outermost call: the module's own, or what a function was run in."""
+        recording = self.recording
+        calls = recording.tape.calls
+        if calls and calls[0].parent is not None:
+            outer = calls[0].parent
+            while outer.parent is not None:
+                outer = outer.parent
+            return calls[0] if isinstance(self.function, nn.Module) else outer
+        if self.ops:
+            outer = self.ops[0].scope
+            while outer.parent is not None:
+                outer = outer.parent
+            return outer
+        return recording.root
+
+
+def _managers(context: Context, around: Context) -> Iterator[str]:
+    """Yield what leads from one context into another."""
+    if context.inference and not around.inference:
+        yield "torch.inference_mode()"
+    elif context.grad is not around.grad:
+        yield "torch.enable_grad()" if context.grad else "torch.no_grad()"
+    before = {cast.device_type: cast for cast in around.autocast}
+    for cast in context.autocast:
+        if cast.enabled and cast != before.pop(cast.device_type, None):
+            yield f"torch.autocast({cast.device_type!r}, dtype={cast.dtype})"
+    for cast in before.values():
+        if cast.enabled:
+            yield f"torch.autocast({cast.device_type!r}, enabled=False)"
+
+
+def holds_tensors(meta: Any) -> bool:
+    """Whether the description of a result has a tensor in it."""
+    if isinstance(meta, TensorMeta):
+        return True
+    return isinstance(meta, (tuple, list)) and any(map(holds_tensors, meta))
+
+
+def parameters_of(function: Callable[..., Any] | None) -> list[tuple[str, Any]]:
+    """Return the name and kind of each parameter of a function, or of a module's forward."""
+    called = function.forward if isinstance(function, nn.Module) else function
+    try:
+        found = inspect.signature(called).parameters.values() if called is not None else ()
+    except (TypeError, ValueError):  # a builtin: positions have no names
+        return []
+    return [(parameter.name, parameter.kind) for parameter in found]
+
+
+def _bind(
+    parameters: list[tuple[str, Any]], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> dict[str, Any]:
+    """Name arguments as the signature does; what it does not name goes into containers."""
+    kwargs = dict(kwargs)
+    bound: dict[str, Any] = {}
+    positions = iter(args)
+    rest, more = "args", "kwargs"
+    for name, kind in parameters:
+        if kind is inspect.Parameter.VAR_POSITIONAL:
+            rest = name
+        elif kind is inspect.Parameter.VAR_KEYWORD:
+            more = name
+        elif name in kwargs and kind is not inspect.Parameter.POSITIONAL_ONLY:
+            bound[name] = kwargs.pop(name)
+        elif kind is not inspect.Parameter.KEYWORD_ONLY:
+            for value in positions:
+                bound[name] = value
+                break
+    left = tuple(positions)
+    if left:
+        bound[rest] = left
+    if kwargs:
+        bound[more if more not in bound else f"{more}_"] = kwargs
+    return bound

@@ -1,0 +1,343 @@
+"""What people use: the tree of a run, and its nodes, which complete and print."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from bendtrace.errors import InputError
+from bendtrace.paths.nodes import Pass, TreeNode, plain_keys
+from bendtrace.paths.steps import StepSource
+from bendtrace.paths.strings import NodePathError, find, require_leaf
+from bendtrace.paths.text import LIMIT, Chosen, Text, children_of, describe, draw
+
+__all__ = ["Node", "Tree", "resolve"]
+
+
+class Tree:
+    """The nodes of a run.
+
+    Attributes:
+        data: the root, as plain data.
+    """
+
+    def __init__(
+        self,
+        data: TreeNode,
+        elements: dict[int, tuple[int, tuple[Any, ...]]] | None = None,
+        steps: StepSource | None = None,
+    ) -> None:
+        self.data = data
+        self._elements = elements or {}
+        self._steps = steps
+
+    @property
+    def root(self) -> Node:
+        """The root, to look at and to go on from."""
+        return Node(self, self.data)
+
+    def resolve(self, path: str | Node, *, leaf: bool = True) -> Node:
+        """Return the node that a path leads to.
+
+        Args:
+            path: names joined by dots, `|` before what is inside a container, `:2` for the
+                second pass; items of lists of modules as `layers_8`, `layers.8` or `layers[8]`.
+            leaf: whether it has to be a single value: no graph and no container.
+
+        Raises:
+            NodePathError: there is no such node, or it is no leaf.
+        """
+        text = path._path if isinstance(path, Node) else path
+        if not isinstance(text, str):
+            raise InputError(f"a node path is a string or a node, not {type(path).__name__}")
+        found = find(self.data, text)
+        if leaf:
+            require_leaf(self.data, found, text)
+        return Node(self, *found)
+
+    def locate(self, index: int, element: tuple[Any, ...] = ()) -> Node | None:
+        """Return the node, and its pass, that gave a value of the tape; None if it has none.
+
+        Args:
+            index: position of the op on the tape.
+            element: for a result with several tensors, the keys that lead to this one.
+        """
+        found = self._places.get(self.origin(index, element)) or self._places.get((index, element))
+        return None if found is None else Node(self, *found)
+
+    def origin(self, index: int, element: tuple[Any, ...] = ()) -> tuple[int, tuple[Any, ...]]:
+        """Return the op whose result a value of the tape is in, and the keys that lead to it."""
+        root, keys = self._elements.get(index, (index, ()))
+        return root, (*keys, *element)
+
+    def path_of(self, index: int, element: tuple[Any, ...] = ()) -> str:
+        """Return the path of a value of the tape, with its pass if there are several, or "".
+
+        Args:
+            index: position of the op on the tape.
+            element: for a result with several tensors, the keys that lead to this one.
+        """
+        node = self.locate(index, element)
+        if node is None:
+            return ""
+        return node._data.path if node._data.role == "state" else node._path
+
+    def call_path(self, number: int) -> str:
+        """Return the path of a call of a module, by its number among all; "" for the root's."""
+        found = self._calls.get(number)
+        return "" if found is None else Node(self, *found)._path
+
+    @property
+    def outputs(self) -> list[tuple[str, int | None, tuple[Any, ...]]]:
+        """Path, op and element of each value that the run gave; None for what is no value."""
+        return [
+            (Node(self, node)._path, node.passes[0].index, node.passes[0].element)
+            for child in self.data.children.values()
+            if child.role == "output"
+            for node in child.walk()
+            if not node.children
+        ]
+
+    def place_steps(self) -> None:
+        """Find out where the flow steps happened, if that is not known yet."""
+        if self._steps is not None:
+            source, self._steps = self._steps, None
+            source.place()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the tree as plain values, ready for JSON."""
+        self.place_steps()
+        elements = [
+            [index, root, plain_keys(keys)] for index, (root, keys) in self._elements.items()
+        ]
+        return {"root": self.data.to_dict(), "elements": elements}
+
+    @classmethod
+    def from_dict(cls, row: dict[str, Any]) -> Tree:
+        """Read what `to_dict` wrote.
+
+        Raises:
+            InputError: it is nothing that `to_dict` wrote.
+        """
+        try:
+            elements = {index: (root, tuple(keys)) for index, root, keys in row["elements"]}
+            return cls(TreeNode.from_dict(row["root"]), elements)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise InputError(f"this is no stored tree of paths: {error!r}") from error
+
+    @cached_property
+    def _places(self) -> dict[tuple[int, tuple[Any, ...]], tuple[TreeNode, list[int]]]:
+        """The node and pass in which each value came up first."""
+        found: dict[tuple[int, tuple[Any, ...]], tuple[TreeNode, list[int]]] = {}
+        first: dict[tuple[int, tuple[Any, ...]], tuple[TreeNode, list[int]]] = {}
+        for node in self.data.walk():
+            if node.kind == "graph":
+                continue
+            for number, made in enumerate(node.passes):
+                if made.index is not None:
+                    wanted = found if node.role == "op" else first
+                    if node.role != "output":
+                        wanted.setdefault((made.index, made.element), (node, [number]))
+        return {**first, **found}
+
+    @cached_property
+    def _calls(self) -> dict[int, tuple[TreeNode, list[int]]]:
+        return {
+            made.index: (node, [number])
+            for node in self.data.walk()
+            if node.kind == "graph"
+            for number, made in enumerate(node.passes)
+            if made.index is not None
+        }
+
+    def __repr__(self) -> str:
+        return repr(self.root)
+
+
+class Node:
+    """A node of a tree: what is below it are its attributes, its items, and what it completes to.
+
+    Names of its own all begin with an underscore, so that they do not get in the way.
+
+    Attributes:
+        _tree: the tree it belongs to.
+        _data: what is known of it.
+        _chosen: numbers of the passes that it stands for; None for all.
+    """
+
+    __slots__ = ("_chosen", "_data", "_tree")
+    _tree: Tree
+    _data: TreeNode
+    _chosen: Chosen
+
+    def __init__(self, tree: Tree, data: TreeNode, chosen: Chosen = None) -> None:
+        object.__setattr__(self, "_tree", tree)
+        object.__setattr__(self, "_data", data)
+        if chosen is not None and len(chosen) == len(data.passes):
+            chosen = None
+        object.__setattr__(self, "_chosen", chosen)
+
+    @property
+    def _name(self) -> str:
+        """What the node around it knows it by; "<root>" for the root."""
+        return self._data.name + self._suffix if self._data.path else "<root>"
+
+    @property
+    def _path(self) -> str:
+        """The dotted path from the root, with the pass if it stands for one of several."""
+        return self._data.path + self._suffix
+
+    @property
+    def _suffix(self) -> str:
+        if self._chosen is None or len(self._chosen) != 1:
+            return ""
+        return f":{self._chosen[0] + 1}"
+
+    @property
+    def _passes(self) -> list[Pass]:
+        """The passes that it stands for."""
+        every = self._data.passes
+        return list(every) if self._chosen is None else [every[i] for i in self._chosen]
+
+    @property
+    def _shape(self) -> Any:
+        """The shape in its first pass.
+
+        A `torch.Size` for a tensor, nested tuples of such (and of None, for what is no tensor)
+        for a container, the shape of the output for a graph.
+        """
+        number = 0 if self._chosen is None else self._chosen[0]
+        return _shape(self._data, number)
+
+    @property
+    def _code(self) -> Text:
+        """What it ran: for a graph its code, else the lines of the source that led to it."""
+        data = self._data
+        places = "\n".join(map(str, data.places))
+        if data.kind != "graph":
+            return Text(places or _without_place(data))
+        chosen = range(len(data.passes)) if self._chosen is None else self._chosen
+        code = [v for v in data.code if any(number in chosen for number in v.passes)]
+        text = code[0].text if code else ""
+        if len(code) > 1:
+            text = "\n".join(f"# {_numbered(v.passes)}\n{v.text}" for v in code)
+        return Text(f"Calling context:\n{places}\nCompiled code:\n{text}" if places else text)
+
+    def _show(
+        self, *, flow: bool = False, depth: int | None = None, limit: int | None = LIMIT
+    ) -> Text:
+        """Return the node and what is below it as text.
+
+        Args:
+            flow: whether to show where the flow steps happened, and what they came to.
+            depth: how many levels below it to show; None for all.
+            limit: how many lines at most; None for any number.
+        """
+        if flow:
+            self._tree.place_steps()
+        title = self._name
+        return Text(draw(self._data, title, self._chosen, flow=flow, depth=depth, limit=limit))
+
+    def __getattr__(self, name: str) -> Node:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        try:
+            return self._below(name)
+        except NodePathError as error:
+            raise AttributeError(str(error), name=name, obj=self) from None
+
+    def __getitem__(self, path: str | int) -> Node:
+        """Return the node that a path leads to from here; a number is an item of a container."""
+        if isinstance(path, int):
+            path = f"[{path}]"
+        if not isinstance(path, str):
+            raise InputError(f"a node path is a string, not {type(path).__name__}")
+        return self._below(path)
+
+    def _below(self, path: str) -> Node:
+        return Node(self._tree, *find(self._data, path, self._chosen))
+
+    def __contains__(self, path: object) -> bool:
+        try:
+            return isinstance(path, (str, int)) and self[path] is not None
+        except NodePathError:
+            return False
+
+    def __iter__(self) -> Iterator[str]:
+        """Walk the names of what is right below."""
+        return (child.name for child, _ in children_of(self._data, self._chosen))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def __bool__(self) -> bool:
+        return True
+
+    def __dir__(self) -> list[str]:
+        return [*self, "_code", "_path", "_passes", "_shape", "_show"]
+
+    def _ipython_key_completions_(self) -> list[str]:
+        names = list(self)
+        below = [f"{name}.{inner}" for name in names for inner in self[name]]
+        return names + below
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError(f"{name!r} cannot be set: a tree only shows what was recorded")
+
+    def __delattr__(self, name: str) -> None:
+        raise AttributeError(f"{name!r} cannot be deleted: a tree only shows what was recorded")
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Node):
+            return NotImplemented
+        return self._data is other._data and self._chosen == other._chosen
+
+    def __hash__(self) -> int:
+        return hash(self._path)
+
+    def __repr__(self) -> str:
+        return str(self._show())
+
+    def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
+        return {"text/plain": repr(self)}
+
+
+def resolve(tree: Tree, path: str | Node, *, leaf: bool = True) -> Node:
+    """Return the node that a path leads to (see `Tree.resolve`)."""
+    return tree.resolve(path, leaf=leaf)
+
+
+def _shape(node: TreeNode, number: int) -> Any:
+    if node.kind == "tensor":
+        return torch.Size(node.passes[number].shape or ())
+    inside = list(children_of(node, [number]))
+    if node.kind == "graph":
+        outputs = [(child, passes) for child, passes in inside if child.role == "output"]
+        return _shape_in(*outputs[0]) if outputs else None
+    if node.kind == "container":
+        return tuple(_shape_in(child, passes) for child, passes in inside)
+    return None
+
+
+def _shape_in(node: TreeNode, chosen: Chosen) -> Any:
+    return _shape(node, chosen[0] if chosen else 0)
+
+
+def _numbered(passes: tuple[int, ...]) -> str:
+    """`pass 1`, `passes 2 to 5`, `passes 1, 3, 4`."""
+    numbers = [number + 1 for number in passes]
+    if len(numbers) == 1:
+        return f"pass {numbers[0]}"
+    if len(numbers) > 2 and numbers == list(range(numbers[0], numbers[-1] + 1)):
+        return f"passes {numbers[0]} to {numbers[-1]}"
+    shown = ", ".join(map(str, numbers[:10]))
+    return f"passes {shown}{', ...' if len(numbers) > 10 else ''}"
+
+
+def _without_place(node: TreeNode) -> str:
+    said = {"input": "an argument", "state": "a parameter, buffer or other tensor of the model"}
+    text = said.get(node.role, "given out" if node.role == "output" else "")
+    return f"{node.path}: {describe(node)}, {text}" if text else node.path

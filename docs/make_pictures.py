@@ -1,0 +1,216 @@
+"""Make the pictures of docs/pictures.md: `python docs/make_pictures.py` writes docs/pictures/*.svg.
+
+The same versions of torch and bendtrace give the same bytes, so a test can compare them.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+import bendtrace as bt
+
+HERE = Path(__file__).parent / "pictures"
+
+
+# A 12-layer GPT-2
+
+
+class Attention(nn.Module):
+    """Causal self-attention, as GPT-2 has it."""
+
+    def __init__(self, size: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.c_attn = nn.Linear(size, 3 * size)
+        self.c_proj = nn.Linear(size, size)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return what each position gathers from those before it."""
+        batch, length, size = x.shape
+        shape = (batch, length, self.heads, size // self.heads)
+        q, k, v = self.c_attn(x).split(size, dim=2)
+        q = q.view(shape).transpose(1, 2)
+        k = k.view(shape).transpose(1, 2)
+        v = v.view(shape).transpose(1, 2)
+        y = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.c_proj(y.transpose(1, 2).reshape(batch, length, size))
+
+
+class MLP(nn.Module):
+    """The feed-forward part of a block."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.c_fc = nn.Linear(size, 4 * size)
+        self.c_proj = nn.Linear(4 * size, size)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return what is added to each position."""
+        return self.c_proj(functional.gelu(self.c_fc(x), approximate="tanh"))
+
+
+class Block(nn.Module):
+    """A block with two residual connections."""
+
+    def __init__(self, size: int, heads: int) -> None:
+        super().__init__()
+        self.ln_1 = nn.LayerNorm(size)
+        self.attn = Attention(size, heads)
+        self.ln_2 = nn.LayerNorm(size)
+        self.mlp = MLP(size)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return what goes on to the next block."""
+        x = x + self.attn(self.ln_1(x))
+        return x + self.mlp(self.ln_2(x))
+
+
+class GPT2(nn.Module):
+    """GPT-2, small in width."""
+
+    def __init__(self, layers: int = 12, size: int = 48, heads: int = 4) -> None:
+        super().__init__()
+        self.wte = nn.Embedding(500, size)
+        self.wpe = nn.Embedding(64, size)
+        self.h = nn.ModuleList(Block(size, heads) for _ in range(layers))
+        self.ln_f = nn.LayerNorm(size)
+        self.lm_head = nn.Linear(size, 500, bias=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return logits for each position."""
+        x = self.wte(tokens) + self.wpe(torch.arange(tokens.shape[1]))
+        for block in self.h:
+            x = block(x)
+        return self.lm_head(self.ln_f(x))
+
+
+# A ResNet-18
+
+
+class BasicBlock(nn.Module):
+    """Two convolutions and a shortcut."""
+
+    def __init__(self, inner: int, outer: int, stride: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(inner, outer, 3, stride, 1, bias=False)
+        self.bn1 = nn.BatchNorm2d(outer)
+        self.relu = nn.ReLU()
+        self.conv2 = nn.Conv2d(outer, outer, 3, 1, 1, bias=False)
+        self.bn2 = nn.BatchNorm2d(outer)
+        self.downsample = None
+        if stride != 1 or inner != outer:
+            shortcut = nn.Conv2d(inner, outer, 1, stride, bias=False)
+            self.downsample = nn.Sequential(shortcut, nn.BatchNorm2d(outer))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the sum of both ways."""
+        out = self.bn2(self.conv2(self.relu(self.bn1(self.conv1(x)))))
+        return self.relu(out + (x if self.downsample is None else self.downsample(x)))
+
+
+class ResNet18(nn.Module):
+    """ResNet-18, as it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(3, 64, 7, 2, 3, bias=False)
+        self.bn1 = nn.BatchNorm2d(64)
+        self.relu = nn.ReLU()
+        self.maxpool = nn.MaxPool2d(3, 2, 1)
+        self.layer1 = nn.Sequential(BasicBlock(64, 64, 1), BasicBlock(64, 64, 1))
+        self.layer2 = nn.Sequential(BasicBlock(64, 128, 2), BasicBlock(128, 128, 1))
+        self.layer3 = nn.Sequential(BasicBlock(128, 256, 2), BasicBlock(256, 256, 1))
+        self.layer4 = nn.Sequential(BasicBlock(256, 512, 2), BasicBlock(512, 512, 1))
+        self.avgpool = nn.AdaptiveAvgPool2d(1)
+        self.fc = nn.Linear(512, 1000)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return logits for each image."""
+        x = self.maxpool(self.relu(self.bn1(self.conv1(x))))
+        x = self.layer4(self.layer3(self.layer2(self.layer1(x))))
+        return self.fc(torch.flatten(self.avgpool(x), 1))
+
+
+# A loop
+
+
+class Tagger(nn.Module):
+    """An LSTM cell that walks along a sequence."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.LSTMCell(8, 16)
+        self.head = nn.Linear(16, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return a prediction for each step."""
+        h = c = x.new_zeros(x.shape[0], 16)
+        outputs = []
+        for step in range(x.shape[1]):
+            h, c = self.cell(x[:, step], (h, c))
+            outputs.append(self.head(h))
+        return torch.stack(outputs, dim=1)
+
+
+# A model that decides
+
+
+class Refiner(nn.Module):
+    """Takes another way for quiet inputs, and repeats itself until it is content."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loud = nn.Linear(8, 8)
+        self.quiet = nn.Linear(8, 8)
+        self.out = nn.Linear(8, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return two numbers for each row."""
+        if x.abs().mean() > 0.5:
+            x = torch.relu(self.loud(x))
+        else:
+            x = torch.tanh(self.quiet(x))
+        while x.norm() > 1.0:
+            x = x * 0.75
+        return self.out(x)
+
+
+def pictures() -> dict[str, str]:
+    """Return the pictures as SVG, by the names of their files."""
+    torch.manual_seed(0)
+    gpt2 = bt.trace(GPT2().eval(), torch.arange(16)[None])
+    resnet = bt.trace(ResNet18().eval(), torch.ones(1, 3, 64, 64))
+    tagger = bt.trace(Tagger(), torch.ones(2, 100, 8))
+    refiner = Refiner()
+    with torch.no_grad():
+        refiner.loud.weight.copy_(torch.eye(8))
+    loud, quiet = torch.full((3, 8), 2.0), torch.full((3, 8), 0.1)
+    bended = bt.BendedModule(refiner)
+    for x in (loud, quiet, loud / 3, quiet):
+        bended(x)
+    return {
+        "gpt2": gpt2.draw().svg,
+        "gpt2_overview": gpt2.draw(collapse=False, max_nodes=40).svg,
+        "gpt2_block": gpt2.draw(within="h.3").svg,
+        "resnet18": resnet.draw().svg,
+        "resnet18_flops": resnet.draw(depth=1, overlay="flops").svg,
+        "lstm": tagger.draw().svg,
+        "lstm_rolled": tagger.draw(rolled=True).svg,
+        "refiner": bt.trace(refiner, loud).draw().svg,
+        "refiner_tree": bended.tree.draw().svg,
+    }
+
+
+def main() -> None:
+    """Write the pictures."""
+    HERE.mkdir(exist_ok=True)
+    for name, svg in pictures().items():
+        (HERE / f"{name}.svg").write_text(svg, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

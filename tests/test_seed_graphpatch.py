@@ -1,0 +1,198 @@
+"""The examples of graphpatch's page on working with the graph, up to the patching itself.
+
+They run as they stand there, but for the import. Two things read differently: `_code` is what
+this library writes, and a `Linear` is called by its own name, not by its place in a list.
+"""
+
+from __future__ import annotations
+
+import json
+import rlcompleter
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import bendtrace as bt
+from bendtrace.patchable import PatchableGraph
+from bendtrace.paths.strings import NodePathError
+from bendtrace.paths.view import Tree, resolve
+
+
+class TupleOutputModule(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 3)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return (self.linear(x), self.linear(x + 1))
+
+
+LINE = TupleOutputModule.forward.__code__.co_firstlineno + 1
+PLACE = f"""\
+File "{__file__}", line {LINE}, in forward
+    return (self.linear(x), self.linear(x + 1))"""
+
+TREE = """\
+<root>: Graph(5)
+├─x: Tensor(3, 2)
+├─linear: Graph(5)
+│ ├─input: Tensor(3, 2)
+│ ├─weight: Tensor(3, 2)
+│ ├─bias: Tensor(3)
+│ ├─linear: Tensor(3, 3)
+│ └─output: Tensor(3, 3)
+├─add: Tensor(3, 2)
+├─linear_1: Graph(5)
+│ ├─input: Tensor(3, 2)
+│ ├─weight: Tensor(3, 2)
+│ ├─bias: Tensor(3)
+│ ├─linear: Tensor(3, 3)
+│ └─output: Tensor(3, 3)
+└─output: tuple(2)
+  ├─sub_0: Tensor(3, 3)
+  └─sub_1: Tensor(3, 3)"""
+
+LINEAR = """\
+linear: Graph(5)
+├─input: Tensor(3, 2)
+├─weight: Tensor(3, 2)
+├─bias: Tensor(3)
+├─linear: Tensor(3, 3)
+└─output: Tensor(3, 3)"""
+
+CODE = """\
+def forward(self, x : torch.Tensor):
+    linear = self.linear(x)
+    add = x + 1;  x = None
+    linear_1 = self.linear(add);  add = None
+    return (linear, linear_1)"""
+
+LINEAR_CODE = f"""\
+Calling context:
+{PLACE}
+Compiled code:
+def forward(self, input : torch.Tensor):
+    weight = self.weight
+    bias = self.bias
+    linear = torch._C._nn.linear(input, weight, bias);  input = weight = bias = None
+    return linear"""
+
+
+@pytest.fixture
+def tuple_pg() -> PatchableGraph:
+    return PatchableGraph(TupleOutputModule(), torch.ones(3, 2))
+
+
+def completions(text: str, **names: Any) -> list[str]:
+    """What a plain Python prompt offers after a tab."""
+    completer = rlcompleter.Completer(names)
+    found: list[str] = []
+    while (match := completer.complete(text, len(found))) is not None:
+        found.append(match)
+    return found
+
+
+def test_the_root_prints_as_in_the_document(tuple_pg: PatchableGraph) -> None:
+    assert repr(tuple_pg.graph) == TREE
+
+
+def test_a_part_of_the_graph_prints_as_in_the_document(tuple_pg: PatchableGraph) -> None:
+    assert repr(tuple_pg.graph.linear) == LINEAR
+
+
+def test_a_tab_reveals_all_children_of_a_node(tuple_pg: PatchableGraph) -> None:
+    children = ["add", "linear", "linear_1", "output", "x"]
+    assert completions("g.", g=tuple_pg.graph) == [f"g.{name}" for name in children]
+    assert completions("g.linear.b", g=tuple_pg.graph) == ["g.linear.bias"]
+    assert completions("g.output.", g=tuple_pg.graph) == ["g.output.sub_0", "g.output.sub_1"]
+
+
+def test_a_leaf_completes_to_nothing_but_what_begins_with_an_underscore(
+    tuple_pg: PatchableGraph,
+) -> None:
+    offered = completions("g.", g=tuple_pg.graph.linear.bias)
+    assert offered
+    assert all(name.startswith("g._") for name in offered)
+
+
+def test_the_code_of_the_root_is_what_the_model_ran(tuple_pg: PatchableGraph) -> None:
+    assert repr(tuple_pg.graph._code) == CODE
+
+
+def test_the_code_of_a_leaf_is_the_line_it_comes_from(tuple_pg: PatchableGraph) -> None:
+    assert repr(tuple_pg.graph.add._code) == PLACE
+
+
+def test_the_code_of_a_submodule_is_its_calling_context_and_its_own(
+    tuple_pg: PatchableGraph,
+) -> None:
+    assert repr(tuple_pg.graph.linear._code) == LINEAR_CODE
+
+
+def test_shapes_are_those_of_the_example(tuple_pg: PatchableGraph) -> None:
+    assert tuple_pg.graph.linear.input._shape == torch.Size([3, 2])
+    assert repr(tuple_pg.graph.linear.input._shape) == "torch.Size([3, 2])"
+
+
+def test_a_path_can_be_given_as_a_node_or_a_string(tuple_pg: PatchableGraph) -> None:
+    tree = tuple_pg.graph._tree
+    node = tuple_pg.graph.linear.output
+    assert resolve(tree, node) == resolve(tree, "linear.output") == node
+    assert resolve(tree, "output|sub_0") == tuple_pg.graph.output.sub_0
+
+
+def test_what_is_no_leaf_is_refused_with_the_dig_paths_there_are(tuple_pg: PatchableGraph) -> None:
+    tree = tuple_pg.graph._tree
+    for path in ("output", tuple_pg.graph.output):
+        with pytest.raises(NodePathError) as caught:
+            resolve(tree, path)
+        assert caught.value.completions == ("output|sub_0", "output|sub_1")
+        assert str(caught.value) == (
+            "'output' is a tuple(2), not a single value; "
+            "dig into it: 'output|sub_0', 'output|sub_1'"
+        )
+
+
+def test_a_node_that_does_not_exist_is_refused_at_once(tuple_pg: PatchableGraph) -> None:
+    with pytest.raises(NodePathError, match=r"the root has no 'liner'; did you mean 'linear'") as e:
+        resolve(tuple_pg.graph._tree, "liner.output")
+    assert e.value.path == "liner.output"
+    assert isinstance(e.value, KeyError)
+    assert isinstance(e.value, bt.BendtraceError)
+
+
+def test_nested_containers_are_dug_into_with_dots_after_the_bar() -> None:
+    pg = PatchableGraph(lambda x: ((x + 1, x * 2), {"mean": x.mean()}), torch.ones(2))
+    assert pg.graph._tree.resolve("output|sub_0.sub_1") == pg.graph.output.sub_0.sub_1
+    assert pg.graph._tree.resolve("output|sub_1.mean")._shape == torch.Size([])
+
+
+def test_a_layer_of_a_language_model_is_found_by_the_path_in_the_document() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        num_hidden_layers=9, hidden_size=8, num_attention_heads=2, vocab_size=20,
+        intermediate_size=12, max_position_embeddings=16,
+    )  # fmt: skip
+    pg = PatchableGraph(transformers.LlamaForCausalLM(config).eval(), torch.zeros(1, 3).long())
+    path = "model.layers_8.mlp.down_proj.linear"
+    assert pg.graph[path]._shape == torch.Size([1, 3, 8])
+    for other in ("model.layers.8.mlp.down_proj.linear", "model.layers[8].mlp.down_proj.linear"):
+        assert pg.graph[other]._path == path
+
+
+def test_it_is_called_like_the_model(tuple_pg: PatchableGraph) -> None:
+    model, x = tuple_pg.model, torch.randn(4, 2)
+    for got, expected in zip(tuple_pg(x), model(x), strict=True):
+        assert torch.equal(got, expected)
+
+
+def test_the_tree_outlives_the_model(tuple_pg: PatchableGraph) -> None:
+    stored = json.dumps(tuple_pg.graph._tree.to_dict())
+    graph = Tree.from_dict(json.loads(stored)).root
+    assert repr(graph) == TREE
+    assert graph._code == CODE
+    assert graph.linear._code == LINEAR_CODE
+    assert graph.add._code == PLACE
+    assert graph.linear.weight._shape == torch.Size([3, 2])

@@ -1,0 +1,527 @@
+"""The examples of TorchLens's README, with only the import changed, and what it cannot follow.
+
+AlexNet is written down here as torchvision has it. Of what is printed, only what depends on
+weights, on time or on how a size is counted may differ.
+"""
+
+# ruff: noqa: E101, E501
+
+from __future__ import annotations
+
+import gc
+import re
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import GPT2Config, GPT2Model
+
+import bendtrace as tl
+from tests.promise import bits, footprint, state
+
+
+class AlexNet(nn.Module):
+    def __init__(self, num_classes: int = 1000, dropout: float = 0.5) -> None:
+        super().__init__()
+        self.features = nn.Sequential(
+            nn.Conv2d(3, 64, kernel_size=11, stride=4, padding=2),
+            nn.ReLU(inplace=True),
+            nn.MaxPool2d(kernel_size=3, stride=2),
+            nn.Conv2d(64, 192, kernel_size=5, padding=2),
+            nn.ReLU(inplace=True),
+            nn.MaxPool2d(kernel_size=3, stride=2),
+            nn.Conv2d(192, 384, kernel_size=3, padding=1),
+            nn.ReLU(inplace=True),
+            nn.Conv2d(384, 256, kernel_size=3, padding=1),
+            nn.ReLU(inplace=True),
+            nn.Conv2d(256, 256, kernel_size=3, padding=1),
+            nn.ReLU(inplace=True),
+            nn.MaxPool2d(kernel_size=3, stride=2),
+        )
+        self.avgpool = nn.AdaptiveAvgPool2d((6, 6))
+        self.classifier = nn.Sequential(
+            nn.Dropout(p=dropout),
+            nn.Linear(256 * 6 * 6, 4096),
+            nn.ReLU(inplace=True),
+            nn.Dropout(p=dropout),
+            nn.Linear(4096, 4096),
+            nn.ReLU(inplace=True),
+            nn.Linear(4096, num_classes),
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.features(x)
+        x = self.avgpool(x)
+        x = torch.flatten(x, 1)
+        x = self.classifier(x)
+        return x
+
+
+LOG = """\
+Log of AlexNet forward pass:
+	Model structure: purely feedforward, without branching; 23 total modules.
+	24 tensors (4.8 MB) computed in forward pass; 24 tensors (4.8 MB) saved.
+	16 parameter operations (61100840 params total; ...).
+	Random seed: ...
+	Time elapsed: ...s
+	Module Hierarchy:
+		features:
+		    features.0, features.1, features.2, features.3, features.4, features.5, features.6, features.7,
+		    features.8, features.9, features.10, features.11, features.12
+		avgpool
+		classifier:
+		    classifier.0, classifier.1, classifier.2, classifier.3, classifier.4, classifier.5, classifier.6
+	Layers:
+		0: input_1_0
+		1: conv2d_1_1
+		2: relu_1_2
+		3: maxpool2d_1_3
+		4: conv2d_2_4
+		5: relu_2_5
+		6: maxpool2d_2_6
+		7: conv2d_3_7
+		8: relu_3_8
+		9: conv2d_4_9
+"""
+
+LAYER = """\
+Layer conv2d_3_7, operation 8/24:
+	Output tensor: shape=(1, 384, 13, 13), dtype=torch.float32, size=253.5 KB
+		tensor([[...],
+        [...],
+        [...],
+        [...],
+        [...]])...
+	Params: Computed from params with shape (384,), (384, 192, 3, 3); 663936 params total (2.5 MB)
+	Parent Layers: maxpool2d_2_6
+	Child Layers: relu_3_8
+	Function: conv2d (gradfunc=ConvolutionBackward0)
+	Computed inside module: features.6
+	Time elapsed:  ...s
+	Output of modules: features.6
+	Output of bottom-level module: features.6
+	Lookup keys: -17, 7, conv2d_3_7, conv2d_3_7:1, features.6, features.6:1
+"""
+
+
+def assert_reads(printed: str, shown: str) -> None:
+    """The first lines are those that are shown; three dots stand for anything."""
+    lines, wanted = printed.splitlines(), shown.splitlines()
+    assert len(lines) >= len(wanted)
+    for line, want in zip(lines, wanted, strict=False):
+        pattern = ".*".join(map(re.escape, want.split("...")))
+        assert re.fullmatch(pattern, line.rstrip()), f"{line!r} is not {want!r}"
+
+
+@pytest.fixture(scope="module")
+def alexnet() -> Any:
+    torch.manual_seed(0)
+    return AlexNet()
+
+
+@pytest.fixture(scope="module")
+def model_history(alexnet: Any) -> Any:
+    x = torch.rand(1, 3, 224, 224)
+    return tl.log_forward_pass(alexnet, x, layers_to_save="all", vis_opt="none")
+
+
+def test_the_log_prints_as_in_the_seed(model_history: Any) -> None:
+    assert_reads(str(model_history), LOG)
+
+
+def test_a_layer_prints_as_in_the_seed(model_history: Any) -> None:
+    assert_reads(str(model_history["conv2d_3_7"]), LAYER)
+
+
+@pytest.mark.parametrize(
+    "key", ["conv2d_3_7", "conv2d_3", "conv2d_3_7:1", "features.6", "features.6:1", 7, -17]
+)
+def test_every_key_of_the_seed_finds_the_layer(model_history: Any, key: Any) -> None:
+    assert model_history[key] is model_history["conv2d_3_7"]
+    assert key in model_history
+
+
+def test_the_activation_of_a_layer_is_what_the_module_gives(
+    model_history: Any, alexnet: Any
+) -> None:
+    before = model_history["maxpool2d_2_6"].tensor_contents
+    given = model_history["conv2d_3_7"].tensor_contents
+    assert torch.equal(given, alexnet.features[6](before))
+    # relu_3_8 worked in place on it afterwards.
+    assert given.min() < 0
+    assert torch.equal(model_history["relu_3_8"].tensor_contents, given.relu())
+
+
+def test_names_and_neighbours_of_the_layers_are_those_of_the_seed(model_history: Any) -> None:
+    names = [entry.label for entry in model_history.layers]
+    assert names[:3] == ["input_1_0", "conv2d_1_1", "relu_1_2"]
+    assert names[-3:] == ["relu_7_21", "linear_3_22", "output_1_23"]
+    assert len(names) == len(model_history) == 24
+    assert len(model_history.modules) == 23
+    layer = model_history["conv2d_3_7"]
+    assert layer.parents == ["maxpool2d_2_6"]
+    assert layer.children == ["relu_3_8"]
+    assert layer.grad_fn == "ConvolutionBackward0"
+
+
+def test_outputs_are_found_by_their_short_name_and_modules_by_what_they_give(
+    model_history: Any,
+) -> None:
+    assert model_history["output_1"] is model_history[-1]
+    assert model_history["input_1_0"] is model_history[0]
+    assert model_history["features"] is model_history["features.12"]
+    assert model_history["classifier"] is model_history["linear_3_22"]
+    assert model_history["avgpool"].layer_type == "adaptiveavgpool2d"
+
+
+def test_pictures_of_both_kinds_can_be_asked_for(alexnet: Any, tmp_path: Any) -> None:
+    x = torch.rand(1, 3, 63, 63)
+    for option in ("rolled", "unrolled"):
+        path = tmp_path / f"{option}.svg"
+        tl.log_forward_pass(alexnet, x, layers_to_save="none", vis_opt=option, vis_outpath=path)
+        assert "conv2d" in path.read_text()
+
+
+class SimpleRecurrent(nn.Module):
+    """The recurrent model of the seed's picture: one weight, four steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(5, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(4):
+            x = self.fc(x)
+            x = x + 1
+            x = x * 2
+        return x
+
+
+@pytest.fixture(scope="module")
+def recurrent() -> Any:
+    return tl.log_forward_pass(SimpleRecurrent(), torch.rand(5, 5), layers_to_save="all")
+
+
+def test_the_recurrent_model_has_passes(recurrent: Any) -> None:
+    assert [entry.label for entry in recurrent.layers] == [
+        "input_1_0",
+        *(f"{name}:{step}" for step in range(1, 5) for name in
+          ("linear_1_1", "add_1_2", "mul_1_3")),
+        "output_1_4",
+    ]  # fmt: skip
+    structure = str(recurrent).splitlines()[1]
+    assert "recurrent" in structure
+    assert "purely feedforward" not in structure
+
+
+def test_passes_are_found_by_name_module_and_position(recurrent: Any) -> None:
+    second = recurrent[4]
+    assert second.label == "linear_1_1:2"
+    for key in ("linear_1_1:2", "linear_1:2", "fc:2", -10):
+        assert recurrent[key] is second
+    assert second.parents == ["mul_1_3:1"]
+    assert second.children == ["add_1_2:2"]
+
+
+def test_a_layer_with_several_passes_is_all_of_them(recurrent: Any) -> None:
+    for key in ("linear_1_1", "linear_1", "fc"):
+        found = recurrent[key]
+        assert [entry.pass_number for entry in found] == [1, 2, 3, 4]
+    with pytest.raises(AttributeError, match="linear_1_1:2"):
+        _ = recurrent["linear_1"].tensor_contents
+
+
+@pytest.fixture(scope="module")
+def gpt2() -> Any:
+    torch.manual_seed(0)
+    return GPT2Model(GPT2Config(n_layer=3, n_embd=16, n_head=2, vocab_size=50, n_positions=16))
+
+
+def test_the_two_residual_adds_of_a_block_are_no_recurrence(gpt2: Any) -> None:
+    gpt2 = gpt2.eval()
+    log = tl.log_forward_pass(gpt2, torch.arange(6)[None], layers_to_save="all")
+    assert all(entry.passes == 1 for entry in log.layers)
+    assert "recurrent" not in str(log).splitlines()[1]
+    for block in range(3):
+        adds = [e for e in log.layers if e.module == f"h.{block}" and e.layer_type == "add"]
+        assert len(adds) == 2
+        assert adds[0].name != adds[1].name
+
+
+# What no log of torch's functions alone can tell
+
+
+class Shared(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+        self.act = nn.ReLU()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.act(self.fc(self.act(self.fc(x)))) + self.fc(x)
+
+
+def test_a_module_that_is_called_several_times_has_passes() -> None:
+    log = tl.log_forward_pass(Shared(), torch.rand(2, 4), layers_to_save="all")
+    assert [call.label for call in log.modules] == ["fc:1", "act:1", "fc:2", "act:2", "fc:3"]
+    assert len(log["fc"]) == 3
+    assert log["fc:2"].parents == [log["act:1"].label]
+    assert log["fc:3"].parents == ["input_1_0"]
+
+
+class InPlace(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x * 2
+        y.add_(1)
+        view = y[0]
+        view.mul_(10)
+        y[1] = 0
+        return y
+
+
+def test_what_was_saved_is_the_value_before_a_later_write() -> None:
+    x = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    log = tl.log_forward_pass(InPlace(), x, layers_to_save="all")
+    assert [entry.tensor_contents.tolist() for entry in log if entry.kind == "op"] == [
+        [[2.0, 4.0], [6.0, 8.0]],
+        [[3.0, 5.0], [7.0, 9.0]],
+        [3.0, 5.0],
+        [30.0, 50.0],
+        [[30.0, 50.0], [0.0, 0.0]],
+    ]
+    assert log[-1].tensor_contents.tolist() == [[30.0, 50.0], [0.0, 0.0]]
+
+
+class Item(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        total = x.sum().item()
+        while total > 2:
+            x = x / 2
+            total = x.sum().item()
+        return x + 1 if total > 1 else x - 1
+
+
+def test_branches_and_loops_on_items_are_part_of_the_log() -> None:
+    log = tl.log_forward_pass(Item(), torch.ones(8), layers_to_save="all")
+    halves = log["div_1"]
+    assert [entry.pass_number for entry in halves] == [1, 2]
+    kinds = [step.kind for step in log.flow_steps]
+    assert "while" in kinds
+    assert log["add_1"].kind == "op"
+    numbers = [entry.value for entry in log.entries if entry.layer_type == "item"]
+    assert numbers == [8.0, 4.0, 2.0]
+    for entry in halves:
+        assert [log.flow_steps[number].kind for number in entry.flow] == ["while"]
+
+
+@pytest.mark.parametrize(
+    "key",
+    ["input_1", "linear_1_1:2", "fc:2", "add_1", "output_1", "output_1_4", 0, 3, -1, -2, -3, -8],
+)
+def test_a_subset_is_saved_by_the_keys_that_find_it(key: Any) -> None:
+    model, x = Shared(), torch.rand(2, 4)
+    log = tl.log_forward_pass(model, x, layers_to_save=[key])
+    wanted = log[key]
+    assert wanted.has_contents
+    whole = tl.log_forward_pass(model, x, layers_to_save="all")
+    assert bits(wanted.tensor_contents) == bits(whole[key].tensor_contents)
+    # What the model gives out is also what its last op gave.
+    same = {wanted.label, "add_1_3", "output_1_4"} if key in ("add_1", "output_1", "output_1_4",
+                                                              -1, -2) else {wanted.label}  # fmt: skip
+    assert {entry.label for entry in log if entry.has_contents} <= same
+
+
+def test_nothing_is_saved_for_none() -> None:
+    log = tl.log_forward_pass(Shared(), torch.rand(2, 4), layers_to_save="none")
+    assert not any(entry.has_contents for entry in log.entries)
+    assert "8 tensors (256 B) computed in forward pass; 0 tensors (0 B) saved." in str(log)
+
+
+def test_gradients_are_those_of_the_backward_pass() -> None:
+    model, x = Shared(), torch.rand(2, 4)
+    log = tl.log_forward_pass(model, x, save_gradients=True)
+    hidden = model.fc(x).detach().requires_grad_()
+    (model.act(model.fc(model.act(hidden))) + model.fc(x).detach()).sum().backward()
+    assert log["linear_1:1"].grad_contents is None
+    log.output.sum().backward()
+    assert torch.equal(log["linear_1:1"].grad_contents, hidden.grad)
+
+
+# Keys that are wrong
+
+
+@pytest.mark.parametrize(
+    ("key", "near"),
+    [
+        ("conv2d_3_8", "conv2d_3_7"),
+        ("conv2d3", "conv2d_3"),
+        ("features.60", "features.6"),
+        ("feature.6", "features.6"),
+        ("conv2d_3_7:2", "conv2d_3_7"),
+    ],
+)
+def test_an_unknown_key_names_its_near_misses(model_history: Any, key: str, near: str) -> None:
+    assert key not in model_history
+    with pytest.raises(KeyError) as caught:
+        model_history[key]
+    assert isinstance(caught.value, tl.BendtraceError)
+    assert repr(key) in str(caught.value)
+    assert near in str(caught.value)
+
+
+@pytest.mark.parametrize("key", [24, -25, 10**6])
+def test_a_position_that_is_not_there_is_told(model_history: Any, key: int) -> None:
+    assert key not in model_history
+    with pytest.raises(KeyError, match=r"from 0 to 23, or from -24 to -1"):
+        model_history[key]
+
+
+@pytest.mark.parametrize("key", ["", "   ", ":", "conv2d_3:", ":1", "conv2d_3_7:0", "conv2d_3_7:-1",
+                                 "conv2d_3_7:1:1", None, 1.5, True, ("conv2d_3",), "features..6",
+                                 "🔥", "a" * 10_000, "output.sub_0.x"])  # fmt: skip
+def test_keys_that_make_no_sense_are_refused(model_history: Any, key: Any) -> None:
+    assert key not in model_history
+    with pytest.raises(KeyError):
+        model_history[key]
+
+
+def test_slices_go_by_position_and_by_name(model_history: Any) -> None:
+    labels = [entry.label for entry in model_history.layers]
+    assert [entry.label for entry in model_history[2:5]] == labels[2:5]
+    assert [entry.label for entry in model_history[-3:]] == labels[-3:]
+    assert [entry.label for entry in model_history[::-1]] == labels[::-1]
+    assert [entry.label for entry in model_history["conv2d_2":"conv2d_3"]] == labels[4:7]
+    assert list(model_history[50:]) == []
+    assert [entry.label for entry in model_history] == labels
+
+
+def test_every_layer_is_found_by_all_its_lookup_keys(model_history: Any) -> None:
+    for entry in model_history.layers:
+        (line,) = [line for line in str(entry).splitlines() if "Lookup keys:" in line]
+        for key in line.partition(": ")[2].split(", "):
+            found = model_history[int(key) if re.fullmatch(r"-?\d+", key) else key]
+            assert found is entry, key
+
+
+def test_every_node_path_finds_its_entry(model_history: Any) -> None:
+    for entry in model_history.entries:
+        assert entry.node_path
+        assert model_history[entry.node_path] is entry
+
+
+def test_keys_are_completed(model_history: Any) -> None:
+    keys = model_history._ipython_key_completions_()
+    assert {"conv2d_3_7", "conv2d_3", "features.6"} <= set(keys)
+    assert all(isinstance(key, str) for key in keys)
+
+
+# Nothing is left behind, and nothing is changed
+
+
+def models() -> list[Any]:
+    torch.manual_seed(0)
+    return [
+        (Shared(), torch.rand(2, 4)),
+        (SimpleRecurrent(), torch.rand(5, 5)),
+        (InPlace(), torch.rand(2, 2)),
+        (Item(), torch.ones(8)),
+        (nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.BatchNorm1d(4)), torch.rand(3, 4)),
+        (nn.LSTM(4, 3), torch.rand(2, 1, 4)),
+    ]
+
+
+@pytest.mark.parametrize("number", range(6))
+@pytest.mark.parametrize("options", [{"layers_to_save": "all"}, {"layers_to_save": "none"},
+                                     {"layers_to_save": "all", "save_gradients": True}])  # fmt: skip
+def test_a_log_leaves_output_state_and_random_numbers_as_eager_does(
+    number: int, options: dict[str, Any]
+) -> None:
+    (model, x), (eager, _) = models()[number], models()[number]
+    torch.manual_seed(5)
+    expected = eager(x.clone())
+    drawn = torch.rand(3)
+    before = footprint()
+    attributes = [sorted(vars(module)) for module in model.modules()]
+    functions = {name: getattr(torch, name) for name in ("add", "relu", "Tensor", "conv2d")}
+    methods = {name: getattr(torch.Tensor, name) for name in ("__add__", "relu", "item", "cpu")}
+    torch.manual_seed(5)
+    log = tl.log_forward_pass(model, x.clone(), **options)
+    assert bits(torch.rand(3)) == bits(drawn)
+    assert bits(log.output) == bits(expected)
+    assert bits(state(model)) == bits(state(eager))
+    assert footprint() == before
+    assert [sorted(vars(module)) for module in model.modules()] == attributes
+    for module in model.modules():
+        assert not module._forward_hooks
+        assert not module._forward_pre_hooks
+        assert not module._backward_hooks
+    assert all(getattr(torch, name) is function for name, function in functions.items())
+    assert all(getattr(torch.Tensor, name) is method for name, method in methods.items())
+
+
+def test_the_arguments_keep_what_they_were() -> None:
+    x = torch.rand(2, 4, requires_grad=True)
+    version = x._version
+    log = tl.log_forward_pass(Shared(), x, layers_to_save="all", save_gradients=True)
+    assert x._version == version
+    assert x.grad is None
+    del log
+    gc.collect()
+    assert not x._backward_hooks
+
+
+def test_two_threads_can_log_at_once() -> None:
+    torch.manual_seed(0)
+    jobs = [(SimpleRecurrent(), torch.rand(5, 5)), (Item(), torch.ones(8))]
+    alone = [tl.log_forward_pass(model, x, layers_to_save="all") for model, x in jobs]
+    barrier = threading.Barrier(2)
+    found: list[list[Any]] = [[], []]
+
+    def work(number: int) -> None:
+        model, x = jobs[number]
+        barrier.wait()
+        for _ in range(20):
+            found[number].append(tl.log_forward_pass(model, x, layers_to_save="all"))
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for one, others in zip(alone, found, strict=True):
+        assert len(others) == 20
+        for other in others:
+            assert [e.label for e in other.entries] == [e.label for e in one.entries]
+            for mine, theirs in zip(one.layers, other.layers, strict=True):
+                assert bits(mine.tensor_contents) == bits(theirs.tensor_contents)
+
+
+def test_an_error_of_the_model_comes_out_as_it_is_and_leaves_nothing_behind() -> None:
+    class Broken(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (x + 1) @ torch.ones(99, 1)
+
+    before = footprint()
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        tl.log_forward_pass(Broken(), torch.rand(2, 4), layers_to_save="all")
+    assert footprint() == before
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"layers_to_save": "some"},
+        {"layers_to_save": ["conv2d_99"]},
+        {"layers_to_save": 3.5},
+        {"vis_opt": "both"},
+        {"nonsense": 1},
+    ],
+)
+def test_options_that_make_no_sense_are_refused(options: dict[str, Any]) -> None:
+    with pytest.raises((tl.BendtraceError, TypeError)) as caught:
+        tl.log_forward_pass(Shared(), torch.rand(2, 4), **options)
+    value = next(iter(options.values()))
+    shown = value[0] if isinstance(value, list) else value
+    assert str(shown) in str(caught.value) or "nonsense" in str(caught.value)
