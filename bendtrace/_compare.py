@@ -120,6 +120,8 @@ def _dense(tensor: Tensor) -> tuple[Tensor, ...]:
 def _bytes(tensor: Tensor) -> Tensor:
     # One dimension first: a scalar cannot be viewed in a smaller dtype. A copy, not contiguous(),
     # which leaves a single element at whatever stride it has, and then it cannot be either.
+    if tensor.is_mkldnn:
+        tensor = tensor.to_dense()
     flat = tensor.detach().resolve_conj().resolve_neg().reshape(-1)
     flat = flat.clone(memory_format=torch.contiguous_format)
     return (torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat).view(torch.uint8)

@@ -132,6 +132,8 @@ def run_trace(
         capture = options.capture(store)
         recording = record(function, args, kwargs, signature, observer=capture)
         capture.finish(recording)
+        if capture.error is not None:
+            raise capture.error
     made = Trace(recording, ambience, signature, function, capture=capture)
     made.require_met(capture)
     return made

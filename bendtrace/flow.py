@@ -173,8 +173,12 @@ class FlowSteps(Sequence[FlowStep]):
         """Return the steps as plain values, ready for JSON."""
         return [step.to_dict() for step in self._steps]
 
-    def table(self) -> str:
-        """Return the steps as text, one line each."""
+    def table(self, form: str = "simple") -> str:
+        """Return the steps as a table, one line each.
+
+        Args:
+            form: how it is laid out, as in the tabulate package: "simple", "html", "github".
+        """
         rows = []
         for step in self._steps:
             value = repr(step.value)
@@ -185,7 +189,10 @@ class FlowSteps(Sequence[FlowStep]):
             text = shorten(step.text, 60, placeholder=" ...")
             rows.append((step.name, step.kind, value, text, where, step.module_path, iteration))
         headers = ("node", "kind", "value", "source", "at", "module", "iteration")
-        return tabulate(rows, headers, disable_numparse=True)
+        return str(tabulate(rows, headers, tablefmt=form, disable_numparse=True))
+
+    def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
+        return {"text/plain": str(self), "text/html": self.table("html")}
 
     def __repr__(self) -> str:
         return repr(self._steps)

@@ -253,6 +253,20 @@ def test_numbers_are_drawn_where_they_decide() -> None:
     assert {node.kind for node in plain.nodes()} == {"input", "op", "output"}
 
 
+def test_lines_pass_through_numbers_that_are_not_drawn_but_not_through_sizes() -> None:
+    def scaled(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return (y * x.sum().item()).reshape(x.shape[0], -1)
+
+    edges = scene(bt.trace(scaled, torch.ones(2, 3), torch.ones(4))).edges
+    assert {(e.source.title, e.target.title, e.kind) for e in edges} == {
+        ("input_1_0", "sum_1_2", "data"),
+        ("sum_1_2", "mul_1_3", "number"),
+        ("input_2_1", "mul_1_3", "data"),
+        ("mul_1_3", "reshape_1_4", "data"),
+        ("reshape_1_4", "output_1_5", "data"),
+    }
+
+
 def test_of_a_loop_the_sides_of_its_test_are_counted() -> None:
     def halve(x: torch.Tensor) -> torch.Tensor:
         while x.sum() > 1:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 
 import pytest
 from hypothesis import given, settings
@@ -203,6 +204,14 @@ def test_a_line_that_ends_where_another_begins_runs_above_it() -> None:
     heights([below, above])
     # The second leaves the upper rank where the first meets the lower one.
     assert below.track < above.track
+
+
+def test_many_ends_stand_in_several_rows() -> None:
+    source = Shape("source", 60, 20)
+    ends = [Shape(str(i), 60, 20) for i in range(20)]
+    root = Shape("root", children=[source, *ends])
+    place(root, [Net(source, [end]) for end in ends])
+    assert sorted(Counter(end.y for end in ends).values()) == [6, 7, 7]
 
 
 @pytest.mark.parametrize("count", [1, 2, 7])

@@ -235,12 +235,11 @@ def test_an_interrupted_stream_says_so_and_can_be_replaced(tmp_path: Path) -> No
     path = tmp_path / "s"
     writer = ShardWriter(path)
     writer.add("x", torch.ones(3))
+    with pytest.raises(SaveError, match="something else is being saved there right now"):
+        ShardWriter(path)
     writer.__exit__(KeyError, KeyError("the model failed"), None)
     with pytest.raises(LoadError, match="a run was writing its activations there and did not fin"):
         read_stream(path)
-    with pytest.raises(SaveError, match="something else is being saved there right now"):
-        ShardWriter(path)
-    del writer
     with ShardWriter(path) as writer:
         writer.add("y", torch.ones(3))
     assert list(read_stream(path)) == ["y"]

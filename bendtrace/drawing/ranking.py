@@ -7,6 +7,7 @@ from bendtrace.drawing.level import Level, LocalNet, Vertex
 __all__ = ["rank"]
 
 _ROUNDS = 4
+_WIDEST = 8  # shapes without a successor beside each other
 
 
 def rank(level: Level) -> None:
@@ -30,6 +31,7 @@ def rank(level: Level) -> None:
     for vertex in shapes:
         vertex.rank = max((level.source(n).rank + 1 for n in into[vertex]), default=first)
         vertex.rank = max(vertex.rank, first)
+    _stack([vertex for vertex in shapes if not out[vertex]])
     last = max((v.rank for v in shapes), default=first - 1) + 1
     for port in level.ports_out.values():
         port.rank = last
@@ -49,6 +51,17 @@ def rank(level: Level) -> None:
                 moved = True
         if not moved:
             break
+
+
+def _stack(ends: list[Vertex]) -> None:
+    """Put many shapes that nothing comes after, such as outputs, into several ranks by turns."""
+    rows: dict[int, list[Vertex]] = {}
+    for vertex in ends:
+        rows.setdefault(vertex.rank, []).append(vertex)
+    for row in rows.values():
+        ranks = -(-len(row) // _WIDEST)
+        for place, vertex in enumerate(row):
+            vertex.rank += place % ranks
 
 
 def _longer(level: Level, vertex: Vertex, into: list[LocalNet], latest: int) -> int:

@@ -226,11 +226,10 @@ class _Builder:
         return [key for ref in refs_in((op.args, op.kwargs)) for key in self._values(ref)]
 
     def _outputs(self) -> None:
-        paths = {
-            (index, element): path
-            for path, index, element in self._tree.outputs
-            if index is not None
-        }
+        paths: dict[Key, list[str]] = {}
+        for path, index, element in self._tree.outputs:
+            if index is not None:
+                paths.setdefault((index, element), []).append(path)
         for ref in refs_in(self._recording.root.output):
             if not isinstance(self._tape.ops[ref.index].meta, TensorMeta):
                 continue
@@ -240,7 +239,8 @@ class _Builder:
             self._describe(entry, self._tape.ops[ref.index].meta)
             keys = self._values(ref)
             if keys:
-                entry.node_path = paths.get(keys[0], "")
+                same = paths.get(keys[0], [])
+                entry.node_path = same.pop(0) if same else ""
                 source = self.log.places[keys[0]]
                 if source.kind == "state":
                     entry.state = [self._uses[keys[0][0]]]

@@ -72,6 +72,7 @@ class Capture:
         states: the tensors that were there before the run, weakly, with how often they had been
             written to, by op.
         ended: where the run was ended early; "" if it was not.
+        error: what a function of the caller's raised.
         seconds: what the whole run took.
         seed: of torch's generator when the run began.
     """
@@ -96,6 +97,7 @@ class Capture:
         self.stop = stop
         self.states: dict[int, tuple[weakref.ref[Tensor], int]] = {}
         self.ended = ""
+        self.error: Exception | None = None
         self.seconds = 0.0
         self.seed = torch.initial_seed()
         self._convert = convert
@@ -121,6 +123,8 @@ class Capture:
     def finish(self, recording: Recording) -> None:
         """Take note that the run has ended."""
         self.seconds = time.perf_counter() - self._began
+        for tensor in tensors_in(recording.result):
+            materialize(tensor)  # what the caller is given is an ordinary tensor
         if isinstance(self.chosen, Selection) and self._namer is not None:
             outputs = [] if self.ended else list(tensors_in(recording.result))
             count = self._namer.count + len(outputs)
@@ -228,7 +232,8 @@ class Capture:
             if self.chosen.layer(names, position):
                 self._save(key, tensor)
             elif self.chosen.needs_entries:
-                self._make(key, self._entry(op, element, layer, passed, position, tensor))
+                entry = self._entry(op, element, layer, passed, position, tensor)
+                self._make(key, entry, tensor)
             if self._last.maxlen:
                 self._last.append((key, position, self._copy(tensor), tensor))
         if self.stop is None or self.ended:
@@ -236,18 +241,27 @@ class Capture:
         met = self.stop.layer(names, position)
         if not met and self.stop.needs_entries:
             entry = self._entry(op, element, layer, passed, position, tensor)
-            met = self.stop.made_of(entry) is not None
+            met = self._asked(self.stop, entry) is not None
         if met:
             self._end(f"after {layer.name}", is_running=op.kind is not OpKind.INPUT)
 
-    def _make(self, key: Key, entry: LayerEntry) -> None:
+    def _make(self, key: Key, entry: LayerEntry, tensor: Tensor) -> None:
         """Keep what a function makes of an entry."""
         assert isinstance(self.chosen, Selection)
-        made = self.chosen.made_of(entry)
+        made = self._asked(self.chosen, entry)
         if made is True:
-            made = entry.saved
-        if made is not None:
+            self._put(key, entry.saved)
+            self._hook(key, tensor)
+        elif made is not None:
             self._put(key, made)
+
+    def _asked(self, selection: Selection, entry: LayerEntry) -> Any:
+        """Return what a selection's functions make of an entry; end the run if one raises."""
+        try:
+            return selection.made_of(entry)
+        except Exception as error:
+            self.error = error  # kept from the model's own handlers
+            self._end(f"because a function of the caller's raised {type(error).__name__}")
 
     def _save_given_out(self, tensor: Tensor) -> None:
         known = None if self._keys is None else self._keys.get(id(tensor))

@@ -145,7 +145,7 @@ class Lookup:
         entries = self._found.get(key)
         if entries is not None:
             return entries[0] if len(entries) == 1 else Entries(entries, key)
-        if not key.strip():
+        if not key.strip() or self._is_taken(key):
             raise self._unknown(key)
         try:
             node = self._tree.resolve(key, leaf=False)
@@ -203,8 +203,14 @@ class Lookup:
         """Yield every name that finds something, for completion: layers, modules, node paths."""
         yield from self._found
         for entry in self._log.entries:
-            if entry.node_path and entry.node_path not in self._found:
-                yield entry.node_path
+            path = entry.node_path
+            if path and path not in self._found and not self._is_taken(path):
+                yield path
+
+    def _is_taken(self, path: str) -> bool:
+        """Whether a path looks like a pass of a layer of another name."""
+        stem, colon, _ = path.rpartition(":")
+        return bool(colon) and "." not in stem and stem in self._found
 
     def keys_of(self, entry: LayerEntry) -> list[str]:
         """Return the keys that find just this entry."""

@@ -58,7 +58,9 @@ class Namer:
 
     def name_number(self, op: Op, kind: str) -> tuple[Layer, int]:
         """Return how a number is called, and which pass this is."""
-        return self._pass(op, kind, (), is_layer=False)
+        # Of a shape that was read once, several sizes can be used.
+        element = op.args[1:] if op.target is operator.getitem else ()
+        return self._pass(op, kind, element, is_layer=False)
 
     def name_output(self) -> tuple[Layer, int]:
         """Return the layer of the next output of the run."""

@@ -186,6 +186,8 @@ def _contents(entry: LayerEntry) -> Iterator[str]:
 def _corner(tensor: Tensor) -> tuple[Any, bool]:
     """Return the beginning of the last two dimensions, and whether anything is left out."""
     whole = tensor.detach()
+    if whole.is_nested:
+        return whole, False
     corner = whole
     while corner.dim() > 2 and corner.layout == torch.strided and all(corner.shape):
         corner = corner[0]

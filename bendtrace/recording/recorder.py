@@ -197,7 +197,7 @@ class Recorder(TorchFunctionMode):
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType
     ) -> tuple[Op, Any, dict[str, Any]]:
         """Put a call on the tape; return it and what the function is to be called with."""
-        self._writer.writes.begin()
+        self._writer.begin()
         encoded, args = self._encoder.arguments(args)
         named: dict[str, Any] = {}
         if kwargs:

@@ -178,11 +178,15 @@ def _place(code: CodeType, offset: int) -> Place:
 
 
 def _call_at(code: CodeType, offset: int) -> int:
-    """Return where a call is, whichever of its instructions carries it out.
+    """Return where an instruction is, whichever of its parts a frame says it is at.
 
-    Python 3.11 has two for a call, and once it has specialised them the first does it all.
+    A call of a Python function is left at the end of the instruction's inline cache once it has
+    been specialised. Python 3.11 has two instructions for a call, of which the first then does it
+    all.
     """
     raw = code.co_code
+    while raw[offset] == _CACHE and offset:
+        offset -= 2
     if _PRECALL is not None and raw[offset] == _PRECALL:
         offset += 2
         while raw[offset] == _CACHE:

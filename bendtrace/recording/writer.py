@@ -91,6 +91,7 @@ class Writer:
         self._surroundings = surroundings
         self._arguments = tuple(p.value for p in surroundings.parts if p.access is Access.ROOT)
         self._resumed = 0 if prefix is None else len(prefix.ops)
+        self._is_behind = self._resumed > 0  # of what was carried out already
         self._sites = SiteTable(boundaries)
         self._dtype = torch.get_default_dtype()
         self._settings = current_settings()
@@ -138,11 +139,8 @@ class Writer:
         site = None if frame is None else self.site(frame)
         if len(ops) < self._resumed:
             self._name_again(kind, target)
-        elif self.prefix is not None:
-            if self.prefix.hold.release():
-                self.forgot_casts()
-            if len(ops) == self._resumed:
-                self._renew_versions()
+        elif self.prefix is not None and self.prefix.hold.release():
+            self.forgot_casts()
         op = Op(len(ops), kind, target, args, kwargs, self.scope, site, current_context())
         if torch.get_default_dtype() is not self._dtype:
             place = user_place(sys._getframe(1))
@@ -163,6 +161,13 @@ class Writer:
         ops.append(op)
         return op
 
+    def begin(self) -> None:
+        """Get ready for an op, before what it is given is written down."""
+        self.writes.begin()
+        if self._is_behind and len(self.tape.ops) >= self._resumed:
+            self._is_behind = False
+            self._renew_versions()
+
     def guard(self, test: Test, index: int, expected: Any, how: str, frame: FrameType) -> None:
         """Add a guard on the value of op `index`."""
         site = self.site(frame)
@@ -176,9 +181,8 @@ class Writer:
             for known in self.known.values()
             if (tensor := known()) is not None and known.ref is not None
         ]
-        with torch._C.DisableTorchFunction():  # arithmetic can lead here, under the mode
-            for tensor in self.writes.stale_names(named):
-                self.known[id(tensor)].version = -1
+        for tensor in self.writes.stale_names(named):
+            self.known[id(tensor)].version = -1
 
     def _name_again(self, kind: OpKind, target: Any) -> None:
         """Keep in step with a run that knew as two tensors what is one by now.

@@ -159,6 +159,8 @@ class ShardWriter:
     ) -> None:
         if error is None:
             self.close()
+        else:  # the directory goes on saying that it is unfinished
+            self._held.release()
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else "open"

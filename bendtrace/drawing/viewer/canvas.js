@@ -50,7 +50,8 @@ function captionsOf(item) {
   const badge = passes > 1 && item.kind !== "step" ? `\u00d7${passes}` : "";
   if (item.kind === "group") {
     const leaves = [...item.leaves()].length;
-    const end = (each, place) => (each.kind === "group" ? end(each.children.at(place), place) : each);
+    const end = (each, place) =>
+      each.kind === "group" ? end(each.children.at(place), place) : each;
     const ends = [0, -1].map((place) => captions(end(item, place)).title);
     return { title: ends.join(" \u2026 "), below: text.some(leaves, "node"), badge: "" };
   }
@@ -68,7 +69,9 @@ function captionsOf(item) {
   const title = passes > 1 ? first.name : first.label;
   if (item.kind === "number") return { title: `${title} = ${valuesOf(item)}`, below: "", badge };
   const results = item.things.length / passes;
-  const shape = (first.shape ? text.shape(first.shape) : first.value ?? "") + (results > 1 ? `, \u2026 ${Math.round(results)} results` : "");
+  const shape =
+    (first.shape ? text.shape(first.shape) : (first.value ?? "")) +
+    (results > 1 ? `, \u2026 ${Math.round(results)} results` : "");
   if (!item.wrapped.length) return { title, below: shape, badge };
   const inner = item.wrapped.at(-1).map((index) => run.modules[index])[0];
   const pass = !badge && inner.passes ? `:${inner.number}` : "";
@@ -77,7 +80,9 @@ function captionsOf(item) {
 
 // How often it ran; an op may give several results each time.
 const passesOf = (item) =>
-  item.kind === "op" ? item.things.filter((entry) => entry.first === entry).length : item.things.length;
+  item.kind === "op"
+    ? item.things.filter((entry) => entry.first === entry).length
+    : item.things.length;
 
 function valuesOf(item) {
   const values = new Set(item.things.map((entry) => entry.value));
@@ -121,7 +126,9 @@ function weights(boxes, measured) {
     const entries = item.isBox ? [...item.leaves()].flatMap((leaf) => leaf.entries) : item.entries;
     return entries.reduce((total, index) => total + (run.entries[index][measured] ?? 0), 0);
   };
-  const found = new Map(boxes.filter((box) => !box.isFrame).map((box) => [box.item, sum(box.item)]));
+  const found = new Map(
+    boxes.filter((box) => !box.isFrame).map((box) => [box.item, sum(box.item)]),
+  );
   const most = Math.max(...found.values(), Number.MIN_VALUE);
   for (const [item, value] of found) found.set(item, value / most);
   return found;
@@ -167,7 +174,7 @@ function describe(element, { item, isFrame }, opened) {
   element.classList.add(isFrame ? "frame" : "node", familyOf(item));
   element.dataset.id = item.id;
   element.dataset.kind = item.kind;
-  element.dataset.name = first ? first.label ?? first.text : title;
+  element.dataset.name = first ? (first.label ?? first.text) : title;
   element.setAttribute("role", "treeitem");
   element.setAttribute("tabindex", "-1");
   element.setAttribute("aria-level", level);
@@ -189,20 +196,34 @@ function nodeElement({ item, x, y, w, h }, shade) {
   const { title, below, badge } = captions(item);
   const group = make("g", { transform: `translate(${round(x)},${round(y)})` });
   const isStep = item.kind === "step";
-  if (badge) group.append(make("rect", { class: "behind", x: 4, y: 4, width: w, height: h, rx: 6 }));
+  if (badge)
+    group.append(make("rect", { class: "behind", x: 4, y: 4, width: w, height: h, rx: 6 }));
   const tip = h / 2;
   const outline = isStep
-    ? make("path", { class: "shape", d: `M0,${tip}L${tip},0H${w - tip}L${w},${tip}L${w - tip},${h}H${tip}Z` })
-    : make("rect", { class: "shape", width: w, height: h, rx: { op: 6, module: 6, group: 6 }[item.kind] ?? h / 2 });
+    ? make("path", {
+        class: "shape",
+        d: `M0,${tip}L${tip},0H${w - tip}L${w},${tip}L${w - tip},${h}H${tip}Z`,
+      })
+    : make("rect", {
+        class: "shape",
+        width: w,
+        height: h,
+        rx: { op: 6, module: 6, group: 6 }[item.kind] ?? h / 2,
+      });
   if (shade !== undefined) {
     group.classList.add("shaded");
     outline.style.fill = `color-mix(in oklab, var(--hot) ${Math.round(75 * Math.sqrt(shade))}%, var(--card))`;
   }
   const middle = (w - (item.isBox ? 22 : 0)) / 2;
-  const heading = make("text", { class: "title", x: middle, y: below ? h / 2 - 3 : h / 2 + 4 }, fitted(title));
+  const heading = make(
+    "text",
+    { class: "title", x: middle, y: below ? h / 2 - 3 : h / 2 + 4 },
+    fitted(title),
+  );
   if (badge) heading.append(make("tspan", { class: "badge", dx: 5 }, badge));
   group.append(outline, heading);
-  if (below) group.append(make("text", { class: "below", x: middle, y: h / 2 + 13 }, fitted(below)));
+  if (below)
+    group.append(make("text", { class: "below", x: middle, y: h / 2 + 13 }, fitted(below)));
   if (item.isBox) group.append(signElement(w - 16, h / 2, false));
   if (isSaved(item)) group.append(make("circle", { class: "saved", cx: w - 5, cy: 5, r: 2.2 }));
   return group;
@@ -213,18 +234,25 @@ const isSaved = (item) => !item.isBox && item.entries.some((index) => run.entrie
 function frameElement({ item, x, y, w, h }) {
   const { badge } = captions(item);
   const group = make("g", { transform: `translate(${round(x)},${round(y)})` });
-  if (badge) group.append(make("rect", { class: "behind", x: 4, y: 4, width: w, height: h, rx: 8 }));
+  if (badge)
+    group.append(make("rect", { class: "behind", x: 4, y: 4, width: w, height: h, rx: 8 }));
   const name = make("text", { class: "title", x: 10, y: 17 }, fitted(captions(item).title, 300));
-  if (item.kind === "module") name.append(make("tspan", { class: "faint", dx: 6 }, fitted(item.things[0].type, 160)));
+  if (item.kind === "module")
+    name.append(make("tspan", { class: "faint", dx: 6 }, fitted(item.things[0].type, 160)));
   if (badge) name.append(make("tspan", { class: "badge", dx: 6 }, badge));
-  group.append(make("rect", { class: "shape", width: w, height: h, rx: 8 }), name, signElement(w - 15, 14, true));
+  group.append(
+    make("rect", { class: "shape", width: w, height: h, rx: 8 }),
+    name,
+    signElement(w - 15, 14, true),
+  );
   return group;
 }
 
 function signElement(x, y, isOpen) {
   const arms = isOpen ? "M-4,0H4" : "M-4,0H4M0,-4V4";
   return make(
-    "g", { class: "sign", transform: `translate(${round(x)},${round(y)})` },
+    "g",
+    { class: "sign", transform: `translate(${round(x)},${round(y)})` },
     make("rect", { x: -12, y: -12, width: 24, height: 24, class: "target" }),
     make("circle", { r: 8 }),
     make("path", { d: arms }),

@@ -30,7 +30,9 @@ function layOut(tree, opened, measure) {
     return { key: name, node: name, port: known.get(name) };
   };
   const through = (box, { port, key }) => ({
-    key: `n${box.number}:${key}`, node: `n${box.number}`, through: port,
+    key: `n${box.number}:${key}`,
+    node: `n${box.number}`,
+    through: port,
   });
   const whole = (item) => ({ key: `n${item.number}`, node: `n${item.number}` });
 
@@ -127,7 +129,12 @@ function layOut(tree, opened, measure) {
   const places = new Map(result.boxes.map((box) => [box.item, box]));
   for (const link of loops) {
     const { x, y, w, h } = places.get(link.from);
-    const points = [[x + w, y + h * 0.7], [x + w + 16, y + h * 0.7], [x + w + 16, y + h * 0.3], [x + w, y + h * 0.3]];
+    const points = [
+      [x + w, y + h * 0.7],
+      [x + w + 16, y + h * 0.7],
+      [x + w + 16, y + h * 0.3],
+      [x + w, y + h * 0.3],
+    ];
     result.wires.push({ points, links: [link], isBack: true, isLoop: true, isLast: true });
   }
   return result;

@@ -58,13 +58,21 @@ function itemOf(thing) {
 function nearest(thing) {
   const item = itemOf(thing);
   if (item || !thing) return item;
-  const near = thing.what === "module" ? thing.outputs ?? [] : [...(thing.children ?? []), ...(thing.parents ?? [])];
-  const users = thing.kind === "state" ? run.entries.filter((entry) => entry.states?.some((index) => run.states[index].name === thing.label)) : [];
+  const near =
+    thing.what === "module"
+      ? (thing.outputs ?? [])
+      : [...(thing.children ?? []), ...(thing.parents ?? [])];
+  const users =
+    thing.kind === "state"
+      ? run.entries.filter((entry) =>
+          entry.states?.some((index) => run.states[index].name === thing.label),
+        )
+      : [];
   for (const index of [...near, ...users.map((entry) => entry.index)]) {
     const found = state.tree.ofEntry.get(index);
     if (found) return found;
   }
-  return thing.entry != null ? state.tree.ofEntry.get(thing.entry) ?? null : null;
+  return thing.entry != null ? (state.tree.ofEntry.get(thing.entry) ?? null) : null;
 }
 
 const shownOf = (item) => item && shownFor(item, new Set([...state.opened, ...state.passing]));
@@ -81,9 +89,13 @@ function mark() {
     element.classList.toggle("later", state.stepped && isLater(item));
   }
   if (!shown) state.elements.values().next().value?.setAttribute("tabindex", "0");
-  const inside = (item) => item === shown || (shown?.isBox && [...item.ancestors()].includes(shown));
+  const inside = (item) =>
+    item === shown || (shown?.isBox && [...item.ancestors()].includes(shown));
   for (const { element, wire } of state.wires) {
-    element.classList.toggle("later", state.stepped && wire.links.every((link) => isLater(link.to)));
+    element.classList.toggle(
+      "later",
+      state.stepped && wire.links.every((link) => isLater(link.to)),
+    );
     const into = Boolean(shown) && wire.links.some((link) => inside(link.to));
     const out = Boolean(shown) && wire.links.some((link) => inside(link.from));
     element.classList.toggle("into", into && !out);
@@ -95,7 +107,8 @@ function mark() {
 const isLater = (item) => firstPlace(item) > stepping.at;
 
 function firstPlace(item) {
-  const places = () => (item.isBox ? item.children.map(firstPlace) : item.things.map(stepping.placeOf));
+  const places = () =>
+    item.isBox ? item.children.map(firstPlace) : item.things.map(stepping.placeOf);
   item.firstPlace ??= places().reduce((first, place) => Math.min(first, place), Infinity);
   return item.firstPlace;
 }
@@ -135,8 +148,11 @@ function select(thing, { passing = false, anchored = false, focus = false } = {}
 
 // The address names what is selected, so that it can be passed on.
 function remember() {
-  const key = state.thing ? state.thing.label ?? "" : "";
-  const parts = [key && `path=${encodeURIComponent(key)}`, state.rolled ? "" : "view=unrolled"].filter(Boolean);
+  const key = state.thing ? (state.thing.label ?? "") : "";
+  const parts = [
+    key && `path=${encodeURIComponent(key)}`,
+    state.rolled ? "" : "view=unrolled",
+  ].filter(Boolean);
   try {
     history.replaceState(null, "", parts.length ? `#${parts.join("&")}` : "#");
   } catch {
@@ -239,7 +255,8 @@ function restart() {
   if (state.thing) select(state.thing);
 }
 
-const itemAt = (event) => state.tree.byId.get(event.target.closest?.("[data-id]")?.dataset.id) ?? null;
+const itemAt = (event) =>
+  state.tree.byId.get(event.target.closest?.("[data-id]")?.dataset.id) ?? null;
 
 graph.addEventListener("click", (event) => {
   if (view.wasMoved()) return;
@@ -279,7 +296,9 @@ function follow(side) {
     const [here, there] = side === "up" ? [link.to, link.from] : [link.from, link.to];
     return shownOf(here) === item && shownOf(there) !== item;
   });
-  const there = near.map((link) => (side === "up" ? link.from : link.to)).sort((a, b) => a.order - b.order);
+  const there = near
+    .map((link) => (side === "up" ? link.from : link.to))
+    .sort((a, b) => a.order - b.order);
   const next = side === "up" ? there.at(-1) : there[0];
   if (!item) select(state.tree.root.children[0]?.things[0] ?? run.entries[0], { focus: true });
   else if (next) {
@@ -288,73 +307,41 @@ function follow(side) {
   }
 }
 
-const KEYS = {
-  "/": () => search.focus(),
-  ArrowRight: () => stepping.move(1),
-  ArrowLeft: () => stepping.move(-1),
-  ArrowDown: () => follow("down"),
-  ArrowUp: () => follow("up"),
-  Enter: () => toggle(shownOf(nearest(state.thing))),
-  " ": () => toggle(shownOf(nearest(state.thing))),
-  "+": () => view.zoom(1.25),
-  "=": () => view.zoom(1.25),
-  "-": () => view.zoom(0.8),
-  0: () => view.fit(),
-  e: () => expandBelow(selectedBox()),
-  c: () => collapseBelow(selectedBox()),
-  r: () => press("rolled"),
-  n: () => press("numbers"),
-  p: () => stepping.toggle(),
-  "?": () => document.getElementById("keys").showModal(),
-  Escape: () => clear(),
-};
-const MOVES = { ArrowRight: [-80, 0], ArrowLeft: [80, 0], ArrowDown: [0, -80], ArrowUp: [0, 80] };
-const press = (id) => document.getElementById(id).hidden || document.getElementById(id).click();
-
-addEventListener("keydown", (event) => {
-  if (event.ctrlKey || event.metaKey || event.altKey || document.querySelector("dialog[open]")) return;
-  const inControl = event.target.closest?.("input, select, textarea");
-  const onButton = event.target.closest?.("button") && ["Enter", " "].includes(event.key);
-  if (inControl || onButton) return;
-  const focused = itemAt(event);
-  if (event.shiftKey && MOVES[event.key]) view.pan(...MOVES[event.key]);
-  else if (["Enter", " "].includes(event.key) && focused && focused !== shownOf(nearest(state.thing))) toggle(focused);
-  else if (KEYS[event.key]) KEYS[event.key]();
-  else return;
-  event.preventDefault();
-});
-
-document.getElementById("rolled").addEventListener("click", () => setRolled(!state.rolled));
-document.getElementById("numbers").addEventListener("click", () => setNumbers(!state.numbers));
-document.getElementById("expand").addEventListener("click", () => expandBelow(selectedBox()));
-document.getElementById("collapse").addEventListener("click", () => collapseBelow(selectedBox()));
-document.getElementById("fit").addEventListener("click", () => view.fit());
-document.getElementById("larger").addEventListener("click", () => view.zoom(1.25));
-document.getElementById("smaller").addEventListener("click", () => view.zoom(0.8));
-document.getElementById("help").addEventListener("click", () => KEYS["?"]());
-document.getElementById("colour").addEventListener("change", (event) => {
-  state.colour = event.target.value;
-  refresh();
-});
 addEventListener("hashchange", followAddress);
 
-document.getElementById("heads").append(
-  make("marker", { id: "head", viewBox: "0 0 8 8", refX: 7, refY: 4, markerWidth: 7, markerHeight: 7, orient: "auto", markerUnits: "userSpaceOnUse" },
-    make("path", { d: "M0,0.8L8,4L0,7.2Z" })),
-);
+document
+  .getElementById("heads")
+  .append(
+    make(
+      "marker",
+      {
+        id: "head",
+        viewBox: "0 0 8 8",
+        refX: 7,
+        refY: 4,
+        markerWidth: 7,
+        markerHeight: 7,
+        orient: "auto",
+        markerUnits: "userSpaceOnUse",
+      },
+      make("path", { d: "M0,0.8L8,4L0,7.2Z" }),
+    ),
+  );
 
 search.connect(
   (thing) => select(thing, { focus: true }),
-  (thing) => (state.rolled ? itemOf(thing)?.id ?? null : null),
+  (thing) => (state.rolled ? (itemOf(thing)?.id ?? null) : null),
 );
 stepping.connect((thing) => {
   state.stepped = true;
   select(thing, { passing: true });
 });
 for (const key of ["time", "bytes", "flops"]) {
-  if (!run.entries.some((entry) => entry[key])) document.querySelector(`#colour option[value=${key}]`).remove();
+  if (!run.entries.some((entry) => entry[key]))
+    document.querySelector(`#colour option[value=${key}]`).remove();
 }
-if (!run.entries.some((entry) => entry.kind === "number")) document.getElementById("numbers").hidden = true;
+if (!run.entries.some((entry) => entry.kind === "number"))
+  document.getElementById("numbers").hidden = true;
 if (!run.entries.some((entry) => entry.passes) && !run.modules.some((call) => call.passes)) {
   document.getElementById("rolled").hidden = true;
 }

@@ -17,6 +17,8 @@ __all__ = ["viewer_frame", "viewer_html"]
 # In the order in which they build on each other.
 _SCRIPTS = (
     "run.js",
+    "passes.js",
+    "links.js",
     "tree.js",
     "ranks.js",
     "layout.js",
@@ -25,6 +27,7 @@ _SCRIPTS = (
     "panel.js",
     "search.js",
     "stepping.js",
+    "controls.js",
     "main.js",
 )
 

@@ -61,7 +61,13 @@ function rowsOf(nodes, lines) {
 // Give lines that pass rows a place in each of them; those from one point share it.
 function withLanes(nodes, lines, row) {
   const all = nodes.map((node, n) => ({
-    w: node.w, h: node.h, node, row: row[n], up: [], down: [], x: 0,
+    w: node.w,
+    h: node.h,
+    node,
+    row: row[n],
+    up: [],
+    down: [],
+    x: 0,
   }));
   const join = (a, b, aAt, bAt, strength) => {
     all[a].down.push({ n: b, at: aAt, there: bAt, strength });
@@ -232,7 +238,7 @@ function straighten({ all, rows }, lines) {
     if (longest.get(lanes[0]) !== line) continue;
     let x = all[line.from].x + line.fromAt;
     const end = all[line.to].x + line.toAt;
-    for (let start = 0; start < lanes.length; ) {
+    for (let start = 0; start < lanes.length;) {
       let [low, high] = room(lanes[start]);
       let stop = start + 1;
       for (; stop < lanes.length; stop++) {
@@ -284,7 +290,8 @@ function placeDown({ all, rows }, nodes, lines) {
       all[n].y = y + (height - all[n].h) / 2;
     }
     const farthest = Math.max(
-      0, ...row.flatMap((n) => all[n].down.map((link) => Math.abs(all[link.n].x - all[n].x))),
+      0,
+      ...row.flatMap((n) => all[n].down.map((link) => Math.abs(all[link.n].x - all[n].x))),
     );
     const isEdge = (each) => each?.length && each.every((n) => all[n].node?.edge);
     const straight = isEdge(row) || isEdge(rows[r + 1]);
@@ -300,7 +307,10 @@ function pointsAlong(line, nodes, { all }) {
   const [from, to] = [nodes[line.from], nodes[line.to]];
   const start = from.x + line.fromAt;
   const end = to.x + line.toAt;
-  const points = [[start, from.y + from.h], [start, all[line.from].bottom]];
+  const points = [
+    [start, from.y + from.h],
+    [start, all[line.from].bottom],
+  ];
   for (const n of line.lanes) points.push([all[n].x, all[n].top], [all[n].x, all[n].bottom]);
   points.push([end, all[line.to].top], [end, to.y]);
   return points;
@@ -316,7 +326,12 @@ function roundTheSide(lines, nodes, width) {
     const end = to.x + line.toAt;
     const [low, high] = [from.y + from.h, to.y];
     line.isBack = true;
-    line.points = [[start, low], [lane, low - 4], [lane, high + 4], [end, high]];
+    line.points = [
+      [start, low],
+      [lane, low - 4],
+      [lane, high + 4],
+      [end, high],
+    ];
   });
   return lines.length ? 14 + lines.length * LANE : 0;
 }

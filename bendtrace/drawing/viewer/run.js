@@ -71,7 +71,8 @@ function placeSteps({ entries, modules, steps }) {
   }
 }
 
-const isHidden = (entry, numbers) => entry.kind === "state" || (entry.kind === "number" && !numbers);
+const isHidden = (entry, numbers) =>
+  entry.kind === "state" || (entry.kind === "number" && !numbers);
 
 // Everything that a name of the deep link, or a link of the panel, can mean; the first one wins.
 function find(key) {
@@ -107,7 +108,12 @@ const text = {
 
   count(number) {
     if (number == null) return "";
-    for (const [size, unit] of [[1e12, "T"], [1e9, "G"], [1e6, "M"], [1e4, "k"]]) {
+    for (const [size, unit] of [
+      [1e12, "T"],
+      [1e9, "G"],
+      [1e6, "M"],
+      [1e4, "k"],
+    ]) {
       if (number >= size) return `${text.short(number / (unit === "k" ? 1e3 : size))}${unit}`;
     }
     return String(number);

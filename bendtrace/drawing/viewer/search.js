@@ -20,10 +20,23 @@ const search = (() => {
     ...run.modules.map((call) => [call, call.label, `${call.type} ${sourceText(call)}`]),
     ...run.entries.map((entry) => {
       const states = (entry.states ?? []).map((index) => run.states[index].name).join(" ");
-      return [entry, entry.label, `${entry.path ?? ""} ${entry.module ?? ""} ${entry.target ?? ""} ${entry.function ?? ""} ${states} ${sourceText(entry)}`];
+      return [
+        entry,
+        entry.label,
+        `${entry.path ?? ""} ${entry.module ?? ""} ${entry.target ?? ""} ${entry.function ?? ""} ${states} ${sourceText(entry)}`,
+      ];
     }),
-    ...run.steps.map((step) => [step, step.text ?? step.kind, `${step.kind} ${step.module ?? ""} ${sourceText(step)}`]),
-  ].map(([thing, name, more]) => ({ thing, name, low: name.toLowerCase(), all: `${name} ${more}`.toLowerCase() }));
+    ...run.steps.map((step) => [
+      step,
+      step.text ?? step.kind,
+      `${step.kind} ${step.module ?? ""} ${sourceText(step)}`,
+    ]),
+  ].map(([thing, name, more]) => ({
+    thing,
+    name,
+    low: name.toLowerCase(),
+    all: `${name} ${more}`.toLowerCase(),
+  }));
 
   function matches(query) {
     const words = query.toLowerCase().split(/\s+/).filter(Boolean);
@@ -47,27 +60,42 @@ const search = (() => {
     ranked.sort((a, b) => a[0] - b[0]);
     // Of several passes in one box, the first stands for all.
     const boxes = new Set();
-    return ranked.map(([, each]) => each).filter(({ thing, low }) => {
-      const box = sameBox(thing);
-      if (box === null || low === whole) return true;
-      const key = `${thing.what} ${box}`;
-      return !boxes.has(key) && boxes.add(key);
-    });
+    return ranked
+      .map(([, each]) => each)
+      .filter(({ thing, low }) => {
+        const box = sameBox(thing);
+        if (box === null || low === whole) return true;
+        const key = `${thing.what} ${box}`;
+        return !boxes.has(key) && boxes.add(key);
+      });
   }
 
   function show() {
     const all = matches(field.value);
     found = all.slice(0, MOST_FOUND);
-    list.replaceChildren(...found.map(({ thing, name }, number) => {
-      const kind = thing.what === "entry" ? thing.kind : thing.what === "step" ? thing.kind : thing.type;
-      const below = thing.what === "entry" ? `${text.shape(thing.shape)} ${thing.module ?? ""}` : "";
-      return html("li", {
-        id: `result-${number}`, role: "option", "aria-selected": "false",
-        onpointerdown: (event) => event.preventDefault(), onclick: () => take(number),
-      }, html("span", {}, name), html("span", { class: "faint" }, ` ${kind} ${below}`));
-    }));
+    list.replaceChildren(
+      ...found.map(({ thing, name }, number) => {
+        const kind =
+          thing.what === "entry" ? thing.kind : thing.what === "step" ? thing.kind : thing.type;
+        const below =
+          thing.what === "entry" ? `${text.shape(thing.shape)} ${thing.module ?? ""}` : "";
+        return html(
+          "li",
+          {
+            id: `result-${number}`,
+            role: "option",
+            "aria-selected": "false",
+            onpointerdown: (event) => event.preventDefault(),
+            onclick: () => take(number),
+          },
+          html("span", {}, name),
+          html("span", { class: "faint" }, ` ${kind} ${below}`),
+        );
+      }),
+    );
     const rest = all.length - found.length;
-    if (field.value.trim() && !found.length) list.append(html("li", { class: "faint" }, "Nothing found."));
+    if (field.value.trim() && !found.length)
+      list.append(html("li", { class: "faint" }, "Nothing found."));
     if (rest > 0) list.append(html("li", { class: "faint" }, `and ${rest} more`));
     open(Boolean(field.value.trim()));
     choose(found.length ? 0 : -1);

@@ -30,7 +30,7 @@ const stepping = (() => {
     for (const entry of run.entries) {
       if (places.has(entry.first)) places.set(entry, places.get(entry.first));
     }
-    at = current === undefined ? -1 : places.get(current) ?? -1;
+    at = current === undefined ? -1 : (places.get(current) ?? -1);
     slider.max = Math.max(0, stops.length - 1);
     tell();
   }
@@ -38,7 +38,10 @@ const stepping = (() => {
   function tell() {
     slider.value = Math.max(0, at);
     where.textContent = at < 0 ? `${stops.length} steps` : `${at + 1} of ${stops.length}`;
-    slider.setAttribute("aria-valuetext", at < 0 ? "before the run" : `${where.textContent}: ${nameOf(stops[at])}`);
+    slider.setAttribute(
+      "aria-valuetext",
+      at < 0 ? "before the run" : `${where.textContent}: ${nameOf(stops[at])}`,
+    );
     slider.closest("footer").classList.toggle("begun", at >= 0);
   }
 
@@ -71,8 +74,14 @@ const stepping = (() => {
     stop();
     to(at + distance);
   };
-  const by = { first: () => move(-Infinity), previous: () => move(-1), next: () => move(1), last: () => move(Infinity) };
-  for (const [id, action] of Object.entries(by)) document.getElementById(id).addEventListener("click", action);
+  const by = {
+    first: () => move(-Infinity),
+    previous: () => move(-1),
+    next: () => move(1),
+    last: () => move(Infinity),
+  };
+  for (const [id, action] of Object.entries(by))
+    document.getElementById(id).addEventListener("click", action);
   play.addEventListener("click", toggle);
   slider.addEventListener("input", () => {
     stop();

@@ -13,7 +13,10 @@ const view = (() => {
   const size = () => svg.getBoundingClientRect();
 
   function apply() {
-    world.setAttribute("transform", `translate(${round(x)},${round(y)}) scale(${scale.toFixed(4)})`);
+    world.setAttribute(
+      "transform",
+      `translate(${round(x)},${round(y)}) scale(${scale.toFixed(4)})`,
+    );
     drawMap();
   }
 
@@ -41,7 +44,9 @@ const view = (() => {
     const { width, height } = size();
     const margin = 24;
     const whole = Math.min(
-      (width - 2 * margin) / drawing.width, (height - 2 * margin) / drawing.height, 1.2,
+      (width - 2 * margin) / drawing.width,
+      (height - 2 * margin) / drawing.height,
+      1.2,
     );
     scale = Math.max(whole, least, SMALLEST);
     x = (width - drawing.width * scale) / 2;
@@ -71,7 +76,9 @@ const view = (() => {
     const { width, height } = size();
     const [left, top] = [box.x * scale + x, box.y * scale + y];
     return (
-      left > 8 && top > 8 && left + Math.min(box.w * scale, width / 2) < width - 8 &&
+      left > 8 &&
+      top > 8 &&
+      left + Math.min(box.w * scale, width / 2) < width - 8 &&
       top + Math.min(box.h * scale, height / 2) < height - 8
     );
   }
@@ -81,7 +88,11 @@ const view = (() => {
   function drawMap() {
     const [room, tall] = [map.width, map.height];
     const { width, height } = size();
-    const whole = x >= 0 && y >= 0 && x + drawing.width * scale <= width && y + drawing.height * scale <= height;
+    const whole =
+      x >= 0 &&
+      y >= 0 &&
+      x + drawing.width * scale <= width &&
+      y + drawing.height * scale <= height;
     map.hidden = whole || width < 640;
     if (map.hidden) return;
     const context = map.getContext("2d");
@@ -89,7 +100,12 @@ const view = (() => {
     const ratio = Math.min((room - 8) / drawing.width, (tall - 8) / drawing.height);
     const [left, top] = [(room - drawing.width * ratio) / 2, (tall - drawing.height * ratio) / 2];
     context.clearRect(0, 0, room, tall);
-    const rectangle = (box) => [left + box.x * ratio, top + box.y * ratio, Math.max(1, box.w * ratio), Math.max(1, box.h * ratio)];
+    const rectangle = (box) => [
+      left + box.x * ratio,
+      top + box.y * ratio,
+      Math.max(1, box.w * ratio),
+      Math.max(1, box.h * ratio),
+    ];
     for (const box of drawing.boxes) {
       const isCurrent = box.item === current;
       context.globalAlpha = box.isFrame ? 0.12 : isCurrent ? 1 : 0.5;
@@ -110,17 +126,24 @@ const view = (() => {
     drawMap();
   }
 
-  svg.addEventListener("wheel", (event) => {
-    event.preventDefault();
-    const unit = event.deltaMode === 1 ? 16 : 1;
-    if (event.shiftKey) {
-      pan(-(event.deltaX || event.deltaY) * unit, 0);
-      return;
-    }
-    const { left, top } = size();
-    const step = Math.max(-120, Math.min(120, event.deltaY * unit));
-    zoom(Math.exp(-step * (event.ctrlKey ? 0.01 : 0.002)), [event.clientX - left, event.clientY - top]);
-  }, { passive: false });
+  svg.addEventListener(
+    "wheel",
+    (event) => {
+      event.preventDefault();
+      const unit = event.deltaMode === 1 ? 16 : 1;
+      if (event.shiftKey) {
+        pan(-(event.deltaX || event.deltaY) * unit, 0);
+        return;
+      }
+      const { left, top } = size();
+      const step = Math.max(-120, Math.min(120, event.deltaY * unit));
+      zoom(Math.exp(-step * (event.ctrlKey ? 0.01 : 0.002)), [
+        event.clientX - left,
+        event.clientY - top,
+      ]);
+    },
+    { passive: false },
+  );
 
   // One pointer moves the picture, two stretch it.
   const pointers = new Map();
