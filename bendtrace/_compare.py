@@ -122,6 +122,8 @@ def _bytes(tensor: Tensor) -> Tensor:
     # which leaves a single element at whatever stride it has, and then it cannot be either.
     if tensor.is_mkldnn:
         tensor = tensor.to_dense()
+    if tensor.is_quantized:  # other views of one have no quantizer, and comparing them crashes
+        tensor = tensor.int_repr()
     flat = tensor.detach().resolve_conj().resolve_neg().reshape(-1)
     flat = flat.clone(memory_format=torch.contiguous_format)
     return (torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat).view(torch.uint8)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import cached_property
@@ -130,11 +131,13 @@ def run_trace(
         if options.directory is not None:
             store = stack.enter_context(ShardWriter(options.directory))
         capture = options.capture(store)
+        began = time.perf_counter()
         recording = record(function, args, kwargs, signature, observer=capture)
-        capture.finish(recording)
+        capture.seconds = time.perf_counter() - began
         if capture.error is not None:
             raise capture.error
-    made = Trace(recording, ambience, signature, function, capture=capture)
+        made = Trace(recording, ambience, signature, function, capture=capture)
+        capture.finish(recording.result, made.output_values)
     made.require_met(capture)
     return made
 
@@ -273,6 +276,11 @@ class Trace(ModelHistory):
             InputError: not all activations were saved in memory.
         """
         return validate(self, self._capture, seed)
+
+    def output_values(self) -> list[tuple[int, tuple[Any, ...]]]:
+        """Return which values of the tape were given out: ops, and elements of their results."""
+        found = self._tree.outputs
+        return [(index, element) for _, index, element in found if index is not None]
 
     def require_met(self, capture: Capture) -> None:
         """Raise if there was nothing by a name that was asked for.

@@ -156,7 +156,7 @@ class _Builder:
         if op.kind in (OpKind.CALL, OpKind.SCALAR):
             entry.function = name_of(op.target)
             entry.target = target_name(op.target)
-            entry.inplace = bool(op.writes) or works_in_place(op)
+            entry.inplace = works_in_place(op) or (op.meta is None and bool(op.writes))
             entry.source = self._source(op.scope, op.site)
             self._parents.append((entry, list(self._read(op))))
         self._add(entry, layer, (op.index, element))
@@ -226,27 +226,30 @@ class _Builder:
         return [key for ref in refs_in((op.args, op.kwargs)) for key in self._values(ref)]
 
     def _outputs(self) -> None:
-        paths: dict[Key, list[str]] = {}
         for path, index, element in self._tree.outputs:
-            if index is not None:
-                paths.setdefault((index, element), []).append(path)
-        for ref in refs_in(self._recording.root.output):
-            if not isinstance(self._tape.ops[ref.index].meta, TensorMeta):
+            if index is None:
+                continue
+            source = self._source_of(index, element)
+            if source is None or source.shape is None:
                 continue
             layer, number = self._namer.name_output()
             entry = LayerEntry("output", "output", layer.name, layer.short_name, number)
-            entry.node = "output"
-            self._describe(entry, self._tape.ops[ref.index].meta)
-            keys = self._values(ref)
-            if keys:
-                same = paths.get(keys[0], [])
-                entry.node_path = same.pop(0) if same else ""
-                source = self.log.places[keys[0]]
-                if source.kind == "state":
-                    entry.state = [self._uses[keys[0][0]]]
-            writer = self._recording.output_reads.get(ref.index)
-            self._parents.append((entry, keys if writer is None else [(writer, ())]))
+            entry.node, entry.node_path = "output", path
+            entry.shape, entry.dtype, entry.device = source.shape, source.dtype, source.device
+            entry.nbytes = source.nbytes
+            assert source.index is not None
+            writer = self._recording.output_reads.get(index)
+            where: Key = (source.index, source.element) if writer is None else (writer, ())
+            self._parents.append((entry, [where]))
             self._add(entry, layer, None)
+
+    def _source_of(self, index: int, element: tuple[Any, ...]) -> LayerEntry | None:
+        """Return the entry of a value that was given out."""
+        found = self.log.places.get((index, element))
+        if found is not None or element:
+            return found
+        keys = self._values(Ref(index))
+        return self.log.places[keys[0]] if keys else None
 
     # Modules
 

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import collections
 import re
-import time
 import weakref
 from collections.abc import Callable
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from bendtrace.graph.mirror import target_name
 from bendtrace.history.copies import copied, lazily_copied, materialize, tensors_in
 from bendtrace.history.entries import LayerEntry
 from bendtrace.history.naming import Layer, Namer, nbytes_of, tensors_of
 from bendtrace.history.selection import Selection
-from bendtrace.recording.finish import Recording
 from bendtrace.recording.functions import name_of
 from bendtrace.recording.observer import StopRun
 from bendtrace.recording.parts import requires_grad
@@ -28,10 +26,32 @@ from bendtrace.recording.writes import storage_of, version_of
 __all__ = ["Capture", "Key", "Store"]
 
 Key = tuple[int, tuple[Any, ...]]
+_SMALL = 10_000  # elements
 _RANDOM = re.compile(
     "rand|dropout|normal|bernoulli|multinomial|poisson|uniform|exponential|geometric|cauchy|rrelu|"
     "binomial|gumbel|dirichlet|gamma|fractional|lstm|gru|rnn|attention"
 )
+
+
+class State(NamedTuple):
+    """A tensor that was there before the run, when the run first used it.
+
+    Attributes:
+        tensor: the tensor, weakly.
+        version: how often it had been written to.
+        copy: what it held, for small ones.
+    """
+
+    tensor: weakref.ref[Tensor]
+    version: int
+    copy: Tensor | None
+
+    def read(self) -> Tensor | None:
+        """Return what it held; None if that is not known any more."""
+        tensor = self.tensor()
+        if self.copy is not None or tensor is None:
+            return self.copy
+        return tensor if version_of(tensor) == self.version else None
 
 
 class Store(Protocol):
@@ -69,8 +89,7 @@ class Capture:
         grad_fns: name of the gradient function of each value that has one.
         chosen: as given.
         stop: as given.
-        states: the tensors that were there before the run, weakly, with how often they had been
-            written to, by op.
+        states: the tensors that were there before the run, by op.
         ended: where the run was ended early; "" if it was not.
         error: what a function of the caller's raised.
         seconds: what the whole run took.
@@ -95,7 +114,7 @@ class Capture:
         self.grad_fns: dict[Key, str] = {}
         self.chosen = chosen or None
         self.stop = stop
-        self.states: dict[int, tuple[weakref.ref[Tensor], int]] = {}
+        self.states: dict[int, State] = {}
         self.ended = ""
         self.error: Exception | None = None
         self.seconds = 0.0
@@ -118,29 +137,39 @@ class Capture:
         self._inner, self._task = 0, -1
         # Memory that others may know by its address has to stay where it is.
         self._fixed: set[int] = set()
-        self._began = time.perf_counter()
 
-    def finish(self, recording: Recording) -> None:
-        """Take note that the run has ended."""
-        self.seconds = time.perf_counter() - self._began
-        for tensor in tensors_in(recording.result):
+    def finish(self, result: Any, outputs: Callable[[], list[Key]]) -> None:
+        """Take note that the run has ended.
+
+        Args:
+            result: what it gave.
+            outputs: says which values of the tape that is, in order.
+        """
+        for tensor in tensors_in(result):
             materialize(tensor)  # what the caller is given is an ordinary tensor
         if isinstance(self.chosen, Selection) and self._namer is not None:
-            outputs = [] if self.ended else list(tensors_in(recording.result))
-            count = self._namer.count + len(outputs)
-            for key, position, copy, tensor in self._last:
-                if self.chosen.from_the_end(position, count):
-                    self._put(key, copy)
-                    self._hook(key, tensor)
-            for tensor in outputs:
-                layer, _ = self._namer.name_output()
-                position = self._namer.count - 1
-                names = (layer.name, layer.short_name, f"{layer.name}:1", f"{layer.short_name}:1")
-                met = self.chosen.layer(names, position)
-                if self.chosen.from_the_end(position, count) or met:
-                    self._save_given_out(tensor)
+            self._choose_from_the_end([] if self.ended else outputs())
         self._last.clear()
         self._keys = None
+
+    def _choose_from_the_end(self, outputs: list[Key]) -> None:
+        """Keep what is meant by positions from the end, and by names of outputs."""
+        assert isinstance(self.chosen, Selection)
+        assert self._namer is not None
+        count = self._namer.count + len(outputs)
+        for key, position, copy, tensor in self._last:
+            if self.chosen.from_the_end(position, count):
+                self._put(key, copy)
+                self._hook(key, tensor)
+        alive = {key: tensor for tensor, key in (self._keys or {}).values()}
+        for given in outputs:
+            layer, _ = self._namer.name_output()
+            position = self._namer.count - 1
+            names = (layer.name, layer.short_name, f"{layer.name}:1", f"{layer.short_name}:1")
+            met = self.chosen.layer(names, position)
+            output = alive[given]() if given in alive else None
+            if (self.chosen.from_the_end(position, count) or met) and output is not None:
+                self._save_given_out(output)
 
     @property
     def is_exact(self) -> bool:
@@ -157,7 +186,10 @@ class Capture:
     def state(self, op: Op, tensor: Tensor) -> None:
         """Take note of a tensor that was there before the run."""
         self._fixed.add(storage_of(tensor))
-        self.states[op.index] = (weakref.ref(tensor), version_of(tensor))
+        copy = None
+        if self.is_exact and not isinstance(tensor, nn.Parameter) and _is_small(tensor):
+            copy = copied(tensor.detach())  # the run may go on to change it, as batch norm does
+        self.states[op.index] = State(weakref.ref(tensor), version_of(tensor), copy)
 
     def reads(self, op: Op, index: int, tensor: Tensor) -> None:
         """Keep what an op reads, where that is not what was kept of the tensor."""
@@ -261,7 +293,9 @@ class Capture:
             return selection.made_of(entry)
         except Exception as error:
             self.error = error  # kept from the model's own handlers
-            self._end(f"because a function of the caller's raised {type(error).__name__}")
+            why = f"because a function of the caller's raised {type(error).__name__}"
+            self._end(why, is_running=entry.kind != "input")
+            return None
 
     def _save_given_out(self, tensor: Tensor) -> None:
         known = None if self._keys is None else self._keys.get(id(tensor))
@@ -302,6 +336,7 @@ class Capture:
             layer.layer_type, layer.name, layer.short_name, passed, ordinal=position,
             index=op.index, element=element, module=op.scope.path, inplace=bool(op.writes),
         )  # fmt: skip
+        entry.passes = passed  # so far
         entry.shape, entry.dtype, entry.device = meta = meta_of(tensor)
         entry.nbytes = nbytes_of(meta)
         entry.grad_fn = self.grad_fns.get((op.index, element))
@@ -317,9 +352,9 @@ class Capture:
         weak, is_leaf = weakref.ref(self), tensor.is_leaf
         self._inner += not is_leaf
 
-        def hook(gradient: Tensor) -> None:
+        def hook(gradient: Tensor | None) -> None:
             keeper = weak()
-            if keeper is not None:
+            if keeper is not None and gradient is not None:  # None: nobody has used the value
                 keeper.keep_gradient(key, gradient, is_leaf)
 
         handle = tensor.register_hook(hook)
@@ -360,3 +395,7 @@ class Capture:
             entry.grad_fn = self.grad_fns.get(key)
             if entry is source and source.index in self.times:
                 entry.time = self.times[source.index] / 1e9
+
+
+def _is_small(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided and not tensor.is_nested and tensor.numel() <= _SMALL

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Iterator
 from typing import Any
@@ -61,8 +62,11 @@ def materialize(tensor: Tensor) -> None:
 
     torch cannot change the size of shared memory, and nobody can be told of writes by its address.
     """
-    if type(tensor) in _PLAIN and tensor.layout is torch.strided and _is_shared(tensor):
-        tensor.data_ptr()
+    if type(tensor) not in _PLAIN or tensor.layout is not torch.strided:
+        return
+    with contextlib.suppress(RuntimeError):  # without memory, as inside torch.vmap
+        if _is_shared(tensor):
+            tensor.data_ptr()
 
 
 def tensors_in(value: Any, seen: frozenset[int] = frozenset()) -> Iterator[Tensor]:

@@ -48,6 +48,7 @@ def _carry_out(op: Op, ops: list[Op]) -> bool:
         args, kwargs = map_refs((op.args, op.kwargs), stand_in)
         if any(isinstance(value, Existing) for value in (*args, *kwargs.values())):
             return False
+        args = tuple("meta" if isinstance(value, torch.device) else value for value in args)
         op.target(*args, **{**kwargs, **({"device": "meta"} if "device" in kwargs else {})})
     except Exception:  # it asks for values, or knows no tensors without them
         return False

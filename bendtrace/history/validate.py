@@ -17,10 +17,9 @@ from bendtrace.history.copies import copied
 from bendtrace.history.naming import tensors_of
 from bendtrace.history.sizes import counted, listed
 from bendtrace.recording.contexts import ContextSwitch
-from bendtrace.recording.functions import METADATA, SHAPES, is_torchs_function
+from bendtrace.recording.functions import METADATA, SHAPES, is_torchs_function, name_of
 from bendtrace.recording.parts import PLAIN_TYPES
 from bendtrace.recording.tape import Op, OpKind, Ref, TensorMeta, map_refs, refs_in
-from bendtrace.recording.writes import version_of
 
 __all__ = ["Validation", "validate"]
 
@@ -114,6 +113,9 @@ class _Validator:
         except _Random:
             found.skipped[label] = "it draws random numbers, in a way that was not foreseen"
             return
+        except Exception:  # on what the log says it was given, it cannot have been carried out
+            found.wrong.append(label)
+            return
         found.ops += 1
         if not self._same(op, again):
             found.wrong.append(label)
@@ -139,6 +141,16 @@ class _Validator:
         known = is_torchs_function(op.target) or isinstance(op.target, types.MethodWrapperType)
         if op.kind is OpKind.CALL and not known:
             return "it is no function of torch's"
+        name = name_of(op.target)
+        if "empty" in name:
+            return "it gives memory as it finds it"
+        if name in ("grad", "backward"):
+            return "it reads the autograd graph"
+        if name == "data" and (
+            getattr(op.target, "__name__", "") == "__set__"
+            or any(self._ops[ref.index].kind is OpKind.STATE for ref in refs_in(op.args))
+        ):
+            return "torch does not count what is written through .data"
         if not all(map(_is_plain, (*op.args, *op.kwargs.values()))):
             return "it was given an object"
         return None
@@ -151,9 +163,9 @@ class _Validator:
         source = self._ops[ref.index]
         element: tuple[Any, ...] = ()
         if source.kind is OpKind.STATE:
-            kept, version = self._capture.states.get(source.index, (None, 0))
-            tensor = None if kept is None else kept()
-            return _MISSING if tensor is None or version_of(tensor) != version else tensor
+            kept = self._capture.states.get(source.index)
+            tensor = None if kept is None else kept.read()
+            return _MISSING if tensor is None else tensor
         if not isinstance(source.meta, TensorMeta) and not tensors_of(source.meta):
             return source.meta
         while (source.index, element) not in self._capture.saved:
@@ -169,7 +181,11 @@ class _Validator:
 
     def _carry_out(self, op: Op, given: dict[int, Any]) -> Any:
         """Run an op on copies of what it is given; return what it gave, or wrote to."""
-        copies = {index: _copied(value, self._had_graph(index)) for index, value in given.items()}
+        records = op.context.grad and not op.context.inference
+        copies = {
+            index: _copied(value, records and self._had_graph(index), records)
+            for index, value in given.items()
+        }
         args, kwargs = map_refs((op.args, op.kwargs), lambda ref: copies[ref.index])
         random = self._capture.random.get(op.index)
         before = torch.get_rng_state() if random is None else random
@@ -258,14 +274,16 @@ def _nested(meta: Any, parts: dict[Any, Any], path: tuple[Any, ...]) -> Any:
     return meta
 
 
-def _copied(value: Any, with_graph: bool) -> Any:
+def _copied(value: Any, with_graph: bool, records: bool) -> Any:
     if isinstance(value, Tensor):
+        if value.is_nested:
+            return value.detach().clone()
         # Kernels can depend on it: those of RNNs do.
-        graph = with_graph or (isinstance(value, nn.Parameter) and value.requires_grad)
+        graph = with_graph or (records and isinstance(value, nn.Parameter) and value.requires_grad)
         graph = graph and (value.is_floating_point() or value.is_complex())
         return copied(value.detach().requires_grad_(graph))
     if isinstance(value, tuple) and not isinstance(value, torch.Size):
-        return tuple(_copied(item, with_graph) for item in value)
+        return tuple(_copied(item, with_graph, records) for item in value)
     return value
 
 
@@ -284,7 +302,9 @@ def _plainly(value: Any) -> Any:
 
 def _other(tensor: Tensor, scale: float, generator: torch.Generator) -> Tensor | None:
     """Return a tensor like another one with other values; None if there is none to be had."""
-    if tensor.layout is not torch.strided or tensor.device.type != "cpu":
+    if tensor.is_nested or tensor.is_quantized or tensor.layout is not torch.strided:
+        return None
+    if tensor.device.type != "cpu":
         return None
     if tensor.dtype is torch.bool:
         return ~tensor

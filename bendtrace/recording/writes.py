@@ -45,6 +45,7 @@ class Writes:
         self.stale: list[tuple[Ref, Tensor]] = []
         self._given: list[tuple[Ref, Tensor, int]] = []
         self._writers: dict[int, int] = {}
+        self._unseen: set[int] = set()  # written to without a new version
 
     def begin(self) -> None:
         """Forget what was given to the op before."""
@@ -55,7 +56,7 @@ class Writes:
         """Note that an op is given a tensor, which had version `named_at` when it was named."""
         version = version_of(tensor)
         self._given.append((ref, tensor, version))
-        if version != named_at:
+        if version != named_at or ref.index in self._unseen:
             self.stale.append((ref, tensor))
 
     def read_by(self, op: Op) -> None:
@@ -70,8 +71,10 @@ class Writes:
 
     def written_by(self, op: Op) -> None:
         """Note on an op, after it was carried out, what it has written to."""
+        unseen = _written_unseen(op)
+        self._unseen.update(unseen)
         for ref, tensor, version in self._given:
-            if version_of(tensor) != version:
+            if version_of(tensor) != version or ref.index in unseen:
                 op.writes = (*op.writes, ref.index)
                 self._writers[storage_of(tensor)] = op.index
 
@@ -87,3 +90,25 @@ class Writes:
         return [
             tensor for ref, tensor in named if self._writers.get(storage_of(tensor), -1) > ref.index
         ]
+
+
+_STATISTICS = ("running_mean", "running_var")
+_TRAINING = ("training", "use_input_stats")
+_POSITION = 5  # of the flag, among the arguments of all of them
+
+
+def _written_unseen(op: Op) -> set[int]:
+    """Return what an op writes to without torch counting it: statistics of batches.
+
+    Seen in torch 2.6 to 2.13; tests/test_validate.py would notice a change.
+    """
+    name = getattr(op.target, "__name__", "")
+    if name not in ("batch_norm", "instance_norm"):
+        return set()
+    flags = [op.kwargs[flag] for flag in _TRAINING if flag in op.kwargs]
+    if not any(flags or op.args[_POSITION : _POSITION + 1]):
+        return set()
+    # torch.batch_norm takes them after weight and bias, the function of torch.nn before.
+    first = 1 if getattr(op.target, "__module__", "") == "torch.nn.functional" else 3
+    given = [*op.args[first : first + 2], *(op.kwargs.get(name) for name in _STATISTICS)]
+    return {value.index for value in given if isinstance(value, Ref)}

@@ -1,13 +1,15 @@
 """What a log costs beyond a trace: `python -m tests.benchmarks.log`.
 
 All rows of a model are measured in turn, round by round, in one process, after checking that the
-logged run gives the same bits. Printed are medians over the rounds. Where torchlens is installed,
-its time for the same log stands beside ours.
+logged run gives the same bits. Printed are medians of processor time over the rounds, the garbage
+collector held back while one is measured. Where torchlens is installed, its time for the same log
+stands beside ours.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import importlib
 import importlib.util
 import json
@@ -87,12 +89,13 @@ def measure(model: nn.Module, inputs: dict[str, Any], rounds: int) -> dict[str, 
     times: dict[str, list[float]] = {way: [] for way in ways}
     for _ in range(rounds):
         for way, run in ways.items():
-            made = run()  # the way before has emptied the processor's caches
-            del made  # what it has to free is no time of the next
+            gc.collect()
+            gc.disable()
             begun = time.process_time()
             made = run()
             times[way].append(time.process_time() - begun)
-            del made
+            gc.enable()
+            del made  # what it has to free is no time of the next
     medians = {way: statistics.median(listed) for way, listed in times.items()}
     begun = time.process_time()
     assert full.validate()
@@ -106,29 +109,48 @@ def torchlens_seconds(model: nn.Module, inputs: dict[str, Any]) -> float | None:
     if importlib.util.find_spec("torchlens") is None:
         return None
     torchlens = importlib.import_module("torchlens")
+    single = next(iter(inputs.values())) if len(inputs) == 1 else None
+    named = None if len(inputs) == 1 else dict(inputs)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
+        torchlens.trace(model, single, named)  # imports what it needs when first called
         begun = time.process_time()
-        torchlens.log_forward_pass(model, [], dict(inputs), layers_to_save="all")
+        torchlens.trace(model, single, named)
         return time.process_time() - begun
 
 
 def peaks() -> list[list[str]]:
-    """Return rows with the most bytes alive at once: eager, a plain trace, and with all saved."""
-    rows = []
-    for title, inplace in (("100 ops", False), ("100 ops in place", True)):
-        model, x = Pointwise(101, inplace=inplace), torch.ones(64, 64)
-        with torch.no_grad():
-            found = [
-                peak_of(call)[0]
-                for call in (
-                    lambda: model(x),
-                    lambda: bt.trace(model, x),
-                    lambda: bt.trace(model, x, save="all"),
-                )
-            ]
-        rows.append([title, *(f"{peak / 1024:.0f} KiB" for peak in found)])
-    return rows
+    """Return rows with the most bytes alive at once in eager and in a plain trace, and those kept.
+
+    Values that are kept in one memory are counted once.
+    """
+    return [
+        _peaks("100 ops", Pointwise(101)),
+        _peaks("100 ops in place", Pointwise(101, inplace=True)),
+        _peaks("100 views", Views()),
+    ]
+
+
+class Views(nn.Module):
+    """A hundred views of one result."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * 1.0
+        for _ in range(50):
+            x = x.view(-1).view(64, 64)
+        return x
+
+
+def _peaks(title: str, model: nn.Module) -> list[str]:
+    x = torch.ones(64, 64)
+    with torch.no_grad():
+        eager, traced = peak_of(lambda: model(x))[0], peak_of(lambda: bt.trace(model, x))[0]
+        log = bt.trace(model, x, save="all")
+    memory = {}
+    for entry in log.layers:
+        tensor = entry.tensor_contents
+        memory[torch._C._data_address(tensor)] = tensor.untyped_storage().nbytes()
+    return [title, *(f"{size / 1024:.0f} KiB" for size in (eager, traced, sum(memory.values())))]
 
 
 def main() -> None:
@@ -145,7 +167,9 @@ def main() -> None:
     with torch.set_grad_enabled(options.grad):
         for name, (model, inputs) in cases().items():
             large = name.startswith("10,000")
-            seconds = measure(model, inputs, max(3, options.rounds // 5) if large else options.rounds)
+            seconds = measure(
+                model, inputs, max(3, options.rounds // 5) if large else options.rounds
+            )
             other = None if large else torchlens_seconds(model, inputs)
             results[name] = {**seconds, "torchlens": other}
             rows.append(_row(name, seconds, other))
@@ -154,8 +178,8 @@ def main() -> None:
     print(f"medians of {options.rounds} rounds, {options.threads} thread(s), grad {options.grad}")
     print("eager and trace as they are; what is saved as microseconds an op beyond the trace")
     print(tabulate(rows, headers, disable_numparse=True))
-    print("\npeak memory")
-    headers = ["model", "eager", "trace", "save all"]
+    print("\nmemory")
+    headers = ["model", "eager's peak", "trace's peak", "kept by save all"]
     print(tabulate(peaks(), headers, disable_numparse=True))
     if options.json:
         with open(options.json, "w") as file:
