@@ -233,7 +233,7 @@ class Trace(ModelHistory):
             self.recording, _model_name(self.function), self.names, self.flow_steps, self._tree
         )
         if self._capture is not None:
-            self._capture.attach(log.entries)
+            self._capture.attach(log.entries, log.given_out, len(self.ops))
         self._claim(log)
         return log
 

@@ -99,6 +99,25 @@ def test_who_reads_what_was_written_descends_from_who_wrote() -> None:
     }
 
 
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+def test_outputs_descend_from_all_who_wrote_into_them(mode: Callable[[], Any]) -> None:
+    def model(x: Tensor) -> tuple[Tensor, Tensor]:
+        y = x * 2
+        view = y[0]
+        view.add_(1)
+        y[1] = 5
+        return y, view
+
+    with mode():
+        log = bt.log_forward_pass(model, torch.ones(3, 3))
+        assert log["output_1"].parents == ["setitem_1_4"]
+        assert log["output_2"].parents == ["setitem_1_4", "add_1_3"]
+        assert log["setitem_1"].parents == ["add_1_3", "mul_1_1"]
+        for entry, value in zip(log[-2:], log.output, strict=True):
+            assert torch.equal(entry.tensor_contents, value)
+        assert log.validate()
+
+
 def test_a_resumed_run_knows_what_its_prefix_wrote() -> None:
     def model(x: Tensor) -> Tensor:
         y = x * 2

@@ -23,7 +23,7 @@ from bendtrace.recording.recorder import Recording
 from bendtrace.recording.sites import Site
 from bendtrace.recording.structure import Existing, Opaque
 from bendtrace.recording.tape import ModuleCall, Op, OpKind, Ref, TensorMeta, map_refs, refs_in
-from bendtrace.recording.values import works_in_place
+from bendtrace.recording.writes import works_in_place
 
 __all__ = ["Log", "build_log"]
 
@@ -43,6 +43,7 @@ class Log:
         parameters: how many elements the parameters have that the run computed with.
         parameter_bytes: their size.
         places: the entries of the values on the tape, by op and element.
+        given_out: for outputs that were written to since their op gave them, the op.
     """
 
     name: str
@@ -53,6 +54,7 @@ class Log:
     parameters: int = 0
     parameter_bytes: int = 0
     places: dict[Key, LayerEntry] = field(default_factory=dict)
+    given_out: dict[str, int] = field(default_factory=dict)
 
 
 def build_log(
@@ -238,10 +240,21 @@ class _Builder:
             entry.shape, entry.dtype, entry.device = source.shape, source.dtype, source.device
             entry.nbytes = source.nbytes
             assert source.index is not None
-            writer = self._recording.output_reads.get(index)
-            where: Key = (source.index, source.element) if writer is None else (writer, ())
-            self._parents.append((entry, [where]))
+            self._parents.append((entry, list(self._given_out(index, source))))
+            if index in self._recording.output_reads:
+                self.log.given_out[entry.label] = index
             self._add(entry, layer, None)
+
+    def _given_out(self, index: int, source: LayerEntry) -> Iterator[Key]:
+        """Yield the values that an output consists of, those of writers included."""
+        writer = self._recording.output_reads.get(index)
+        if writer is not None:
+            yield writer, ()
+            if index in self._tape.ops[writer].writes:
+                return
+        assert source.index is not None
+        direct = self._written.get(index) if writer is not None else None
+        yield (source.index, source.element) if direct is None else (direct, ())
 
     def _source_of(self, index: int, element: tuple[Any, ...]) -> LayerEntry | None:
         """Return the entry of a value that was given out."""

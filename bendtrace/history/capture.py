@@ -82,8 +82,8 @@ class Capture:
     Attributes:
         saved: what was kept, by op and element.
         gradients: gradients of the latest backward pass, likewise.
-        reread: for ops that read what was written to a tensor since its op gave it: what they
-            read, by op and the op of the tensor.
+        reread: what was read of tensors that were written to since their op gave them, by the
+            op that read and the op of the tensor.
         random: state of torch's generator before each op that is known to draw from it.
         times: nanoseconds that each op took.
         grad_fns: name of the gradient function of each value that has one.
@@ -191,10 +191,10 @@ class Capture:
             copy = copied(tensor.detach())  # the run may go on to change it, as batch norm does
         self.states[op.index] = State(weakref.ref(tensor), version_of(tensor), copy)
 
-    def reads(self, op: Op, index: int, tensor: Tensor) -> None:
-        """Keep what an op reads, where that is not what was kept of the tensor."""
-        if self.chosen is True and self._store is None:
-            self.reread[op.index, index] = self._copy(tensor)
+    def reads(self, position: int, index: int, tensor: Tensor) -> None:
+        """Keep what is read, where that is not what was kept of the tensor."""
+        if self.is_exact:
+            self.reread[position, index] = self._copy(tensor)
 
     def begins(self, op: Op, args: Any, kwargs: dict[str, Any]) -> None:
         """Keep the state of the generator, if an op is going to draw from it."""
@@ -368,21 +368,32 @@ class Capture:
             self._task = task
         elif self._inner and task != self._task:
             return
-        with torch.no_grad():
-            value = gradient.detach()
-            if self._convert is not None:
-                value = self._convert(value)
-            self.gradients[key] = value.clone()
+        try:
+            with torch.no_grad():
+                value = gradient.detach()
+                if self._convert is not None:
+                    value = self._convert(value)
+                self.gradients[key] = value.clone()
+        except RuntimeError:  # one of a batch of gradients is no tensor that could be kept
+            return
         for entry in self._entries.get(key, ()):
             entry.gradient = self.gradients[key]
 
-    def attach(self, entries: list[LayerEntry]) -> None:
-        """Give the entries of a finished run what was kept of them."""
+    def attach(self, entries: list[LayerEntry], given_out: dict[str, Any], end: int) -> None:
+        """Give the entries of a finished run what was kept of them.
+
+        Args:
+            entries: all of them.
+            given_out: for outputs that were written to since an op gave them, the op.
+            end: length of the tape.
+        """
         labels: dict[str, LayerEntry] = {}
         for entry in entries:
             source = entry
             if entry.kind == "output" and len(entry.parents) == 1:
                 source = labels.get(entry.parents[0], entry)
+            elif entry.label in given_out:
+                entry.saved = self.reread.get((end, given_out[entry.label]))
             else:
                 labels[entry.label] = entry
             if source.index is None:

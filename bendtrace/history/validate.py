@@ -183,7 +183,7 @@ class _Validator:
         """Run an op on copies of what it is given; return what it gave, or wrote to."""
         records = op.context.grad and not op.context.inference
         copies = {
-            index: _copied(value, records and self._had_graph(index), records)
+            index: _copied(value, records and self._had_graph(index))
             for index, value in given.items()
         }
         args, kwargs = map_refs((op.args, op.kwargs), lambda ref: copies[ref.index])
@@ -274,16 +274,19 @@ def _nested(meta: Any, parts: dict[Any, Any], path: tuple[Any, ...]) -> Any:
     return meta
 
 
-def _copied(value: Any, with_graph: bool, records: bool) -> Any:
+def _copied(value: Any, with_graph: bool) -> Any:
     if isinstance(value, Tensor):
         if value.is_nested:
             return value.detach().clone()
-        # Kernels can depend on it: those of RNNs do.
-        graph = with_graph or (records and isinstance(value, nn.Parameter) and value.requires_grad)
+        # Kernels can depend on it: those of RNNs do, and torch.matmul asks even under no_grad.
+        graph = with_graph or (
+            isinstance(value, nn.Parameter) and value.requires_grad and not value.is_inference()
+        )
         graph = graph and (value.is_floating_point() or value.is_complex())
-        return copied(value.detach().requires_grad_(graph))
+        with torch.enable_grad():
+            return copied(value.detach().requires_grad_(graph))
     if isinstance(value, tuple) and not isinstance(value, torch.Size):
-        return tuple(_copied(item, with_graph, records) for item in value)
+        return tuple(_copied(item, with_graph) for item in value)
     return value
 
 

@@ -29,8 +29,11 @@ class Observer(Protocol):
     def state(self, op: Op, tensor: Tensor) -> None:
         """Called for each tensor that was there before the run, when it is first used."""
 
-    def reads(self, op: Op, index: int, tensor: Tensor) -> None:
-        """Called before an op that reads what was written to a tensor since op `index` gave it."""
+    def reads(self, position: int, index: int, tensor: Tensor) -> None:
+        """Called with a tensor that was written to since op `index` gave it, before it is read.
+
+        By the op at a position of the tape, or by the caller of the run, at its end.
+        """
 
     def begins(self, op: Op, args: Any, kwargs: dict[str, Any]) -> None:
         """Called before an op is carried out, with what the function is given."""

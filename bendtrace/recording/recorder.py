@@ -92,6 +92,9 @@ class Recorder(TorchFunctionMode):
             with watching(self), self:
                 output = self._outcome(args, kwargs)
             recording, changes = finish.recording(output)
+            if self._observer is not None:
+                for ref, tensor in self._writer.writes.stale:
+                    self._observer.reads(len(self.tape.ops), ref.index, tensor)
             self.active = False
             recording.result = without_traced(output, finish.clean(changes, *own))
             return recording
@@ -208,7 +211,7 @@ class Recorder(TorchFunctionMode):
         self._writer.writes.read_by(op)
         if op.reads and self._observer is not None:
             for ref, tensor in self._writer.writes.stale:
-                self._observer.reads(op, ref.index, tensor)
+                self._observer.reads(op.index, ref.index, tensor)
         return op, args, kwargs
 
     def _carry_out(self, op: Op, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:

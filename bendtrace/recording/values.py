@@ -29,9 +29,9 @@ from bendtrace.recording.surroundings import Surroundings
 from bendtrace.recording.tape import Op, OpKind, Ref, TensorMeta, Test, meta_of, refs_in
 from bendtrace.recording.usage import compares_identity, needs_plain_numbers, only_tests
 from bendtrace.recording.writer import Known, Writer
-from bendtrace.recording.writes import version_of
+from bendtrace.recording.writes import version_of, works_in_place
 
-__all__ = ["TRACED_AS", "Values", "works_in_place"]
+__all__ = ["TRACED_AS", "Values"]
 
 TRACED_AS = {int: TracedInt, float: TracedFloat, bool: TracedBool}
 
@@ -295,14 +295,6 @@ class Values:
             f"a tensor used at {place} got its gradient function from something that torch does "
             "not let a tracer see (an autograd.Function whose apply was taken before the run?)"
         )
-
-
-def works_in_place(op: Op) -> bool:
-    """Whether an op, going by its name, gives back what it was given, changed."""
-    name = getattr(op.target, "__name__", "")
-    return "out" in op.kwargs or (
-        name.endswith("_") and (not name.endswith("__") or name.startswith("__i"))
-    )
 
 
 _ITER_CODE = Tensor.__iter__.__code__

@@ -10,9 +10,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from bendtrace.recording.tape import Op, Ref
+from bendtrace.recording.tape import Op, Ref, refs_in
 
-__all__ = ["Writes", "storage_of", "version_of"]
+__all__ = ["Writes", "storage_of", "version_of", "works_in_place"]
 
 _PLAIN = frozenset({Tensor, nn.Parameter})
 
@@ -45,7 +45,8 @@ class Writes:
         self.stale: list[tuple[Ref, Tensor]] = []
         self._given: list[tuple[Ref, Tensor, int]] = []
         self._writers: dict[int, int] = {}
-        self._unseen: set[int] = set()  # written to without a new version
+        # Written to without a new version: by which op last.
+        self._unseen: dict[int, int] = {}
 
     def begin(self) -> None:
         """Forget what was given to the op before."""
@@ -56,7 +57,9 @@ class Writes:
         """Note that an op is given a tensor, which had version `named_at` when it was named."""
         version = version_of(tensor)
         self._given.append((ref, tensor, version))
-        if version != named_at or ref.index in self._unseen:
+        if version != named_at or (
+            self._unseen and self._unseen.get(storage_of(tensor), -1) > ref.index
+        ):
             self.stale.append((ref, tensor))
 
     def read_by(self, op: Op) -> None:
@@ -71,12 +74,16 @@ class Writes:
 
     def written_by(self, op: Op) -> None:
         """Note on an op, after it was carried out, what it has written to."""
-        unseen = _written_unseen(op)
-        self._unseen.update(unseen)
+        statistics = _statistics_of(op)
         for ref, tensor, version in self._given:
-            if version_of(tensor) != version or ref.index in unseen:
+            unseen = ref.index in statistics or (
+                tensor.is_inference() and ref.index in _written_by_name(op)
+            )
+            if unseen or version_of(tensor) != version:
                 op.writes = (*op.writes, ref.index)
                 self._writers[storage_of(tensor)] = op.index
+                if unseen:
+                    self._unseen[storage_of(tensor)] = op.index
 
     def repeat(self, op: Op, before: Op) -> None:
         """Note what an op reads and writes that is not carried out again."""
@@ -97,8 +104,8 @@ _TRAINING = ("training", "use_input_stats")
 _POSITION = 5  # of the flag, among the arguments of all of them
 
 
-def _written_unseen(op: Op) -> set[int]:
-    """Return what an op writes to without torch counting it: statistics of batches.
+def _statistics_of(op: Op) -> set[int]:
+    """Return the statistics of batches that an op writes to, which torch does not count.
 
     Seen in torch 2.6 to 2.13; tests/test_validate.py would notice a change.
     """
@@ -112,3 +119,20 @@ def _written_unseen(op: Op) -> set[int]:
     first = 1 if getattr(op.target, "__module__", "") == "torch.nn.functional" else 3
     given = [*op.args[first : first + 2], *(op.kwargs.get(name) for name in _STATISTICS)]
     return {value.index for value in given if isinstance(value, Ref)}
+
+
+def _written_by_name(op: Op) -> set[int]:
+    """Return what an op writes to, going by its name: tensors of inference mode have no version."""
+    found: set[int] = set()
+    if works_in_place(op) or getattr(op.target, "__name__", "") == "__setitem__":
+        found.update(ref.index for ref in refs_in(op.args[:1]))
+    found.update(ref.index for ref in refs_in(op.kwargs.get("out")))
+    return found
+
+
+def works_in_place(op: Op) -> bool:
+    """Whether an op, going by its name, gives back what it was given, changed."""
+    name = getattr(op.target, "__name__", "")
+    return "out" in op.kwargs or (
+        name.endswith("_") and (not name.endswith("__") or name.startswith("__i"))
+    )
