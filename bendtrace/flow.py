@@ -13,7 +13,7 @@ from typing import Any, overload
 from tabulate import tabulate
 
 from bendtrace.recording.functions import SHAPES
-from bendtrace.recording.iterations import Iterations, Mark, marks_of
+from bendtrace.recording.iterations import Iterations, Mark, is_inside_comparison, marks_of
 from bendtrace.recording.sites import Place, Span
 from bendtrace.recording.statements import part_taken
 from bendtrace.recording.syntax import Loop
@@ -324,6 +324,8 @@ def _class_of(mark: Mark, tape: Tape) -> tuple[type[FlowStep], str] | None:
     if record.how in ("", "metadata", "type"):
         return None
     walks = role.kind in ("for", "comprehension")
+    if record.test is Test.TRUTH and is_inside_comparison(record):
+        return EscapeFlowStep, "compare"
     if record.test is Test.TRUTH or record.how == "in":
         if role.kind == "assert":
             return AssertFlowStep, "assert"

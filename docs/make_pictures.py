@@ -1,4 +1,6 @@
-"""Make the pictures of docs/pictures.md: `python docs/make_pictures.py` writes docs/pictures/*.svg.
+"""Make the pictures and printed forms of docs/pictures.md.
+
+`python docs/make_pictures.py` writes docs/pictures/*.svg and docs/texts/*.txt.
 
 The same versions of torch and bendtrace give the same bytes, so a test can compare them.
 """
@@ -13,7 +15,7 @@ from torch.nn import functional
 
 import bendtrace as bt
 
-HERE = Path(__file__).parent / "pictures"
+HERE = Path(__file__).parent
 
 
 # A 12-layer GPT-2
@@ -179,37 +181,66 @@ class Refiner(nn.Module):
         return self.out(x)
 
 
-def pictures() -> dict[str, str]:
-    """Return the pictures as SVG, by the names of their files."""
+def traces() -> dict[str, bt.Trace]:
+    """Return a run of each model."""
     torch.manual_seed(0)
-    gpt2 = bt.trace(GPT2().eval(), torch.arange(16)[None])
-    resnet = bt.trace(ResNet18().eval(), torch.ones(1, 3, 64, 64))
-    tagger = bt.trace(Tagger(), torch.ones(2, 100, 8))
-    refiner = Refiner()
+    return {
+        "gpt2": bt.trace(GPT2().eval(), torch.arange(16)[None]),
+        "resnet18": bt.trace(ResNet18().eval(), torch.ones(1, 3, 64, 64)),
+        "lstm": bt.trace(Tagger(), torch.ones(2, 100, 8)),
+        "refiner": bt.trace(refiner(), torch.full((3, 8), 2.0)),
+    }
+
+
+def refiner() -> Refiner:
+    """Return a Refiner whose paths do not depend on chance."""
+    model = Refiner()
     with torch.no_grad():
-        refiner.loud.weight.copy_(torch.eye(8))
+        model.loud.weight.copy_(torch.eye(8))
+    return model
+
+
+def pictures(made: dict[str, bt.Trace]) -> dict[str, str]:
+    """Return the pictures as SVG, by the names of their files."""
+    bended = bt.BendedModule(refiner())
     loud, quiet = torch.full((3, 8), 2.0), torch.full((3, 8), 0.1)
-    bended = bt.BendedModule(refiner)
     for x in (loud, quiet, loud / 3, quiet):
         bended(x)
+    gpt2, resnet = made["gpt2"], made["resnet18"]
     return {
-        "gpt2": gpt2.draw().svg,
+        **{name: trace.draw().svg for name, trace in made.items()},
         "gpt2_overview": gpt2.draw(collapse=False, max_nodes=40).svg,
         "gpt2_block": gpt2.draw(within="h.3").svg,
-        "resnet18": resnet.draw().svg,
         "resnet18_flops": resnet.draw(depth=1, overlay="flops").svg,
-        "lstm": tagger.draw().svg,
-        "lstm_rolled": tagger.draw(rolled=True).svg,
-        "refiner": bt.trace(refiner, loud).draw().svg,
+        "lstm_rolled": made["lstm"].draw(rolled=True).svg,
         "refiner_tree": bended.tree.draw().svg,
     }
 
 
+def texts(made: dict[str, bt.Trace]) -> dict[str, str]:
+    """Return the printed logs, rolled logs and trees, by the names of their files."""
+    found = {}
+    for name, trace in made.items():
+        found[f"{name}_log"] = str(trace)
+        found[f"{name}_rolled"] = trace.rolled()
+        found[f"{name}_tree"] = trace.tree._show(flow=True)
+    # White space at the ends of lines does not survive everywhere.
+    return {
+        name: "".join(f"{line.rstrip()}\n" for line in str(text).splitlines())
+        for name, text in found.items()
+    }
+
+
 def main() -> None:
-    """Write the pictures."""
-    HERE.mkdir(exist_ok=True)
-    for name, svg in pictures().items():
-        (HERE / f"{name}.svg").write_text(svg, encoding="utf-8")
+    """Write the pictures and the texts."""
+    made = traces()
+    for folder, suffix, contents in (
+        ("pictures", "svg", pictures(made)),
+        ("texts", "txt", texts(made)),
+    ):
+        (HERE / folder).mkdir(exist_ok=True)
+        for name, content in contents.items():
+            (HERE / folder / f"{name}.{suffix}").write_text(content, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -713,14 +713,17 @@ def test_pictures_show_themselves_in_notebooks() -> None:
 # The documents
 
 
-def test_the_pictures_of_the_documents_are_what_the_script_makes() -> None:
-    made = runpy.run_path(str(DOCS / "make_pictures.py"))["pictures"]()
-    assert {f"{name}.svg" for name in made} == {p.name for p in (DOCS / "pictures").iterdir()}
-    for name, svg in made.items():
-        path = DOCS / "pictures" / f"{name}.svg"
-        assert path.read_text(encoding="utf-8") == svg, (
+@pytest.mark.parametrize(("folder", "suffix"), [("pictures", "svg"), ("texts", "txt")])
+def test_what_the_documents_show_is_what_the_script_makes(folder: str, suffix: str) -> None:
+    script = runpy.run_path(str(DOCS / "make_pictures.py"))
+    made = script[folder](script["traces"]())
+    assert {f"{name}.{suffix}" for name in made} == {p.name for p in (DOCS / folder).iterdir()}
+    for name, content in made.items():
+        path = DOCS / folder / f"{name}.{suffix}"
+        assert path.read_text(encoding="utf-8") == content, (
             f"{path.name} is not what it shows any more: run docs/make_pictures.py"
         )
-        assert len(svg.encode()) < 150_000
-        ElementTree.fromstring(svg)
-        assert str(DOCS.parent) not in svg
+        assert len(content.encode()) < 150_000
+        assert str(DOCS.parent) not in content
+        if suffix == "svg":
+            ElementTree.fromstring(content)

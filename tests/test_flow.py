@@ -455,14 +455,38 @@ def test_any_and_all_have_a_step_for_each_thing_they_looked_at() -> None:
     ]
 
 
-def test_a_containment_has_a_step_for_each_comparison() -> None:
-    def model(x: Tensor) -> Tensor:
-        return x + 1 if x.shape[0] in (1, 3, 5) else x
+def compared(model: Callable[..., Any], *args: Any) -> list[tuple[Any, str]]:
+    steps = bt.trace(model, *args).flow_steps.of(bt.EscapeFlowStep)
+    return [(step.value, step.text) for step in steps if step.kind == "compare"]
 
-    assert branches(model, ONES) == [
-        ("in", False, "x.shape[0] in (1, 3, 5)"),
-        ("in", True, "x.shape[0] in (1, 3, 5)"),
-    ]
+
+def test_comparing_containers_item_by_item_is_no_branch() -> None:
+    def contained(x: Tensor) -> Tensor:
+        return x + 1 if x.shape[0] not in (1, 3, 5) else x
+
+    def unequal(x: Tensor) -> Tensor:
+        if (x.shape[0], 2) != (3, 2):
+            return x + 1
+        return x
+
+    assert branches(contained, ONES) == branches(unequal, ONES) == []
+    text = "x.shape[0] not in (1, 3, 5)"
+    assert compared(contained, ONES) == [(False, text), (True, text)]
+    assert compared(unequal, ONES) == [(True, "(x.shape[0], 2) != (3, 2)")]
+    assert all(entry.flow == () for entry in bt.trace(unequal, ONES[:2]).entries)
+
+
+def test_the_tree_tells_the_return_that_was_taken_after_a_comparison_of_containers() -> None:
+    def model(x: Tensor, k: Tensor) -> Tensor:
+        if x.shape != k.shape:
+            return x + 1
+        return x + k
+
+    bended = bt.BendedModule(model)
+    bended(ONES, ONES)
+    bended(ONES, ONES[0])
+    ends = [line.split()[:4] for line in str(bended.tree).splitlines() if "return" in line]
+    assert ends == [["return", "x", "+", "k"], ["return", "x", "+", "1"]]
 
 
 def test_a_walrus_is_part_of_the_condition() -> None:

@@ -208,7 +208,9 @@ def test_a_layer_is_found_by_all_its_names() -> None:
     entry = log["linear_1_4:2"]
     assert log["linear_1:2"] is log["step:2"] is log["step.linear:2"] is entry
     assert log[entry.ordinal] is log[entry] is log[log.tree.step.linear][1] is entry
-    assert log["step"] == log["linear_1"] or list(log["step"]) == list(log["linear_1"])
+    assert list(log["step"]) == list(log["linear_1"])
+    assert entry.lookup_keys[2:] == ["linear_1_4:2", "step:2"]
+    assert all(log[int(key)] is entry for key in entry.lookup_keys[:2])
 
 
 def test_slices_go_by_position_or_by_name() -> None:
@@ -228,6 +230,7 @@ def test_slices_go_by_position_or_by_name() -> None:
         (99, r"there is no layer 99: there are \d+, from 0 to \d+, or from -\d+ to -1"),
         (True, "layers are found by name, module, position or node path, not by True"),
         (2.5, "not by 2.5"),
+        ("getitem_1:2", r"'getitem_1:2' \(getitem_1 has 1 pass; nodes are found by log.tree\)"),
         ("step.linr", "near to it: step.linear"),
     ],
 )
@@ -343,6 +346,13 @@ def test_a_data_frame_has_a_row_for_each_layer() -> None:
     assert list(frame.index) == labels(log)
     assert frame.loc["linear_1_4:1", "flops"] == 2 * 2 * 4 * 4
     assert frame["parameters"].sum() == 20 * log["linear_1:1"].passes + 8
+
+
+def test_a_log_without_layers_prints_and_makes_an_empty_table() -> None:
+    log = bt.log_forward_pass(lambda n: n + 1, 3)
+    assert "\t0 tensors (0 B) computed in forward pass; 0 tensors (0 B) saved.\n" in str(log)
+    assert len(log.to_pandas()) == 0
+    assert log.validate()
 
 
 # Lifetime

@@ -1192,3 +1192,14 @@ def test_the_examples_of_the_document_print_what_it_shows(tmp_path: Path) -> Non
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stdout == shown
+
+
+def test_named_tuples_among_the_arguments_have_the_names_of_their_fields() -> None:
+    pair = collections.namedtuple("Pair", ["left", "right"])
+    tree = bt.trace(lambda p: p.left + p.right, pair(torch.ones(2), torch.ones(2))).tree
+    assert str(tree).splitlines()[1:4] == [
+        "├─p: Pair(2)",
+        "│ ├─left: Tensor(2)",
+        "│ └─right: Tensor(2)",
+    ]
+    assert tree["p|left"]._shape == tree.p.left._shape == torch.Size([2])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -224,6 +225,26 @@ def test_the_log_of_a_model_that_was_made_in_inference_mode_is_true() -> None:
     with torch.inference_mode():
         model = nn.Sequential(nn.Embedding(4, 3), nn.Linear(3, 2))
         log = logged(model, torch.tensor([1, 2]))
+    found = log.validate()
+    assert found, str(found)
+
+
+# Products of matrices give other bits where their operands lie otherwise in memory.
+@pytest.mark.parametrize("offset", [1, 2, 3, 5, 8, 16])
+@pytest.mark.parametrize("size", [17, 32, 100])
+def test_values_are_carried_out_again_at_the_alignment_they_had(offset: int, size: int) -> None:
+    memory = np.random.default_rng(0).normal(size=4 * size + 80).astype(np.float32)
+    lin = nn.Linear(size, 9)
+    flat = torch.randn(offset + 2 * size)
+    weight = nn.Parameter(flat[offset:].view(2, size))
+
+    def model(x: Tensor, given: Tensor) -> Any:
+        y = (x * 2)[offset : offset + size].view(1, size)
+        return lin(y), y @ y.T, y @ weight.T, given @ given.T, functional.linear(given, weight)
+
+    given = torch.from_numpy(memory[offset : offset + 3 * size]).view(3, size)
+    with torch.no_grad():
+        log = logged(model, torch.randn(offset + size), given)
     found = log.validate()
     assert found, str(found)
 

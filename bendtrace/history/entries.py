@@ -25,6 +25,9 @@ class About(Protocol):
     def describe(self, entry: LayerEntry) -> str:
         """Return all about an entry as text."""
 
+    def keys_of(self, entry: LayerEntry) -> list[str]:
+        """Return the keys that find an entry."""
+
 
 @runtime_checkable
 class Readable(Protocol):
@@ -199,6 +202,12 @@ class LayerEntry:
     def macs(self) -> int | None:
         """Multiplications with the addition that follows: half the floating point operations."""
         return None if self.flops is None else self.flops // 2
+
+    @property
+    def lookup_keys(self) -> list[str]:
+        """The keys that find it in its log; its label alone if nobody holds the log any more."""
+        about = self._about()
+        return [self.label] if about is None else about.keys_of(self)
 
     @property
     def has_contents(self) -> bool:

@@ -182,6 +182,10 @@ class Lookup:
     def _unknown(self, key: str) -> LayerKeyError:
         near = self.near(key)
         hint = f"; near to it: {', '.join(near)}" if near else ""
+        if self._is_taken(key):
+            stem = key.rpartition(":")[0]
+            passes = len(self._found[stem])
+            hint = f" ({stem} has {counted(passes, 'pass')}; nodes are found by log.tree){hint}"
         return LayerKeyError(
             f"there is no layer, module or node path {key!r}{hint}. Keys are names of layers "
             "(conv2d_3_7, conv2d_3, conv2d_3:2), of modules (features.6, features.6:1), "

@@ -21,7 +21,7 @@ def rolled_graph(entries: Sequence[LayerEntry]) -> nx.DiGraph[str]:
     a value goes from one pass to a later one of a layer before it: what makes a loop a loop.
     """
     graph: nx.DiGraph[str] = nx.DiGraph()
-    names = {entry.label: entry.name for entry in entries}
+    by_label = {entry.label: entry for entry in entries}
     order: dict[str, int] = {}
     for entry in entries:
         order.setdefault(entry.name, len(order))
@@ -36,12 +36,16 @@ def rolled_graph(entries: Sequence[LayerEntry]) -> nx.DiGraph[str]:
             node["shapes"].append(entry.shape)
     for entry in entries:
         for parent in entry.parents:
-            source = names[parent]
+            giver = by_label[parent]
+            source = giver.name
             if graph.has_edge(source, entry.name):
                 graph.edges[source, entry.name]["count"] += 1
-            else:
-                back = order[source] >= order[entry.name]
-                graph.add_edge(source, entry.name, count=1, back=back)
+                continue
+            in_step = giver.passes == entry.passes
+            back = order[source] >= order[entry.name] or (
+                in_step and giver.pass_number < entry.pass_number
+            )
+            graph.add_edge(source, entry.name, count=1, back=back)
     return graph
 
 

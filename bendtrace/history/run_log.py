@@ -163,6 +163,10 @@ class RunLog:
         """Return all about an entry as text."""
         return entry_text(entry, self._log, self._lookup)
 
+    def keys_of(self, entry: LayerEntry) -> list[str]:
+        """Return the keys that find just this entry."""
+        return self._lookup.keys_of(entry)
+
     def to_text(self, layers: int | None = _MOST) -> str:
         """Return the log as text.
 

@@ -23,9 +23,8 @@ def data_frame(entries: Sequence[LayerEntry]) -> pandas.DataFrame:
         import pandas
     except ImportError as error:
         raise ImportError("tables need pandas: pip install 'bendtrace[pandas]'") from error
-    rows = [
-        {
-            "label": entry.label,
+    rows = {
+        entry.label: {
             "layer_type": entry.layer_type,
             "kind": entry.kind,
             "pass": entry.pass_number,
@@ -47,5 +46,5 @@ def data_frame(entries: Sequence[LayerEntry]) -> pandas.DataFrame:
             "saved": entry.has_contents,
         }
         for entry in entries
-    ]
-    return pandas.DataFrame(rows).set_index("label")
+    }
+    return pandas.DataFrame.from_dict(rows, orient="index").rename_axis("label")

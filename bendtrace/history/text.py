@@ -107,6 +107,8 @@ def flow_text(log: Log, most: int | None = None) -> str:
 def entry_text(entry: LayerEntry, log: Log, lookup: Lookup) -> str:
     """Return all about an entry as text."""
     lines = [_head(entry, lookup)]
+    if entry.layer_type == "unknown":
+        lines.append("\tA tensor of unknown origin: nothing that was recorded has made it")
     if entry.kind == "number":
         lines.append(f"\tValue: {entry.value!r}")
     elif entry.shape is not None:

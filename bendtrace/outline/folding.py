@@ -18,7 +18,7 @@ from bendtrace.outline.events import (
     raised_as,
 )
 from bendtrace.outline.selection import differing, selection, signature_of
-from bendtrace.outline.source import last_return, return_under
+from bendtrace.outline.source import last_return, return_around, return_under
 from bendtrace.outline.structure import Branch, End, Flow, ProgramOutline, Step
 from bendtrace.outline.text import value_text
 from bendtrace.recording.iterations import running_code, user_code
@@ -167,13 +167,15 @@ def _return_of(path: PathEvents) -> tuple[int | None, ast.Return | None, str]:
         if found is not None and event.is_condition:
             return number, found, event.place.file
         number = event.under
-    place = _root_place(path.recording)
-    return (None, None, "") if place is None else (None, last_return(place), place.file)
+    place = _last_root_place(path.recording)
+    if place is None:
+        return None, None, ""
+    return None, return_around(place) or last_return(place), place.file
 
 
-def _root_place(recording: Recording) -> Place | None:
-    """Return some place in the code of the model itself."""
-    for op in recording.tape.ops:
+def _last_root_place(recording: Recording) -> Place | None:
+    """Return the last place in the code of the model itself."""
+    for op in reversed(recording.tape.ops):
         if op.site is not None:
             places = [place for place, _ in running_code(op.scope, op.site)]
             if places:

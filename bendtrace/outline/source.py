@@ -31,6 +31,7 @@ __all__ = [
     "header_of",
     "is_elif",
     "last_return",
+    "return_around",
     "return_under",
     "under",
     "while_around",
@@ -135,6 +136,12 @@ def return_under(place: Place, outcome: bool) -> ast.Return | None:
         if isinstance(found, ast.Return):
             return found
     return None
+
+
+def return_around(place: Place) -> ast.Return | None:
+    """Return the `return` whose value something at a place belongs to."""
+    statement = _statement_around(source_file(place.file), place)
+    return statement if isinstance(statement, ast.Return) else None
 
 
 @functools.cache

@@ -9,7 +9,7 @@ import torch
 
 from bendtrace.paths.events import Events
 from bendtrace.recording.functions import name_of
-from bendtrace.recording.parts import Access, AttributeKey, PartKind
+from bendtrace.recording.parts import Access, AttributeKey, Part, PartKind
 from bendtrace.recording.structure import Existing, Instance, Opaque
 from bendtrace.recording.tape import Op, refs_in
 
@@ -44,15 +44,21 @@ def items_of(value: Any, events: Events) -> list[Item] | None:
         held = events.held.get(value.part.index)
         if held is None or value.part.kind is PartKind.TENSOR:
             return None
-        return [
-            _attribute(str(part.key), Existing(part))
-            if part.access is not Access.ITEM or isinstance(part.key, AttributeKey)
-            else _indexed(part.key, Existing(part))
-            if type(part.key) is int and not issubclass(value.part.type, dict)
-            else _keyed(part.key, Existing(part))
-            for part in held
-        ]
+        return [_item_of_part(value.part, part) for part in held]
     return None
+
+
+def _item_of_part(whole: Part, part: Part) -> Item:
+    """Return an item of an argument."""
+    value = Existing(part)
+    if part.access is not Access.ITEM or isinstance(part.key, AttributeKey):
+        return _attribute(str(part.key), value)
+    if type(part.key) is not int or issubclass(whole.type, dict):
+        return _keyed(part.key, value)
+    names = _fields(whole.type)
+    if part.key < len(names):
+        return _attribute(names[part.key], value, part.key)
+    return _indexed(part.key, value)
 
 
 def type_name(value: Any) -> str:

@@ -23,7 +23,14 @@ from bendtrace.recording.statements import Role, decides, leaves_loop, role_of
 from bendtrace.recording.syntax import Loop
 from bendtrace.recording.tape import Guard, ModuleCall, Op, OpKind, Ref, Tape, Test
 
-__all__ = ["Iterations", "Mark", "marks_of", "running_code", "user_code"]
+__all__ = [
+    "Iterations",
+    "Mark",
+    "is_inside_comparison",
+    "marks_of",
+    "running_code",
+    "user_code",
+]
 
 Order = tuple[int, int]
 _PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
@@ -64,6 +71,18 @@ def user_code(scope: ModuleCall, site: Site) -> tuple[Place, object, ModuleCall]
     """
     found, level, owner = _user_site(scope, site)
     return _tested(found, level), (id(owner), found.chain[level + 1 :]), owner
+
+
+def is_inside_comparison(record: Op | Guard) -> bool:
+    """Whether a truth was asked for by Python as it compares containers, item by item.
+
+    That decides nothing by itself: `(n, 2) != (3, 2)` asks whether n == 3, and looking for an item
+    goes on until one is equal.
+    """
+    assert record.site is not None
+    found, level, _ = _user_site(record.scope, record.site)
+    code, offset = found.chain[level]
+    return dis.opname[code.co_code[offset]] in ("COMPARE_OP", "CONTAINS_OP")
 
 
 def _user_site(scope: ModuleCall, site: Site) -> tuple[Site, int, ModuleCall]:

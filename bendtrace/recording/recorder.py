@@ -405,7 +405,7 @@ def _plain(value: Any) -> Any:
     return {key: _plain(item) for key, item in value.items()} if kind is dict else value
 
 
-BEHIND.add(Recorder._outcome.__code__)
+BEHIND.update({Recorder.run.__code__, Recorder._outcome.__code__})
 _GLOBAL_HOOKS = (
     "forward_hooks", "forward_pre_hooks", "backward_hooks", "backward_pre_hooks",
 )  # fmt: skip

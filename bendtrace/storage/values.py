@@ -106,7 +106,7 @@ def _write(
         taken: set[str] = set()
         for name, tensor in tensors:
             layout = tensor.layout if isinstance(tensor, StoredTensor) else layout_of(tensor)
-            if size + layout.nbytes > _SHARD_BYTES:
+            if not shards or size + layout.nbytes > _SHARD_BYTES:
                 shards.append([])
                 size = 0
                 taken = set()

@@ -40,7 +40,8 @@ def viewer_data(history: RunLog) -> dict[str, Any]:
     wanted = [(source["file"], source["line"], _told(source)) for source in sources]
     return {
         "name": history.name,
-        "seed": history.seed,
+        # As text: the numbers of JavaScript have 53 bits.
+        "seed": "" if history.seed is None else str(history.seed),
         "time": history.time,
         "entries": entries,
         "modules": modules,
