@@ -41,7 +41,7 @@ from bendtrace.replay.explain import explain_check, explain_divergence
 from bendtrace.replay.program import Divergence, Program
 from bendtrace.storage import ShardWriter
 
-__all__ = ["Trace", "run_trace", "trace"]
+__all__ = ["OPTIONS", "Trace", "run_trace", "trace"]
 
 
 def trace(
@@ -122,6 +122,7 @@ def run_trace(
     options: SaveOptions | None,
 ) -> Trace:
     """Trace a function; see `trace`."""
+    function = getattr(function, "_bendtrace_model", function)  # what a BendedModule is of
     ambience = Ambience.current()
     signature = Signature(function)
     if options is None:
@@ -142,17 +143,17 @@ def run_trace(
     return made
 
 
-_OPTIONS = (
+OPTIONS = frozenset({
     "save", "save_gradients", "save_device", "save_dtype", "save_to", "keep_graph", "stop_after",
-)  # fmt: skip
+})  # fmt: skip
 
 
 def _refuse_taken_names(function: Callable[..., Any]) -> None:
-    taken = [name for name in _OPTIONS if name in Signature(function).parameters]
+    taken = OPTIONS & Signature(function).parameters
     if taken:
         raise InputError(
-            f"{_name(function)} has an argument of its own called {taken[0]}, which would be taken "
-            "for an option: bind it with functools.partial, or use bendtrace.log_forward_pass"
+            f"{_name(function)} has an argument of its own called {min(taken)}, which would be "
+            "taken for an option: bind it with functools.partial, or use bendtrace.log_forward_pass"
         )
 
 

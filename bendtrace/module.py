@@ -14,7 +14,7 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from bendtrace._trace import Trace, _name
+from bendtrace._trace import OPTIONS, Trace, _name
 from bendtrace.errors import InputError
 from bendtrace.flow import FlowSteps, flow_steps
 from bendtrace.graph.mirror import Graph
@@ -145,6 +145,11 @@ class BendedModule(nn.Module):
         """The wrapped model."""
         return self._model
 
+    @property
+    def _bendtrace_model(self) -> Callable[..., Any]:
+        """What is traced where this is asked to be: the model, under its own names."""
+        return self._model
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model, along recorded paths as far as they go."""
         if (
@@ -191,6 +196,12 @@ class BendedModule(nn.Module):
             >>> out
             tensor([4., 4., 4., 4.])
         """
+        foreign = kwargs.keys() & OPTIONS - self._signature.parameters
+        if foreign:
+            raise InputError(
+                f"a BendedModule remembers paths, and keeps no activations ({min(foreign)}=): "
+                "use bendtrace.trace(model, ...) for that"
+            )
         bound = self._signature.bind(args, kwargs)
         output = self._record_new(args, kwargs, tuple(bound), tuple(bound.values()))
         assert self._latest is not None

@@ -598,8 +598,7 @@ def memory_of(*values: Any) -> int:
     """Return the bytes of all tensors in some values, those in one memory counted once."""
     sizes = {}
     for tensor in tensors_in(values):
-        start = torch._C._data_address(tensor) - tensor.storage_offset() * tensor.itemsize
-        sizes[start] = tensor.untyped_storage().nbytes()
+        sizes[torch._C._data_address(tensor)] = tensor.untyped_storage().nbytes()
     return sum(sizes.values())
 
 

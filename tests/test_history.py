@@ -355,6 +355,14 @@ def test_a_log_without_layers_prints_and_makes_an_empty_table() -> None:
     assert log.validate()
 
 
+def test_a_bended_module_is_logged_as_its_model() -> None:
+    model = Refine().eval()
+    log = bt.log_forward_pass(bt.BendedModule(model), torch.ones(3, 4))
+    assert log.to_text(None).splitlines()[:4] == refined().to_text(None).splitlines()[:4]
+    with pytest.raises(bt.InputError, match=r"keeps no activations \(save=\): use bendtrace.trace"):
+        bt.BendedModule(model).trace(torch.ones(3, 4), save="all")
+
+
 # Lifetime
 
 

@@ -148,7 +148,9 @@ class Capture:
         for tensor in tensors_in(result):
             materialize(tensor)  # what the caller is given is an ordinary tensor
         if isinstance(self.chosen, Selection) and self._namer is not None:
-            self._choose_from_the_end([] if self.ended else outputs())
+            # Finding the outputs takes a walk along the whole run.
+            left = self.chosen.last or self.chosen.unmet()
+            self._choose_from_the_end(outputs() if left and not self.ended else [])
         self._last.clear()
         self._keys = None
 

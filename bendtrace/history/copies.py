@@ -13,6 +13,7 @@ from torch import Tensor, nn
 __all__ = ["copied", "lazily_copied", "materialize", "tensors_in"]
 
 _PLAIN = frozenset({Tensor, nn.Parameter})
+_address = torch._C._data_address  # type: ignore[attr-defined]  # of the storage
 _is_shared = torch._C._is_cow_tensor  # type: ignore[attr-defined]  # missing in the stubs
 
 
@@ -41,20 +42,40 @@ def lazily_copied(value: Tensor) -> Tensor:
 
 
 def copied(value: Tensor) -> Tensor:
-    """Return a copy with the same strides, also where they overlap or leave gaps."""
-    copy = value.clone()
+    """Return a copy with the same strides, also where they overlap or leave gaps, and alignment."""
     if (
         type(value) not in _PLAIN
         or value.layout is not torch.strided
         or value.is_nested
         or value.is_quantized
+        or value.is_meta
         or not value.numel()
-        or copy.stride() == value.stride()
     ):
-        return copy
+        return value.clone()
+    shift = _shift(value)
+    if not shift:
+        copy = value.clone()
+        if copy.stride() == value.stride():
+            return copy
     extent = 1 + sum((n - 1) * s for n, s in zip(value.shape, value.stride(), strict=True))
-    flat = value.as_strided((extent,), (1,)).clone()
-    return flat.as_strided(value.shape, value.stride())
+    flat = value.new_empty(extent + shift)
+    flat[shift:].copy_(value.as_strided((extent,), (1,)))
+    return flat.as_strided(value.shape, value.stride(), shift)
+
+
+_ALIGNMENT = 64  # bytes, of memory that torch allocates
+
+
+def _shift(value: Tensor) -> int:
+    """Return how many elements a tensor lies behind an address that torch would give it.
+
+    Kernels that are given vectors at another alignment can round otherwise.
+    """
+    try:
+        address = _address(value) + value.storage_offset() * value.itemsize
+    except RuntimeError:  # without memory, as inside torch.vmap
+        return 0
+    return int(address % _ALIGNMENT // value.itemsize)
 
 
 def materialize(tensor: Tensor) -> None:

@@ -99,6 +99,7 @@ class Lookup:
             if entry.index is not None:
                 self._places[entry.index, entry.element] = entry
                 self._places.setdefault(tree.origin(entry.index, entry.element), entry)
+        self._outputs = {entry.node_path: entry for entry in self.layers if entry.kind == "output"}
         self._found: dict[str, list[LayerEntry]] = {}
         for entry in log.entries:
             for name in dict.fromkeys((entry.name, entry.short_name)):
@@ -168,9 +169,8 @@ class Lookup:
 
     def _at(self, node: Node, key: str) -> LayerEntry | Entries:
         found = []
-        outputs = {entry.node_path: entry for entry in self.layers if entry.kind == "output"}
-        if node._path in outputs:
-            return outputs[node._path]
+        if node._path in self._outputs:
+            return self._outputs[node._path]
         for value in _values(node._data, node._chosen):
             entry = self._places.get(value)
             if entry is not None and entry not in found:
