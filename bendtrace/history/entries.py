@@ -101,7 +101,7 @@ class LayerEntry:
         index: position of its op on the tape; None for outputs.
         element: for a result with several tensors, the keys that lead to this one.
         node: name of its op's node in the networkx mirror; for an output the mirror's output.
-        node_path: its path in `Trace.tree`, such as `features_6.conv2d`.
+        node_path: its path in `Trace.tree`, such as `features.sub_6.conv2d`.
         shape: its shape; None for numbers.
         dtype: its dtype; None for numbers.
         device: where it is; None for numbers.

@@ -107,7 +107,7 @@ class RunLog:
 
     @property
     def tree(self) -> Node:
-        """The tree of node paths: `history.tree.features_6.conv2d`."""
+        """The tree of node paths: `history.tree.features.sub_6.conv2d`."""
         return self._tree.root
 
     @property

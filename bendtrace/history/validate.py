@@ -144,6 +144,8 @@ class _Validator:
         name = name_of(op.target)
         if "empty" in name:
             return "it gives memory as it finds it"
+        if name == "storage_offset":
+            return "where a value lies in its memory is no part of it"
         if name in ("grad", "backward"):
             return "it reads the autograd graph"
         if name == "data" and (

@@ -55,6 +55,8 @@ class Builder:
         for node, inserted in self._inserted.values():
             order = list(node.children)
             for name, after in inserted:
+                if name == after:  # a module that calls itself
+                    continue
                 order.remove(name)
                 order.insert(order.index(after), name)
             node.children = {name: node.children[name] for name in order}

@@ -198,7 +198,7 @@ def module_expression(relative: str, module: nn.Module | None = None) -> str:
     for part in filter(None, relative.split(".")):
         if isinstance(module, nn.ModuleDict) and part in module:
             text += f"[{part!r}]"
-        elif part.isdigit():
+        elif part.isdigit() and (module is None or hasattr(type(module), "__getitem__")):
             text += f"[{part}]"
         elif part.isidentifier() and not iskeyword(part):
             text += f".{part}"

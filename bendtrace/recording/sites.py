@@ -18,6 +18,17 @@ __all__ = ["Place", "Site", "SiteTable", "Span"]
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _OVERRIDES = torch.overrides.__file__
 _TRACER = os.path.dirname(__file__) + os.sep
+# Functions of torch's in Python hand their calls to the tracer as their first act.
+_HANDING = (
+    _TRACER,
+    _OVERRIDES,
+    *(
+        os.path.join(_TORCH, *names)
+        for names in (
+            ("nn", "functional.py"), ("functional.py",), ("_tensor.py",), ("_jit_internal.py",),
+        )
+    ),
+)  # fmt: skip
 
 
 class Span(NamedTuple):
@@ -108,8 +119,7 @@ class Site:
         outside = next((i for i, place in enumerate(self.places) if not place.in_torch), None)
         if outside is not None:
             return outside
-        handing = (_TRACER, _OVERRIDES)
-        return next((i for i, p in enumerate(self.places) if not p.file.startswith(handing)), 0)
+        return next((i for i, p in enumerate(self.places) if not p.file.startswith(_HANDING)), 0)
 
     @cached_property
     def guarded(self) -> tuple[Place, ...]:
