@@ -758,6 +758,10 @@ def test_it_works_in_a_frame_that_may_do_nothing_but_run_its_script(
     page.driver.size(1200, 800)
     page.driver.open(file.as_uri())
     title = "document.querySelector('#panel h2').textContent"
+    for _ in range(500):  # the frame loads on its own, after the page around it
+        if page.driver.evaluate("document.querySelector('#panel h2') !== null", frame=True):
+            break
+        page.driver.evaluate("new Promise(done => setTimeout(done, 10))")
     assert page.driver.evaluate(title, frame=True) == "Walk"
     click = "dispatchEvent(new MouseEvent('click', { bubbles: true }))"
     node = "document.querySelector('[data-name=input_1_0] .shape')"

@@ -135,6 +135,9 @@ class Capture:
         self._entries: dict[Key, list[LayerEntry]] = {}
         # How many values besides leaves have hooks, and in which backward pass one was called.
         self._inner, self._task = 0, -1
+        # Of functions, by identity (the tape keeps them): whether they draw random numbers, and
+        # whether they change sizes in place.
+        self._kinds: dict[int, tuple[bool, bool]] = {}
         # Memory that others may know by its address has to stay where it is.
         self._fixed: set[int] = set()
 
@@ -202,10 +205,16 @@ class Capture:
         """Keep the state of the generator, if an op is going to draw from it."""
         if self.ended:
             raise StopRun(self.ended)  # also if the model has caught it before
-        name = name_of(op.target)
-        if self.chosen is True and _RANDOM.search(name):
+        target = id(op.target)
+        kind = self._kinds.get(target)
+        if kind is None:
+            name = name_of(op.target)
+            kind = (bool(_RANDOM.search(name)), name.startswith(("resize", "set_")))
+            self._kinds[target] = kind
+        draws, resizes = kind
+        if draws and self.chosen is True:
             self.random[op.index] = unwatched(torch.get_rng_state, (), {})
-        if "out" in kwargs or name.startswith(("resize", "set_")):
+        if resizes or "out" in kwargs:
             for tensor in tensors_in((args, kwargs.get("out"))):
                 materialize(tensor)
 
@@ -310,8 +319,12 @@ class Capture:
             raise StopRun(where)
 
     def _save(self, key: Key, tensor: Tensor) -> None:
-        self._put(key, self._copy(tensor))
-        self._hook(key, tensor)
+        if self._store is None:
+            self.saved[key] = self._copy(tensor)
+        else:
+            self._put(key, self._copy(tensor))
+        if self._hooked:
+            self._hook(key, tensor)
 
     def _put(self, key: Key, value: Any) -> None:
         if self._store is not None and isinstance(value, Tensor):

@@ -13,6 +13,12 @@ from torch import Tensor, nn
 __all__ = ["copied", "lazily_copied", "materialize", "tensors_in"]
 
 _PLAIN = frozenset({Tensor, nn.Parameter})
+_LAZY = frozenset(
+    {
+        torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.bool, torch.int64,
+        torch.int32, torch.int16, torch.int8, torch.uint8,
+    }
+)  # fmt: skip
 _address = torch._C._data_address  # type: ignore[attr-defined]  # of the storage
 _is_shared = torch._C._is_cow_tensor  # type: ignore[attr-defined]  # missing in the stubs
 
@@ -22,23 +28,21 @@ def lazily_copied(value: Tensor) -> Tensor:
 
     What torch cannot copy lazily is copied at once.
     """
+    # Not for quantised values, whose copy would have no quantizer, nor for those that are only
+    # marked as conjugated or negated: the copy would lose that, and its values with it.
     if (
-        type(value) not in _PLAIN
-        or value.layout is not torch.strided
-        or value.is_quantized  # the copy would have no quantizer, and reading it would crash
-        or value.is_nested
-        or value.is_conj()  # the copy would lose that, and its values with it
-        or value.is_neg()
-        or value.is_meta
-        or value._is_zerotensor()
+        value.dtype in _LAZY
+        and type(value) in _PLAIN
+        and value.layout is torch.strided
+        and not value.is_neg()
     ):
-        return copied(value)
-    try:
-        # Private to torch (seen in 2.6 to 2.13). tests/test_capture.py notices if later writes
-        # reach what was kept, or if anything is copied without one.
-        return value._lazy_clone()
-    except RuntimeError:  # memory of others, such as numpy's
-        return copied(value)
+        try:
+            # Private to torch (seen in 2.6 to 2.13). tests/test_capture.py notices if later
+            # writes reach what was kept, or if anything is copied without one.
+            return value._lazy_clone()
+        except RuntimeError:  # memory of others, such as numpy's, or none at all
+            pass
+    return copied(value)
 
 
 def copied(value: Tensor) -> Tensor:
