@@ -12,7 +12,6 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from tabulate import tabulate
 from torch import fx, nn
 
 from bendtrace._history import ModelHistory
@@ -31,13 +30,12 @@ from bendtrace.history.validate import Validation, validate
 from bendtrace.paths.naming import Registry
 from bendtrace.paths.tree import tree_of
 from bendtrace.paths.view import Tree
-from bendtrace.recording.iterations import user_code
 from bendtrace.recording.recorder import Recording
 from bendtrace.recording.run import Signature, record
-from bendtrace.recording.tape import Guard, ModuleCall, Op
+from bendtrace.recording.tape import ModuleCall, Op
 from bendtrace.replay.ambience import Ambience
-from bendtrace.replay.analysis import GuardKind
 from bendtrace.replay.explain import explain_check, explain_divergence
+from bendtrace.replay.guard_table import GuardTable
 from bendtrace.replay.program import Divergence, Program
 from bendtrace.storage import ShardWriter
 
@@ -222,7 +220,7 @@ class Trace(ModelHistory):
     @property
     def guards(self) -> GuardTable:
         """The conditions under which a replay is right, besides those on structure."""
-        return GuardTable(self)
+        return GuardTable(self.recording.tape.guards, self.program.analysis.kinds, self.names)
 
     @cached_property
     def _tree(self) -> Tree:  # type: ignore[override]
@@ -390,52 +388,6 @@ class Trace(ModelHistory):
         counts = f"{_counted(len(self.ops), 'op')}, {_counted(len(self.flow_steps), 'flow step')}"
         live = "" if not self.why_live else ", live only"
         return f"<Trace of {_name(self.function)}: {counts}{live}>"
-
-
-class GuardTable:
-    """The guards of a trace as a table."""
-
-    def __init__(self, trace: Trace) -> None:
-        self._trace = trace
-        kinds = trace.program.analysis.kinds
-        self._rows = list(zip(trace.recording.tape.guards, kinds, strict=True))
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def __getitem__(self, number: int) -> Guard:
-        return self._rows[number][0]
-
-    def kind(self, number: int) -> GuardKind:
-        """Return when a guard is tested."""
-        return self._rows[number][1]
-
-    def to_list(self) -> list[dict[str, Any]]:
-        """Return the guards as plain values, ready for JSON."""
-        rows = []
-        for number, (guard, kind) in enumerate(self._rows):
-            place = ""
-            text = ""
-            if guard.site is not None:
-                found, _, _ = user_code(guard.scope, guard.site)
-                place, text = str(found), found.text
-            rows.append(
-                {
-                    "number": number,
-                    "when": kind.value,
-                    "node": self._trace.names[guard.index],
-                    "test": guard.test.value,
-                    "expected": repr(guard.expected),
-                    "source": text,
-                    "at": place,
-                }
-            )
-        return rows
-
-    def __repr__(self) -> str:
-        rows = [list(row.values()) for row in self.to_list()]
-        headers = ["#", "when", "node", "test", "expected", "source", "at"]
-        return tabulate(rows, headers, disable_numparse=True)
 
 
 def _counted(number: int, noun: str) -> str:

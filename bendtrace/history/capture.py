@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from bendtrace.graph.mirror import target_name
 from bendtrace.history.copies import copied, lazily_copied, materialize, tensors_in
 from bendtrace.history.entries import LayerEntry
+from bendtrace.history.gradients import Gradients
 from bendtrace.history.naming import Layer, Namer, nbytes_of, tensors_of
 from bendtrace.history.selection import Selection
 from bendtrace.recording.functions import name_of
@@ -81,7 +82,7 @@ class Capture:
 
     Attributes:
         saved: what was kept, by op and element.
-        gradients: gradients of the latest backward pass, likewise.
+        gradients: those of the chosen values; None if they are not kept.
         reread: what was read of tensors that were written to since their op gave them, by the
             op that read and the op of the tensor.
         random: state of torch's generator before each op that is known to draw from it.
@@ -107,7 +108,7 @@ class Capture:
         store: Store | None = None,
     ) -> None:
         self.saved: dict[Key, Any] = {}
-        self.gradients: dict[Key, Tensor] = {}
+        self.gradients = Gradients(convert) if gradients else None
         self.reread: dict[tuple[int, int], Tensor] = {}
         self.random: dict[int, Tensor] = {}
         self.times: dict[int, int] = {}
@@ -121,7 +122,6 @@ class Capture:
         self.seed = torch.initial_seed()
         self._convert = convert
         self._detach = detach
-        self._hooked = gradients
         self._store = store
         selections = [each for each in (chosen, stop) if isinstance(each, Selection)]
         self._namer = Namer() if selections else None
@@ -132,9 +132,6 @@ class Capture:
         self._keys: dict[int, tuple[weakref.ref[Tensor], Key]] | None = (
             {} if any(each.asks_for_results for each in selections) else None
         )
-        self._entries: dict[Key, list[LayerEntry]] = {}
-        # How many values besides leaves have hooks, and in which backward pass one was called.
-        self._inner, self._task = 0, -1
         # Of functions, by identity (the tape keeps them): whether they draw random numbers, and
         # whether they change sizes in place.
         self._kinds: dict[int, tuple[bool, bool]] = {}
@@ -165,7 +162,7 @@ class Capture:
         for key, position, copy, tensor in self._last:
             if self.chosen.from_the_end(position, count):
                 self._put(key, copy)
-                self._hook(key, tensor)
+                self._watch(key, tensor)
         alive = {key: tensor for tensor, key in (self._keys or {}).values()}
         for given in outputs:
             layer, _ = self._namer.name_output()
@@ -294,7 +291,7 @@ class Capture:
         made = self._asked(self.chosen, entry)
         if made is True:
             self._put(key, entry.saved)
-            self._hook(key, tensor)
+            self._watch(key, tensor)
         elif made is not None:
             self._put(key, made)
 
@@ -323,8 +320,11 @@ class Capture:
             self.saved[key] = self._copy(tensor)
         else:
             self._put(key, self._copy(tensor))
-        if self._hooked:
-            self._hook(key, tensor)
+        self._watch(key, tensor)
+
+    def _watch(self, key: Key, tensor: Tensor) -> None:
+        if self.gradients is not None:
+            self.gradients.watch(key, tensor)
 
     def _put(self, key: Key, value: Any) -> None:
         if self._store is not None and isinstance(value, Tensor):
@@ -360,40 +360,6 @@ class Capture:
         entry.saved = self._copy(tensor)  # the function may write to it, or give it back
         return entry
 
-    def _hook(self, key: Key, tensor: Tensor) -> None:
-        """Have the gradient of a tensor kept, as long as there is someone to keep it."""
-        if not self._hooked or not requires_grad(tensor):
-            return
-        weak, is_leaf = weakref.ref(self), tensor.is_leaf
-        self._inner += not is_leaf
-
-        def hook(gradient: Tensor | None) -> None:
-            keeper = weak()
-            if keeper is not None and gradient is not None:  # None: nobody has used the value
-                keeper.keep_gradient(key, gradient, is_leaf)
-
-        handle = tensor.register_hook(hook)
-        if is_leaf:  # it may be the caller's, and outlive the log
-            weakref.finalize(self, handle.remove)
-
-    def keep_gradient(self, key: Key, gradient: Tensor, is_leaf: bool) -> None:
-        """Keep the gradient of a value, unless it comes from something besides the run."""
-        task = torch._C._current_graph_task_id()
-        if not is_leaf:
-            self._task = task
-        elif self._inner and task != self._task:
-            return
-        try:
-            with torch.no_grad():
-                value = gradient.detach()
-                if self._convert is not None:
-                    value = self._convert(value)
-                self.gradients[key] = value.clone()
-        except RuntimeError:  # one of a batch of gradients is no tensor that could be kept
-            return
-        for entry in self._entries.get(key, ()):
-            entry.gradient = self.gradients[key]
-
     def attach(self, entries: list[LayerEntry], given_out: dict[str, Any], end: int) -> None:
         """Give the entries of a finished run what was kept of them.
 
@@ -414,10 +380,11 @@ class Capture:
             if source.index is None:
                 continue
             key = (source.index, source.element)
-            entry.saved, entry.gradient = self.saved.get(key), self.gradients.get(key)
+            entry.saved = self.saved.get(key)
+            if self.gradients is not None:
+                self.gradients.attach(key, entry)
             if self._store is not None and isinstance(entry.saved, Refusal):
                 entry.saved, entry.unsaved = None, entry.saved.reason
-            self._entries.setdefault(key, []).append(entry)
             entry.grad_fn = self.grad_fns.get(key)
             if entry is source and source.index in self.times:
                 entry.time = self.times[source.index] / 1e9
