@@ -213,6 +213,26 @@ def test_a_layer_is_found_by_all_its_names() -> None:
     assert all(log[int(key)] is entry for key in entry.lookup_keys[:2])
 
 
+def test_a_name_of_a_layer_and_of_another_module_finds_neither() -> None:
+    class Crossed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear_1, self.linear_2 = nn.Linear(2, 3), nn.Linear(3, 2)
+            self.relu_1 = nn.ReLU()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.relu_1(self.linear_1(self.linear_2(x)))
+
+    log = bt.trace(Crossed(), torch.ones(1, 3))
+    message = "'linear_1' is a layer, linear_1_1, and also a module, which gives linear_2_2: ask"
+    with pytest.raises(bt.LayerKeyError, match=message) as caught:
+        log["linear_1"]
+    assert caught.value.near == ("linear_1_1", "linear_2_2")
+    assert "linear_1" not in log._ipython_key_completions_()
+    assert log["linear_1_1"] is log[log.tree.linear_2] is log["linear_2.linear"]
+    assert log["relu_1"] is log["relu_1_3"]
+
+
 def test_slices_go_by_position_or_by_name() -> None:
     log = refined()
     assert labels(log[1:3]) == ["getitem_1_1", "norm_1_2:1"]

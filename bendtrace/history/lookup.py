@@ -115,8 +115,14 @@ class Lookup:
                 modules[call.label] = given
                 modules.setdefault(call.name, []).extend(given)
         self.module_names = list(dict.fromkeys(call.name for call in log.modules if call.name))
-        for name, entries in modules.items():
-            self._found.setdefault(name, list(dict.fromkeys(entries)))
+        # A module can be called as another module's layer is: such a name finds neither.
+        self._ambiguous: dict[str, tuple[LayerEntry, LayerEntry]] = {}
+        for name, several in modules.items():
+            entries = list(dict.fromkeys(several))
+            layers = self._found.setdefault(name, entries)
+            if layers != entries:
+                self._ambiguous[name] = layers[0], entries[0]
+                del self._found[name]
 
     def find(self, key: Any) -> LayerEntry | Entries:
         """Return the entry, or the entries, that a key leads to.
@@ -146,6 +152,14 @@ class Lookup:
         entries = self._found.get(key)
         if entries is not None:
             return entries[0] if len(entries) == 1 else Entries(entries, key)
+        if key in self._ambiguous:
+            layer, given = self._ambiguous[key]
+            raise LayerKeyError(
+                f"{key!r} is a layer, {layer.label}, and also a module, which gives {given.label}: "
+                "ask for one of these",
+                key,
+                (layer.label, given.label),
+            )
         if not key.strip() or self._is_taken(key):
             raise self._unknown(key)
         try:
@@ -208,7 +222,8 @@ class Lookup:
         yield from self._found
         for entry in self._log.entries:
             path = entry.node_path
-            if path and path not in self._found and not self._is_taken(path):
+            taken = path in self._found or path in self._ambiguous or self._is_taken(path)
+            if path and not taken:
                 yield path
 
     def _is_taken(self, path: str) -> bool:
