@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.utils.flop_counter import FlopCounterMode
 
 from bendtrace.recording.functions import is_torchs_function, name_of
 from bendtrace.recording.structure import Existing
@@ -16,6 +15,9 @@ __all__ = ["flops_of"]
 
 def flops_of(ops: list[Op]) -> dict[int, int | None]:
     """Return the floating point operations of each op of a tape; None where nobody can tell."""
+    # Imports a good part of torch's compiler, which warns where there is no numpy.
+    from torch.utils.flop_counter import FlopCounterMode
+
     found: dict[int, int | None] = {}
     known: dict[str, int | None] = {}  # loops repeat themselves
     with torch.no_grad(), torch.device("meta"), FlopCounterMode(display=False) as counter:
