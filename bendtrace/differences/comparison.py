@@ -17,6 +17,7 @@ from bendtrace.differences.matching import Matching, Run
 from bendtrace.differences.values import ValueDifference, compare_numbers, compare_tensors
 from bendtrace.flow import FlowStep, IndexFlowStep, LogicalFlowStep, LoopFlowStep
 from bendtrace.history.entries import LayerEntry
+from bendtrace.recording.functions import UNINITIALIZED
 
 __all__ = ["Comparison", "Coverage"]
 
@@ -153,7 +154,7 @@ class Comparison:
             self.coverage.unsaved_b += theirs is None
             self.coverage.unsaved += 1
             return None
-        if "empty" in a.function:  # memory as it was found: no two runs agree on it
+        if a.function in UNINITIALIZED:  # memory as it was found: no two runs agree on it
             return None
         self.coverage.compared += 1
         if not (isinstance(mine, Tensor) and isinstance(theirs, Tensor)):

@@ -62,13 +62,13 @@ class Gradients:
             self._task = task
         elif self._inner and task != self._task:
             return
-        try:
-            with torch.no_grad():
+        with torch.no_grad():
+            try:
                 value = gradient.detach()
-                if self._convert is not None:
-                    value = self._convert(value)
-                self.kept[key] = value.clone()
-        except RuntimeError:  # one of a batch of gradients is no tensor that could be kept
-            return
+            except RuntimeError:  # one of a batch of gradients is no tensor that could be kept
+                return
+            if self._convert is not None:
+                value = self._convert(value)
+            self.kept[key] = value.clone()
         for entry in self._entries.get(key, ()):
             entry.gradient = self.kept[key]

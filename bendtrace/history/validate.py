@@ -17,7 +17,13 @@ from bendtrace.history.copies import copied
 from bendtrace.history.naming import tensors_of
 from bendtrace.history.sizes import counted, listed
 from bendtrace.recording.contexts import ContextSwitch
-from bendtrace.recording.functions import METADATA, SHAPES, is_torchs_function, name_of
+from bendtrace.recording.functions import (
+    METADATA,
+    SHAPES,
+    UNINITIALIZED,
+    is_torchs_function,
+    name_of,
+)
 from bendtrace.recording.parts import PLAIN_TYPES
 from bendtrace.recording.tape import Op, OpKind, Ref, TensorMeta, map_refs, refs_in
 
@@ -142,7 +148,7 @@ class _Validator:
         if op.kind is OpKind.CALL and not known:
             return "it is no function of torch's"
         name = name_of(op.target)
-        if "empty" in name:
+        if name in UNINITIALIZED:
             return "it gives memory as it finds it"
         if name == "storage_offset":
             return "where a value lies in its memory is no part of it"

@@ -16,6 +16,7 @@ __all__ = [
     "ESCAPES",
     "METADATA",
     "SHAPES",
+    "UNINITIALIZED",
     "VALUES",
     "entered",
     "is_torchs_function",
@@ -108,6 +109,14 @@ CONTEXT = frozenset({torch._C._set_grad_enabled, Tensor.__dir__, torch.device})
 
 # Ops after which the number of dimensions can depend on sizes.
 RANK_DEPENDS_ON_SIZES = frozenset({"squeeze", "squeeze_", "squeeze_copy", "apply", "solve"})
+
+# Names of functions that give memory as they find it: no two runs agree on its content.
+UNINITIALIZED = frozenset(
+    {
+        "empty", "empty_like", "empty_permuted", "empty_strided", "new_empty",
+        "new_empty_strided",
+    }
+)  # fmt: skip
 
 # Compositions of torch's that one wants to look and cut inside of.
 DESCEND: frozenset[Callable[..., Any]] = frozenset({functional.multi_head_attention_forward})
