@@ -120,22 +120,30 @@ def run_trace(
     options: SaveOptions | None,
 ) -> Trace:
     """Trace a function; see `trace`."""
-    function = getattr(function, "_bendtrace_model", function)  # what a BendedModule is of
+    owner, function = function, getattr(function, "_bendtrace_model", function)
     ambience = Ambience.current()
     signature = Signature(function)
-    if options is None:
-        return Trace(record(function, args, kwargs, signature), ambience, signature, function)
+    registry = getattr(owner, "_registry", None)
     with ExitStack() as stack:
+        inserter = None
+        if owner is not function:  # a BendedModule: its model, with what is inserted in it
+            inserter = stack.enter_context(owner._inserting(args, kwargs))  # type: ignore[attr-defined]
+        if options is None:
+            recording = record(function, args, kwargs, signature, inserter=inserter)
+            made = Trace(recording, ambience, signature, function, registry=registry)
+            made.keeps = None if inserter is None else inserter.plan
+            return made
         store = None
         if options.directory is not None:
             store = stack.enter_context(ShardWriter(options.directory))
         capture = options.capture(store)
         began = time.perf_counter()
-        recording = record(function, args, kwargs, signature, observer=capture)
+        recording = record(function, args, kwargs, signature, observer=capture, inserter=inserter)
         capture.seconds = time.perf_counter() - began
         if capture.error is not None:
             raise capture.error
-        made = Trace(recording, ambience, signature, function, capture=capture)
+        made = Trace(recording, ambience, signature, function, capture=capture, registry=registry)
+        made.keeps = None if inserter is None else inserter.plan
         capture.finish(recording.result, made.output_values)
     made.require_met(capture)
     return made
@@ -184,6 +192,7 @@ class Trace(ModelHistory):
         self._capture = capture
         self._registry = registry
         self._has_counted = False
+        self.keeps: object = None  # what was inserted, for as long as the trace can be replayed
         if program is not None:
             self.__dict__["program"] = program
 

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import copy
 import functools
-import inspect
-import types
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,18 +17,34 @@ from bendtrace.errors import InputError
 from bendtrace.flow import FlowSteps, flow_steps
 from bendtrace.graph.mirror import Graph
 from bendtrace.graph.names import node_names
+from bendtrace.interject.bends.activations import Filter
+from bendtrace.interject.bends.bending import Bending, Out
+from bendtrace.interject.bends.config import BendingConfig
+from bendtrace.interject.bends.handle import BendHandle
+from bendtrace.interject.bends.parameter import Value
+from bendtrace.interject.board import Board
+from bendtrace.interject.gates import running
+from bendtrace.interject.hooks.manager import HookManager
+from bendtrace.interject.inserter import LiveInserter
+from bendtrace.interject.insertion import Insertion
+from bendtrace.interject.knowledge import Knowledge
+from bendtrace.interject.patches.context import PatchContext, Patches
+from bendtrace.interject.plan import Plan
+from bendtrace.interject.trees import Trees
 from bendtrace.outline.coverage import Coverage, coverage
-from bendtrace.outline.folding import most_divergent
 from bendtrace.outline.program import Outline
 from bendtrace.paths.naming import Registry
-from bendtrace.recording.recorder import Recording
+from bendtrace.paths.text import Text
+from bendtrace.recording.boundaries import opaque
+from bendtrace.recording.recorder import Prefix, Recording
 from bendtrace.recording.run import Signature, record, uninitialized_in
-from bendtrace.recording.serving import call_itself, serving
+from bendtrace.recording.serving import call_itself
 from bendtrace.recording.watcher import current_watcher
 from bendtrace.replay.ambience import Ambience
 from bendtrace.replay.explain import Mismatch, explain_check, explain_divergence
 from bendtrace.replay.program import Divergence, Finished, Program
 from bendtrace.replay.tree import TraceTree
+from bendtrace.stand_in import StandIn
 
 __all__ = ["BendedModule", "Explanation", "Stats"]
 
@@ -74,7 +88,7 @@ class Explanation:
         return f"would be traced anew: {self.nearest}"
 
 
-class BendedModule(nn.Module):
+class BendedModule(StandIn):
     """A model that is traced when called, and replayed when it would do the same again.
 
     It behaves like the model for every input. The first call, and each call that leads down
@@ -115,30 +129,35 @@ class BendedModule(nn.Module):
         self.stats = Stats()
         self.last_mismatch = None
         self._signature = Signature(model)
-        self._tree = TraceTree(max_traces, most_divergent)
+        self._trees = Trees(max_traces)
         self._latest: Trace | None = None
         self._registry = Registry()
+        self._known = Knowledge(
+            model, self._registry, self._trees.plain_runs, self._trees.inserted_runs, self.coverage
+        )
+        self._inserted = False
+        self._board = Board(self._known, self._note_inserted)
+        self._bending = Bending(self, self._known)
+        self._as_one_op = opaque(self._called_inside)
         self._passing = 0
-        object.__setattr__(self, "_model", model)
-        if isinstance(model, nn.Module):
-            # The very tables of the model: names, state dict keys and tensors are its own.
-            for table in _TABLES:
-                object.__setattr__(self, table, getattr(model, table))
-            object.__setattr__(self, "training", model.training)
-            overridden = _overridden(type(model))
-            for name in overridden:
-                object.__setattr__(self, name, self._method(getattr(model, name)))
-            object.__setattr__(self, "_untraced", self._untraced | overridden)
+        self._stand_in_for(model, _SURFACES)
 
-    # Attributes that a trace of a module around this one must not depend on.
     _untraced = frozenset(
-        {"stats", "last_mismatch", "_signature", "_tree", "_latest", "_registry", "_passing"}
-    )
+        {
+            "stats", "last_mismatch", "_signature", "_trees", "_latest", "_registry", "_passing",
+            "_known", "_board", "_as_one_op", "_bending", "hooks",
+        }
+    )  # fmt: skip
+    _own = StandIn._own | {"stats", "_passing", "last_mismatch", "_latest"}
 
     stats: Stats
     last_mismatch: Mismatch | None
     _passing: int
-    _model: Callable[..., Any]
+
+    @property
+    def _tree(self) -> TraceTree:
+        """The paths with what is inserted at the moment."""
+        return self._trees.latest if self._board else self._trees.plain
 
     @property
     def model(self) -> Callable[..., Any]:
@@ -152,31 +171,62 @@ class BendedModule(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model, along recorded paths as far as they go."""
-        if (
-            current_watcher() is not None
-            or torch.compiler.is_dynamo_compiling()
-            or torch._C._get_tracing_state() is not None
-        ):  # inside another trace, which wants to see it all
+        if torch.compiler.is_dynamo_compiling():
+            if self._board:
+                raise InputError(
+                    "torch.compile does not see what is inserted in a BendedModule: remove the "
+                    "insertions, or do not compile the module around it"
+                )
             return call_itself(self._model, args, kwargs)
+        if current_watcher() is not None:  # inside another trace, which wants to see it all
+            if self._inserted:  # a plain attribute, so that the trace around depends on it
+                return self._as_one_op(*args, **kwargs)
+            return call_itself(self._model, args, kwargs)
+        plan = self._board.plan(args, kwargs)
+        if plan is not None:
+            with running(plan):
+                return self._called(args, kwargs, plan)
+        if torch._C._get_tracing_state() is not None:
+            return call_itself(self._model, args, kwargs)
+        return self._called(args, kwargs, None)
+
+    def _note_inserted(self, any_there: bool) -> None:
+        object.__setattr__(self, "_inserted", any_there)
+
+    def _called_inside(self, *args: Any, **kwargs: Any) -> Any:
+        return self.forward(*args, **kwargs)
+
+    def _called(self, args: tuple[Any, ...], kwargs: dict[str, Any], plan: Plan | None) -> Any:
+        tree = self._trees.of(plan)
         bound = self._signature.bind(args, kwargs)
         names, arguments = tuple(bound), tuple(bound.values())
-        program = self._tree.find(names, arguments)
-        if program is not None and self._tree.settles(names, program, arguments):
+        program = tree.find(names, arguments)
+        if program is not None and tree.settles(names, program, arguments):
             program = None
         if program is None and uninitialized_in(self._model):
+            if plan is not None:
+                raise InputError(
+                    "the model has lazy modules, whose parameters the first call makes: call it "
+                    "once before anything is inserted"
+                )
             self.stats.live += 1  # this call makes the parameters of lazy modules
             return call_itself(self._model, args, kwargs)
+        call = _Call(args, kwargs, names, arguments, plan, tree)
         if program is None:
-            return self._record_new(args, kwargs, names, arguments)
+            return self._record_new(call)
         if program.live_only:
             self.stats.live += 1
-            self._tree.ran_live(program)
-            return call_itself(self._model, args, kwargs)
-        result = self._tree.replay(names, program, arguments)
+            tree.ran_live(program)
+            if plan is None:
+                return call_itself(self._model, args, kwargs)
+            return self._recorded(call).result
+        result = tree.replay(names, program, arguments)
         if isinstance(result, Finished):
             self.stats.replays += 1
+            if plan is not None:
+                plan.ran(result.recording)
             return result.output
-        return self._resume(args, kwargs, program, result)
+        return self._resume(call, program, result)
 
     def trace(self, *args: Any, _return_out: bool = False, **kwargs: Any) -> Any:
         """Run the model under the tracer, and remember the path it takes.
@@ -202,8 +252,11 @@ class BendedModule(nn.Module):
                 f"a BendedModule remembers paths, and keeps no activations ({min(foreign)}=): "
                 "use bendtrace.trace(model, ...) for that"
             )
+        plan = self._board.plan(args, kwargs)
         bound = self._signature.bind(args, kwargs)
-        output = self._record_new(args, kwargs, tuple(bound), tuple(bound.values()))
+        call = _Call(args, kwargs, tuple(bound), tuple(bound.values()), plan, self._trees.of(plan))
+        with nullcontext() if plan is None else running(plan):
+            output = self._record_new(call)
         assert self._latest is not None
         trace = copy.copy(self._latest)
         trace.output = output
@@ -257,6 +310,192 @@ class BendedModule(nn.Module):
         """
         return coverage(self._tree)
 
+    def interject(
+        self,
+        where: Any,
+        what: Any,
+        *,
+        passes: Any = None,
+        every: int | None = None,
+        allow_none: bool = False,
+    ) -> Insertion:
+        """Insert something in the model: from now on it is called whenever a run comes by.
+
+        Args:
+            where: at which nodes: a node path (also into a container, `output|sub_0`, of an input
+                of a module, `fc.input`, or of a parameter, `fc.weight`), a node of a tree of paths,
+                a regular expression for paths, a module, a class of modules, a selector, a function
+                that says whether a `Candidate` is meant, the name of a node of the networkx
+                mirror, or several of these.
+            what: an `Interjection`, or a function of the value that the node gives, or a module
+                that is called with it. What it returns takes the value's place; None keeps it. A
+                function with two arguments is given the `NodePass` as well.
+            passes: in which passes of each node: numbers counted from 0, or from the end where
+                they are negative; or a function of the number.
+            every: in every how manieth pass, beginning with the first.
+            allow_none: whether it is right that no node is meant by `where`.
+
+        Returns:
+            A handle, which is also a context manager: `remove()`, `report()`.
+
+        Raises:
+            InputError: something given makes no sense.
+            NodePathError: nothing is meant by `where`.
+
+        Example:
+            >>> import torch, bendtrace as bt
+            >>> def doubled(x):
+            ...     return torch.relu(x) * 2
+            >>> bended = bt.BendedModule(doubled)
+            >>> x = torch.tensor([-1.0, 2.0])
+            >>> bended(x)
+            tensor([0., 4.])
+            >>> with bended.interject("relu", lambda value: value + 10) as handle:
+            ...     bended(x)
+            tensor([20., 24.])
+            >>> handle.report()
+            function at 'relu': called once at 1 node
+              relu: once, changed the value once
+            >>> bended(x)
+            tensor([0., 4.])
+        """
+        return self._board.insert(where, what, passes=passes, every=every, allow_none=allow_none)
+
+    # What is inserted
+
+    @property
+    def insertions(self) -> tuple[Insertion, ...]:
+        """What is inserted in the model, in the order in which it was."""
+        return self._board.insertions
+
+    def patch(self, patches: Patches) -> PatchContext:
+        """Return a context in which patches are applied at nodes; after it the model is as before.
+
+        Args:
+            patches: for each node a patch, or several in the order in which they are to be
+                applied. Nodes are given by their paths, `layers_0.mlp.relu`, `linear.input`,
+                `linear.weight`, `output|sub_0`, or as nodes of a tree of paths.
+
+        Raises:
+            NodePathError: there are nodes that do not exist, or hold no single value.
+            InputError: something in `patches` is no patch.
+
+        Example:
+            >>> import torch, bendtrace as bt
+            >>> bended = bt.BendedModule(lambda x: x.relu().sum())
+            >>> bended(torch.ones(2))
+            tensor(2.)
+            >>> with bended.patch({"relu": bt.AddPatch(value=1, slice=0)}):
+            ...     bended(torch.ones(2))
+            tensor(3.)
+        """
+        return PatchContext(self._board, self._known, patches)
+
+    @functools.cached_property
+    def hooks(self) -> HookManager:
+        """Hooks on the model's modules, by their names.
+
+        Example:
+            >>> import torch, bendtrace as bt
+            >>> bended = bt.BendedModule(torch.nn.Sequential(torch.nn.Linear(2, 1)))
+            >>> def show(module, inputs, outputs):
+            ...     print(module.name, tuple(outputs[0].shape))
+            >>> _ = bended.hooks.register_forward_hook(show, bended[0])
+            >>> _ = bended(torch.ones(3, 2))
+            0 (3, 1)
+        """
+        return HookManager(self._model if isinstance(self._model, nn.Module) else None)
+
+    @property
+    def bending(self) -> Bending:
+        """All that has to do with bending: configurations, versions of weights, captures."""
+        return self._bending
+
+    def bend(
+        self,
+        callback: Any,
+        *where: Any,
+        weights: bool | None = None,
+        activations: bool = True,
+        allow_none: bool = False,
+    ) -> BendHandle:
+        """Bend activations and weights from now on.
+
+        Args:
+            callback: a bending callback, a function of a tensor, or a `BendingConfig` alone.
+            *where: patterns of names: of activations (see `print_activations`), which they match
+                from the beginning, and of weights, which they have to match in full, last part
+                included (`conv.weight`, `.*bias`). What else says where, as for `interject`.
+            weights: whether patterns mean weights: None for those that they name, True also for
+                the parameters that they match from the beginning, False for none.
+            activations: whether patterns mean activations.
+            allow_none: whether it is right that there is nothing of such a name so far.
+
+        Returns:
+            A handle, which is also a context manager: `remove()`, `report()`.
+
+        Raises:
+            InputError: nothing has such a name, or something given makes no sense.
+
+        Example:
+            >>> import torch, bendtrace as bt
+            >>> bended = bt.BendedModule(torch.nn.Sequential(torch.nn.Linear(2, 2)))
+            >>> x = torch.ones(1, 2)
+            >>> before = bended(x)
+            >>> handle = bended.bend(bt.Bias(1.0), "0$")
+            >>> torch.equal(bended(x), before + 1)
+            True
+            >>> bended.reset()
+            >>> torch.equal(bended(x), before)
+            True
+        """
+        return self._bending.bend(
+            callback, *where, weights=weights, activations=activations, allow_none=allow_none
+        )
+
+    def reset(self, *what: Any) -> None:
+        """Bend no more (see `Bending.reset`)."""
+        self._bending.reset(*what)
+
+    def update(self, name: str | None = None, value: Value | None = None) -> None:
+        """Set a parameter of the callbacks, or look anew at what patterns mean."""
+        self._bending.update(name, value)
+
+    def bended_keys(self) -> list[str]:
+        """Return the names of what is bent: node paths, and names of the state dict."""
+        return self._bending.bended_keys()
+
+    def bending_config(self, name: str | None = None) -> BendingConfig:
+        """Return what is bent now, or what is kept under a name, as a configuration."""
+        return self._bending.bending_config(name)
+
+    def activation_names(self, flt: Filter = None, exclude: Filter = None) -> list[str]:
+        """Return the names of the activations that patterns of `bend` are matched with."""
+        return self._bending.activation_names(flt, exclude)
+
+    @property
+    def weight_names(self) -> list[str]:
+        """The names of the parameters."""
+        return self._bending.weight_names
+
+    def print_activations(
+        self, flt: Filter = None, exclude: Filter = None, out: Out = None
+    ) -> Text:
+        """Print a table of the activations, and return it (see `Bending.print_activations`)."""
+        return self._bending.print_activations(flt, exclude, out)
+
+    def print_weights(self, flt: Filter = None, exclude: Filter = None, out: Out = None) -> Text:
+        """Print a table of the parameters, and return it (see `Bending.print_weights`)."""
+        return self._bending.print_weights(flt, exclude, out)
+
+    def get_activations(self, *where: Any, **inputs: Any) -> dict[str, Any]:
+        """Call the model, and return what activations were (see `Bending.get_activations`)."""
+        return self._bending.get_activations(*where, **inputs)
+
+    def from_activations(self, activations: Mapping[str, Any], **inputs: Any) -> Any:
+        """Call the model with values in the place of activations (see `Bending`)."""
+        return self._bending.from_activations(activations, **inputs)
+
     @property
     def why_live(self) -> tuple[str, ...]:
         """Why some calls run the model's own Python; empty if none has to."""
@@ -281,10 +520,15 @@ class BendedModule(nn.Module):
             False
         """
         bound = self._signature.bind(args, kwargs)
-        names, arguments = tuple(bound), tuple(bound.values())
+        tree = self._trees.of(self._board.plan(args, kwargs))
+        return self._explained(tree, tuple(bound), tuple(bound.values()))
+
+    def _explained(
+        self, tree: TraceTree, names: tuple[str, ...], arguments: tuple[Any, ...]
+    ) -> Explanation:
         serving: list[Trace] = []
         nearest: tuple[int, Mismatch] | None = None
-        for program in self._tree.programs(names):
+        for program in tree.programs(names):
             failed = program.failing(arguments)
             if failed is None:
                 serving += [self._trace_of(r, program) for r in program.recordings()]
@@ -297,20 +541,14 @@ class BendedModule(nn.Module):
 
     # Recording
 
-    def _record_new(
-        self,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        names: tuple[str, ...],
-        arguments: tuple[Any, ...],
-    ) -> Any:
+    def _record_new(self, call: _Call) -> Any:
         ambience = Ambience.current()
-        evolving = self._tree.outdated(names, arguments)
-        mismatch = self.explain(*args, **kwargs).nearest
+        evolving = call.tree.outdated(call.names, call.arguments)
+        mismatch = self._explained(call.tree, call.names, call.arguments).nearest
         try:
-            recording = record(self._model, args, dict(kwargs), self._signature)
+            recording = self._recorded(call)
         except Exception as error:
-            self._tree.failed(error)
+            call.tree.failed(error)
             raise
         if recording.is_transient and self._passing < _PASSING:
             self._passing += 1
@@ -319,12 +557,24 @@ class BendedModule(nn.Module):
                 recording, ambience, self._signature, self._model, registry=self._registry
             )
             return recording.result
-        program = self._tree.add(names, recording, ambience, evolving)
+        program = call.tree.add(call.names, recording, ambience, evolving)
         self.stats.retraces += self.stats.traces > 0
         self.stats.traces += 1
         self.stats.live += program.live_only
         self.last_mismatch = mismatch
         return self._kept(recording, program)
+
+    def _recorded(self, call: _Call, prefix: Prefix | None = None) -> Recording:
+        """Run the model under the tracer, with what is inserted in it."""
+        inserter = None
+        if call.plan is not None:
+            inserter = LiveInserter(call.plan, self._registry, self._model)
+        recording = record(
+            self._model, call.args, dict(call.kwargs), self._signature, prefix, inserter=inserter
+        )
+        if call.plan is not None:
+            call.plan.ran(recording)
+        return recording
 
     def _kept(self, recording: Recording, program: Program) -> Any:
         """Remember a run as the latest, but not its output, which is only the caller's."""
@@ -332,20 +582,14 @@ class BendedModule(nn.Module):
         self._latest = self._trace_of(recording, program)
         return output
 
-    def _resume(
-        self,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        program: Program,
-        divergence: Divergence,
-    ) -> Any:
+    def _resume(self, call: _Call, program: Program, divergence: Divergence) -> Any:
         mismatch = explain_divergence(divergence, _steps_of(divergence.recording))
         known_live = divergence.known_live
         prefix = divergence.prefix()
         try:
-            recording = record(self._model, args, dict(kwargs), self._signature, prefix)
+            recording = self._recorded(call, prefix)
         except Exception as error:
-            self._tree.failed(error, divergence)
+            call.tree.failed(error, divergence)
             raise
         finally:
             divergence.release(prefix)
@@ -355,12 +599,24 @@ class BendedModule(nn.Module):
         if known_live or (recording.is_transient and self._passing < _PASSING):
             self._passing += recording.is_transient
             self.stats.live += 1
-            self._tree.ran_live(program, divergence)
+            call.tree.ran_live(program, divergence)
             return recording.result
         self.stats.traces += 1
         self.stats.live += bool(recording.tape.blockers)
-        self._tree.grow(program, divergence, recording)
+        call.tree.grow(program, divergence, recording)
         return self._kept(recording, program)
+
+    @contextmanager
+    def _inserting(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Iterator[LiveInserter | None]:
+        """Within it, the gates call what is inserted; given is what puts them into a run."""
+        plan = self._board.plan(args, kwargs)
+        if plan is None:
+            yield None
+            return
+        with running(plan):
+            yield LiveInserter(plan, self._registry, self._model)
 
     def _trace_of(self, recording: Recording, program: Program) -> Trace:
         own = program if recording is program.recording else None
@@ -370,132 +626,61 @@ class BendedModule(nn.Module):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> BendedModule:
         # Paths are not copied: their code holds on to the tensors and modules of this model.
-        return _wrap(copy.deepcopy(self._model, memo), self._tree.limit)
+        made = type(self).__new__(type(self))
+        BendedModule.__init__(made, copy.deepcopy(self._model, memo), max_traces=self._trees.limit)
+        made._take_over(self._carried(memo))
+        return made
 
     def __reduce__(self) -> Any:
-        return _wrap, (self._model, self._tree.limit)
+        return _wrap, (type(self), self._model, self._trees.limit, self._carried(None))
 
-    # Being the model, as far as torch can tell
+    def _carried(self, memo: dict[int, Any] | None) -> dict[str, Any]:
+        """Return what a copy is to have besides the model: names of nodes, and what is inserted.
 
-    def train(self, mode: bool = True) -> Self:
-        """Set the model's training mode."""
-        object.__setattr__(self, "training", mode)
-        if isinstance(self._model, nn.Module):
-            self._model.train(mode)
-        return self
+        Args:
+            memo: for a deep copy, what was copied already; None where everything is pickled.
+        """
+        return {
+            "registry": self._registry.__getstate__(),
+            "bends": self._bending.kept(memo),
+            "insertions": self._board.kept(memo),
+        }
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the model's state dict, under its own keys."""
-        own = self._model.state_dict if isinstance(self._model, nn.Module) else super().state_dict
-        return own(*args, **kwargs)
-
-    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Load a state dict of the model."""
-        model = self._model
-        own = model.load_state_dict if isinstance(model, nn.Module) else super().load_state_dict
-        return own(*args, **kwargs)
-
-    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
-        # What .to(), .half() and the like come down to; some modules do more than the default.
-        if isinstance(self._model, nn.Module):
-            self._model._apply(fn, recurse)
-        return self
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            model = self.__dict__.get("_model")
-            if model is None:
-                raise
-            found = getattr(model, name)
-        return self._method(found)
-
-    def _method(self, method: Any) -> Any:
-        """Return a method of the model whose calls of the model go along recorded paths."""
-        model = self._model
-        if not (
-            isinstance(method, types.MethodType)
-            and method.__self__ is model
-            and isinstance(model, nn.Module)
-        ):
-            return method
-        # Around a call of the model's own, it is that call that recorded paths stand for.
-        is_served = type(model).__call__ is nn.Module.__call__
-
-        @functools.wraps(method)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            with serving(model, self) if is_served else nullcontext():
-                result = method(*args, **kwargs)
-            object.__setattr__(self, "training", model.training)
-            return self if result is model else result  # what `eval` and the like return
-
-        return call
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        # What the model's forward reads has to reach the model.
-        model = self.__dict__.get("_model")
-        if name in _OWN or not isinstance(model, nn.Module):
-            super().__setattr__(name, value)
-        if name not in _OWN - {"training"} and isinstance(model, nn.Module):
-            setattr(model, name, value)
-
-    def __delattr__(self, name: str) -> None:
-        model = self.__dict__.get("_model")
-        if isinstance(model, nn.Module) and name not in self.__dict__:
-            delattr(model, name)
-        else:
-            super().__delattr__(name)
-
-    def __bool__(self) -> bool:
-        return bool(self._model)
-
-    def __len__(self) -> int:
-        return len(self._model)  # type: ignore[arg-type]
-
-    def __getitem__(self, key: Any) -> Any:
-        return self._model[key]  # type: ignore[index]
-
-    def __iter__(self) -> Iterator[Any]:
-        model: Any = self._model
-        return iter(model)
-
-    def __contains__(self, item: Any) -> bool:
-        return item in self._model  # type: ignore[operator]
-
-    def apply(self, fn: Callable[[nn.Module], Any]) -> Self:
-        """Apply a function to the model and all its submodules."""
-        if isinstance(self._model, nn.Module):
-            self._model.apply(fn)
-        return self
+    def _take_over(self, carried: dict[str, Any]) -> None:
+        """Have what `_carried` returned."""
+        self._registry.__setstate__(carried["registry"])
+        self._board.restore(*carried["insertions"])
+        self._bending.restore(carried["bends"])
 
     def __repr__(self) -> str:
         return f"BendedModule({self._model!r}, {self.stats})"
 
 
-_TABLES = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
+@dataclass(frozen=True)
+class _Call:
+    """One call: what it was given, what is inserted, and the paths that are known for that."""
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    names: tuple[str, ...]
+    arguments: tuple[Any, ...]
+    plan: Plan | None
+    tree: TraceTree
+
+
+# Methods that models often have of their own, which are theirs then.
+_SURFACES = ("reset", "update")
 # After this many runs that filled a cache, a cache is taken to be filled by every call.
 _PASSING = 4
-_OWN = frozenset(
-    {"stats", "_passing", "last_mismatch", "_latest", "training", "_is_full_backward_hook"}
-)
 
 
-def _overridden(cls: type[nn.Module]) -> frozenset[str]:
-    """The methods of nn.Module that a model has its own of, besides those dealt with here."""
-    return frozenset(
-        name
-        for name, method in vars(nn.Module).items()
-        if not name.startswith("_")
-        and isinstance(method, types.FunctionType)
-        and name not in vars(BendedModule)
-        and (own := inspect.getattr_static(cls, name)) is not method
-        and isinstance(own, types.FunctionType)
-    )
-
-
-def _wrap(model: Callable[..., Any], max_traces: int | None) -> BendedModule:
-    return BendedModule(model, max_traces=max_traces)
+def _wrap(
+    cls: type[BendedModule], model: Callable[..., Any], limit: int | None, carried: dict[str, Any]
+) -> BendedModule:
+    made = cls.__new__(cls)
+    BendedModule.__init__(made, model, max_traces=limit)
+    made._take_over(carried)
+    return made
 
 
 def _steps_of(recording: Recording) -> FlowSteps:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
-from typing import Any, Self
+from typing import Any
 
 from bendtrace.module import BendedModule
-from bendtrace.paths.naming import Registry
 from bendtrace.paths.tree import tree_of
 from bendtrace.paths.view import Node, Tree
 
@@ -54,26 +52,23 @@ class PatchableGraph(BendedModule):
     ) -> None:
         super().__init__(model)
         recording = self.trace(*example_args, **example_kwargs).recording
-        object.__setattr__(self, "_example", tree_of(recording, model, Registry()))
+        self._keep(tree_of(recording, model, self._registry))
 
     @property
     def graph(self) -> Node:  # type: ignore[override]
         """The tree of the example: prints, completes, and leads to every value by its path."""
         return self._example.root
 
-    @classmethod
-    def _with(cls, model: Callable[..., Any], example: dict[str, Any]) -> Self:
-        """Make one with a tree that is known already."""
-        made = cls.__new__(cls)
-        BendedModule.__init__(made, model)
-        object.__setattr__(made, "_example", Tree.from_dict(example))
-        return made
+    def _keep(self, example: Tree) -> None:
+        object.__setattr__(self, "_example", example)
+        self._known.examples.append(example)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        return self._with(copy.deepcopy(self._model, memo), self._example.to_dict())
+    def _carried(self, memo: dict[int, Any] | None) -> dict[str, Any]:
+        return {**super()._carried(memo), "example": self._example.to_dict()}
 
-    def __reduce__(self) -> Any:
-        return self._with, (self._model, self._example.to_dict())
+    def _take_over(self, carried: dict[str, Any]) -> None:
+        super()._take_over(carried)
+        self._keep(Tree.from_dict(carried["example"]))
 
     def __repr__(self) -> str:
         return f"PatchableGraph({self._model!r}, {self.stats})"

@@ -3,23 +3,31 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 from bendtrace.recording.functions import name_of
 from bendtrace.recording.tape import Op, OpKind
 
-__all__ = ["base_name", "node_names"]
+__all__ = ["base_name", "base_name_of", "node_names"]
 
 
 def base_name(op: Op) -> str:
     """Return the name of an op before it is made unique: `conv1d`, `gt`, `fc_weight`, `x`."""
     if op.kind in (OpKind.INPUT, OpKind.STATE):
         # `past[0]` is past_0, but an attribute called `weight_` keeps its name.
-        name = str(op.target).removeprefix("self.").rstrip("'\"]")
-    elif op.kind is OpKind.UNKNOWN:
-        name = "unknown"
-    else:
-        name = name_of(op.target)
-        name = name.strip("_") if name.startswith("__") else name
+        return _spelled(str(op.target).removeprefix("self.").rstrip("'\"]"))
+    if op.kind is OpKind.UNKNOWN:
+        return "unknown"
+    return base_name_of(op.target)
+
+
+def base_name_of(function: Any) -> str:
+    """Return the name of a call of a function before it is made unique."""
+    name = name_of(function)
+    return _spelled(name.strip("_") if name.startswith("__") else name)
+
+
+def _spelled(name: str) -> str:
     name = re.sub(r"\W+", "_", name).lstrip("_") or "op"
     return f"_{name}" if name[0].isdigit() else name
 

@@ -6,6 +6,8 @@ import linecache
 from collections.abc import Hashable
 from typing import Any
 
+from torch import nn
+
 from bendtrace.paths.events import Events
 from bendtrace.paths.holders import Holders
 from bendtrace.paths.naming import Registry, identifier
@@ -41,7 +43,9 @@ class Builder:
         self.marks: dict[int, list[tuple[int, str]]] = {}
         self.paths: dict[int, str] = {}  # of the node that gave each value first
         self._registry = registry
-        self._holders = Holders(events)
+        function = events.function
+        root = function if isinstance(function, nn.Module) else events.root.module
+        self._holders = Holders(root)
         self._places: dict[int, tuple[Place, ...]] = {}
         self._sites: dict[int, tuple[int, Site]] = {}
         self._codes: dict[int, dict[str, list[int]]] = {}
@@ -195,7 +199,7 @@ class Builder:
 
     def state(self, op: Op, call: ModuleCall) -> str:
         """Return what the code of a call knows a parameter or buffer as: `weight`."""
-        return self._holders.state(op, call)
+        return self._holders.state(str(op.target), call)
 
 
 def _described(

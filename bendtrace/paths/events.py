@@ -18,7 +18,7 @@ from bendtrace.recording.recorder import Recording
 from bendtrace.recording.structure import Existing
 from bendtrace.recording.tape import ModuleCall, Op, OpKind, Ref, TensorMeta, refs_in
 
-__all__ = ["Events", "holds_tensors", "parameters_of"]
+__all__ = ["Events", "bound", "holds_tensors", "parameters_of"]
 
 Origin = tuple[int, tuple[Any, ...]]
 
@@ -143,7 +143,7 @@ class Events:
             known = self._parameters.get(id(call.module))
             if known is None:
                 known = self._parameters[id(call.module)] = parameters_of(call.module)
-            return _bind(known, call.args, call.kwargs)
+            return bound(known, call.args, call.kwargs)
         given = [
             (part.label, Existing(part))
             for part in self.recording.surroundings.parts
@@ -154,7 +154,7 @@ class Events:
         indexed = f"{rest[0] if rest else 'args'}["
         args = tuple(value for label, value in given if label.startswith(indexed))
         named = {label.lstrip("*"): v for label, v in given if not label.startswith(indexed)}
-        return _bind(parameters, args, named)
+        return bound(parameters, args, named)
 
     def _note_element(self, op: Op) -> None:
         if not op.args or type(op.args[0]) is not Ref:
@@ -216,12 +216,12 @@ def parameters_of(function: Callable[..., Any] | None) -> list[tuple[str, Any]]:
     return [(parameter.name, parameter.kind) for parameter in found]
 
 
-def _bind(
+def bound(
     parameters: list[tuple[str, Any]], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> dict[str, Any]:
     """Name arguments as the signature does; what it does not name goes into containers."""
     kwargs = dict(kwargs)
-    bound: dict[str, Any] = {}
+    given: dict[str, Any] = {}
     positions = iter(args)
     rest, more = "args", "kwargs"
     for name, kind in parameters:
@@ -230,14 +230,14 @@ def _bind(
         elif kind is inspect.Parameter.VAR_KEYWORD:
             more = name
         elif name in kwargs and kind is not inspect.Parameter.POSITIONAL_ONLY:
-            bound[name] = kwargs.pop(name)
+            given[name] = kwargs.pop(name)
         elif kind is not inspect.Parameter.KEYWORD_ONLY:
             for value in positions:
-                bound[name] = value
+                given[name] = value
                 break
     left = tuple(positions)
     if left:
-        bound[rest] = left
+        given[rest] = left
     if kwargs:
-        bound[more if more not in bound else f"{more}_"] = kwargs
-    return bound
+        given[more if more not in given else f"{more}_"] = kwargs
+    return given

@@ -7,8 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from bendtrace.paths.events import Events
-from bendtrace.recording.tape import ModuleCall, Op
+from bendtrace.recording.tape import ModuleCall
 
 __all__ = ["Holders"]
 
@@ -17,16 +16,14 @@ class Holders:
     """Finds names relative to the module whose code is running.
 
     Args:
-        events: the run.
+        root: the outermost module of the run, if there is one.
     """
 
-    def __init__(self, events: Events) -> None:
+    def __init__(self, root: nn.Module | None) -> None:
         self._modules: dict[int, dict[int, str]] = {}
         self._tensors: dict[int, dict[int, str]] = {}
         self._nameless: dict[tuple[int, str], list[nn.Module]] = {}
-        function = events.function
-        self._root = function if isinstance(function, nn.Module) else events.root.module
-        self._by_path = dict(_tensors_of(self._root)) if self._root is not None else {}
+        self._by_path = dict(_tensors_of(root)) if root is not None else {}
 
     def module(self, call: ModuleCall) -> str:
         """Return what the code around a call knows the called module as: `layers.8`."""
@@ -43,9 +40,14 @@ class Holders:
             return self._unknown(call)
         return _relative(call.path, call.parent.path if call.parent is not None else "")
 
-    def state(self, op: Op, call: ModuleCall) -> str:
-        """Return what the code of a call knows a tensor as: `weight`."""
-        label = str(op.target).removeprefix("self.")
+    def state(self, label: str, call: ModuleCall) -> str:
+        """Return what the code of a call knows a tensor as: `weight`.
+
+        Args:
+            label: what the surroundings of the run call the tensor.
+            call: the call.
+        """
+        label = label.removeprefix("self.")
         tensor = self._by_path.get(label)
         if tensor is not None and call.module is not None:
             known = self._tensors.get(id(call.module))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 import threading
 import unicodedata
@@ -9,6 +10,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 from keyword import iskeyword
 from types import CodeType
+from typing import Any
 
 from bendtrace.recording.sites import Site
 
@@ -45,6 +47,8 @@ class _Names:
     """The names below one node."""
 
     by_key: dict[Hashable, str] = field(default_factory=dict)
+    first: dict[Hashable, str] = field(default_factory=dict)  # by the first part of a key
+    reserved: dict[Hashable, str] = field(default_factory=dict)
     taken: set[str] = field(default_factory=lambda: {OUTPUT})
     counts: dict[str, int] = field(default_factory=dict)
     has_output: bool = False
@@ -62,23 +66,51 @@ class Registry:
     """
 
     def __init__(self) -> None:
-        self.lock = threading.Lock()
+        self.lock = threading.RLock()
         self._names: dict[str, _Names] = {}
+        self._sites: dict[tuple[int, ...], int] = {}
+        self._contents: dict[tuple[Any, ...], int] = {}
         # Code objects go by identity because hashing one is slow; they are kept alive, so that
         # an identity is never used twice.
-        self._sites: dict[tuple[int, ...], int] = {}
-        self._codes: dict[int, CodeType] = {}
+        self._codes: dict[int, tuple[CodeType, int]] = {}
+        self._known: dict[tuple[int, ...], int] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        # What a code object says stays the same in other processes, its identity does not.
+        kept = ("_names", "_sites", "_contents")
+        return {name: copy.deepcopy(getattr(self, name)) for name in kept}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Registry:
+        made = Registry()
+        vars(made).update(self.__getstate__())
+        return made
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__()  # type: ignore[misc]
+        vars(self).update(state)
 
     def site(self, site: Site | None) -> int:
         """Return the number of a site: the same in every trace; 0 for none."""
         if site is None:
             return 0
-        key = site.identity
-        known = self._sites.get(key)
+        known = self._known.get(site.identity)
         if known is None:
-            known = self._sites[key] = len(self._sites) + 1
-            self._codes.update((id(code), code) for code, _ in site.chain)
+            codes = [self._number(code) for code, _ in site.chain]
+            key = tuple(n for pair in zip(codes, site.identity[1::2], strict=True) for n in pair)
+            known = self._sites.setdefault(key, len(self._sites) + 1)
+            self._known[site.identity] = known
         return known
+
+    def _number(self, code: CodeType) -> int:
+        known = self._codes.get(id(code))
+        if known is None:
+            content = (
+                code.co_filename, code.co_qualname, code.co_firstlineno, code.co_code,
+                code.co_linetable,
+            )  # fmt: skip
+            number = self._contents.setdefault(content, len(self._contents) + 1)
+            known = self._codes[id(code)] = code, number
+        return known[1]
 
     def name(self, parent: str, key: Hashable, base: str) -> str:
         """Return the name of a node.
@@ -94,12 +126,41 @@ class Registry:
         name = names.by_key.get(key)
         if name is not None:
             return name
+        first = key[0] if type(key) is tuple and type(key[0]) is tuple else None
+        name = names.reserved.pop(first, None) or self._give(names, base)
+        names.by_key[key] = name
+        if first is not None:
+            names.first.setdefault(first, name)
+        return name
+
+    def reserve(self, parent: str, key: Hashable, base: str) -> str:
+        """Return the name that a node will have of which it is not known yet what it gives.
+
+        Nodes of values are known by a key and a kind: `key` is the first of these.
+
+        Args:
+            parent: path of the node around it.
+            key: what makes it this node, whatever it gives.
+            base: what to call it, if the name is free.
+        """
+        names = self._names.get(parent)
+        if names is None:
+            names = self._names[parent] = _Names()
+        name = names.reserved.get(key)
+        if name is not None:
+            return name
+        name = names.first.get(key)
+        if name is None:
+            name = names.reserved[key] = names.first[key] = self._give(names, base)
+        return name
+
+    @staticmethod
+    def _give(names: _Names, base: str) -> str:
         name = base
         while name in names.taken:
             names.counts[base] = names.counts.get(base, 0) + 1
             name = f"{base}_{names.counts[base]}"
         names.taken.add(name)
-        names.by_key[key] = name
         return name
 
     def output(self, parent: str, key: Hashable) -> str:

@@ -12,8 +12,10 @@ from bendtrace.graph.names import base_name
 from bendtrace.paths.build import Builder
 from bendtrace.paths.code import call_text, module_expression, value_text
 from bendtrace.paths.locals import Body
+from bendtrace.paths.naming import identifier
 from bendtrace.paths.nodes import Kind, Pass, TreeNode
 from bendtrace.paths.structure import result_type, type_name
+from bendtrace.recording.functions import is_gate
 from bendtrace.recording.tape import ModuleCall, Op, OpKind, Ref, TensorMeta, refs_in
 
 __all__ = ["Visit"]
@@ -77,6 +79,9 @@ class Visit:
     def _op(self, op: Op) -> None:
         events, builder = self.events, self.builder
         used = self._take_state((op.args, op.kwargs))
+        if is_gate(op):
+            self._gate(op, used)
+            return
         if op.index in events.origins:
             self._element(op)
             return
@@ -93,6 +98,20 @@ class Visit:
         self._place(child, op.index)
         self.body.assign(child.name, call_text(op, self.body.name), used)
         self.body.call_it(op.index, (), child.name)
+
+    def _gate(self, op: Op, used: tuple[str, ...]) -> None:
+        """What is inserted is no node, so that the names of the others stay as they are."""
+        text = call_text(op, self.body.name)
+        name = identifier(base_name(op))
+        replaces = getattr(op.target, "role", "") != "before"  # else only for the call that follows
+        if replaces and isinstance(op.meta, TensorMeta) and op.args and type(op.args[0]) is Ref:
+            known = self.body.name(op.args[0])
+            name = known if known.isidentifier() else name
+            path = self.builder.paths.get(self.events.origin(op.args[0].index)[0])
+            if path is not None:
+                self.builder.paths.setdefault(op.index, path)
+        self.body.assign(name, text, used)
+        self.body.call_it(op.index, (), name)
 
     def _result(self, op: Op, key: Hashable, base: str) -> TreeNode:
         builder = self.builder
@@ -145,7 +164,9 @@ class Visit:
         if not keys or type(op.meta) not in (bool, int, float):
             return
         whole = self.events.ops[root]
-        if self.events.is_shown(whole):  # among tensors: part of what is shown as a container
+        if is_gate(whole) or self.events.is_shown(
+            whole
+        ):  # among tensors: part of what is shown as a container
             return
         base = "_".join([base_name(whole), *map(str, keys)])
         key = "op", self.builder.site(whole.site), base

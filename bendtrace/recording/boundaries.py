@@ -23,6 +23,7 @@ import torch._functorch.apis
 import torch._higher_order_ops.utils
 import torch.autograd.forward_ad
 import torch.utils._python_dispatch
+import torch.utils.checkpoint
 from torch import nn
 
 from bendtrace.errors import InputError
@@ -264,12 +265,28 @@ def _run_compiled_code_eagerly() -> None:
         _stances.append(stance)
 
 
+_SavedTensors = torch.autograd.graph.saved_tensors_hooks
+_enters_hooks, _leaves_hooks = _SavedTensors.__enter__, _SavedTensors.__exit__
+
+
+def _enters_saved(hooks: Any) -> None:
+    watcher = current_watcher()
+    if watcher is not None:
+        watcher.unseen("a block under saved_tensors_hooks (of torch.utils.checkpoint, perhaps)")
+        if isinstance(hooks, _Checkpointed):
+            watcher.recomputed(True)
+    _enters_hooks(hooks)
+
+
+def _leaves_saved(hooks: Any, *args: object) -> None:
+    watcher = current_watcher()
+    if watcher is not None and isinstance(hooks, _Checkpointed):
+        watcher.recomputed(False)
+    _leaves_hooks(hooks, *args)
+
+
+_Checkpointed = torch.utils.checkpoint._checkpoint_hook  # of use_reentrant=False
 _UNFOLLOWED: tuple[tuple[Any, str, str], ...] = (
-    (
-        torch.autograd.graph.saved_tensors_hooks,
-        "__enter__",
-        "a block under saved_tensors_hooks (of torch.utils.checkpoint, perhaps)",
-    ),
     (torch.utils._python_dispatch.TorchDispatchMode, "__enter__", "a block under a dispatch mode"),
     (torch.autograd.forward_ad, "enter_dual_level", "forward-mode differentiation"),
     (threading.Thread, "start", "a thread that is started"),
@@ -299,6 +316,8 @@ def _entry_points() -> Iterator[_EntryPoint]:
     yield entry(torch.overrides, "has_torch_function", _asks_for_torch_function)
     for owner, name, what in _UNFOLLOWED:
         yield entry(owner, name, _reports(what, vars(owner)[name]))
+    yield entry(_SavedTensors, "__enter__", _enters_saved)
+    yield entry(_SavedTensors, "__exit__", _leaves_saved)
     for script in (torch._C.ScriptFunction, torch._C.ScriptMethod):
         yield entry(script, "__call__", _method_of_script(script.__call__))
     yield entry(torch.utils, "swap_tensors", _swaps)

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from bendtrace.recording.tape import Op
+
 __all__ = [
     "CONTEXT",
     "DESCEND",
@@ -19,6 +21,7 @@ __all__ = [
     "UNINITIALIZED",
     "VALUES",
     "entered",
+    "is_gate",
     "is_torchs_function",
     "name_of",
 ]
@@ -155,6 +158,11 @@ def is_torchs_function(function: object) -> bool:
     if isinstance(module, str):
         return module.split(".")[0] in ("torch", "builtins", "_VariableFunctions")
     return owner is not None or module is None or isinstance(function, type(Tensor.add))
+
+
+def is_gate(op: Op) -> bool:
+    """Whether an op is not the model's own, but was put in by an inserter."""
+    return getattr(op.target, "is_gate", False) is True
 
 
 _TRANSFORMS = ("vmap_impl", "grad_impl", "grad_and_value_impl", "_jvp_with_argnums")

@@ -28,10 +28,12 @@ from bendtrace.recording.functions import (
     name_of,
 )
 from bendtrace.recording.handlers import raised_by
+from bendtrace.recording.inserter import Inserter
 from bendtrace.recording.observer import Observer, StopRun
 from bendtrace.recording.parts import Part, PartKind
 from bendtrace.recording.places import BEHIND, definition, outside_scalars, user_place
 from bendtrace.recording.scalars import TRACED, TracedScalar, plain
+from bendtrace.recording.sites import Site
 from bendtrace.recording.surroundings import Surroundings
 from bendtrace.recording.tape import ModuleCall, Op, OpKind, Ref, Test
 from bendtrace.recording.values import TRACED_AS, Values
@@ -52,6 +54,7 @@ class Recorder(TorchFunctionMode):
         surroundings: what the run can read.
         prefix: for a resumed run, what was carried out already.
         observer: is shown the values of the run.
+        inserter: puts ops of its own into the run.
     """
 
     def __init__(
@@ -60,9 +63,11 @@ class Recorder(TorchFunctionMode):
         surroundings: Surroundings,
         prefix: Prefix | None = None,
         observer: Observer | None = None,
+        inserter: Inserter | None = None,
     ) -> None:
         super().__init__()
         self._observer = observer
+        self._inserter = inserter
         self.active = False
         self.surroundings = surroundings
         self._function = function
@@ -74,6 +79,8 @@ class Recorder(TorchFunctionMode):
         self._calls_of: dict[int, int] = {}
         self._strangers: dict[int, tuple[str, nn.Module]] = {}
         self._within = False  # an op that the mode is not switched off for
+        if inserter is not None:
+            inserter.begins(self)
 
     # The run
 
@@ -111,7 +118,11 @@ class Recorder(TorchFunctionMode):
     def _outcome(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         output = None
         try:
+            if self._inserter is not None:
+                args, kwargs = self._inserter.starts(args, kwargs, sys._getframe())
             output = self._function(*args, **kwargs)
+            if self._inserter is not None:
+                output = self._inserter.ends(output, sys._getframe())
         except StopRun:
             pass
         if self._observer is not None and self._observer.ended:
@@ -139,6 +150,13 @@ class Recorder(TorchFunctionMode):
         if self._within:
             return func(*_plain(args), **_plain(kwargs))
         frame = sys._getframe(1)
+        if self._inserter is not None and func not in DESCEND:
+            return self._inserter.op(func, args, kwargs, frame, self._reported)
+        return self._reported(func, args, kwargs, frame)
+
+    def _reported(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType
+    ) -> Any:
         if func in _SPECIAL:
             return self._special(func, args, kwargs, frame)
         return self._call(func, args, kwargs, frame)
@@ -310,6 +328,8 @@ class Recorder(TorchFunctionMode):
                 if type(operand) in TRACED:
                     bool(operand >= 0)
         encoded, _ = self._encoder.arguments(operands)
+        if self._inserter is not None:
+            self._inserter.scalar(function, frame)
         op = self._writer.emit(OpKind.SCALAR, function, encoded, {}, frame)
         op.meta = result
         return self._values.traced(traced, result, Ref(op.index), frame)
@@ -326,7 +346,16 @@ class Recorder(TorchFunctionMode):
         outer = self._writer.scope
         scope = ModuleCall(path, module, number, outer, len(self.tape.ops))
         scope.training = module.training
-        scope.site = self._writer.site(sys._getframe(3))
+        frame = sys._getframe(3)
+        scope.site = self._writer.site(frame)
+        if self._inserter is not None:
+            return self._inserter.module(scope, args, kwargs, frame, self._scoped)
+        return self._scoped(scope, args, kwargs)
+
+    def _scoped(self, scope: ModuleCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        outer, module = self._writer.scope, scope.module
+        assert module is not None
+        scope.start = scope.stop = len(self.tape.ops)
         with torch._C.DisableTorchFunction():  # what is read here is not the model's reading
             scope.args = tuple(self._encoder.leniently(value) for value in args)
             scope.kwargs = {name: self._encoder.leniently(value) for name, value in kwargs.items()}
@@ -360,6 +389,13 @@ class Recorder(TorchFunctionMode):
     ) -> Any:
         """Run a function as one op (see `watcher.Watcher`)."""
         frame = sys._getframe(2)
+        if self._inserter is not None:
+            return self._inserter.op(function, args, kwargs, frame, self._opaque)
+        return self._opaque(function, args, kwargs, frame)
+
+    def _opaque(
+        self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType
+    ) -> Any:
         with torch._C.DisableTorchFunction():  # what is read here is not the model's reading
             op, args, kwargs = self._write(function, args, kwargs, frame)
             if self._values.holds_values(function, set()):
@@ -369,17 +405,46 @@ class Recorder(TorchFunctionMode):
                 )
             if self._observer is not None:
                 self._observer.escaped((args, kwargs))
-        self._within = True
+        return self._as_one(op, function, args, kwargs, frame)
+
+    def _as_one(
+        self, op: Op, function: Any, args: Any, kwargs: dict[str, Any], frame: FrameType
+    ) -> Any:
+        outer, self._within = self._within, True
         try:
             out = self._carry_out(op, function, args, kwargs)
         finally:
-            self._within = False
+            self._within = outer
         with torch._C.DisableTorchFunction():
             bound = self._values.bind(out, op, frame)
             if self._observer is not None:
                 self._observer.escaped(out)
                 self._show(op, args, out)
             return bound
+
+    # What an inserter can do
+
+    @property
+    def scope(self) -> ModuleCall:
+        """The module call that the run is in."""
+        return self._writer.scope
+
+    def site(self, frame: FrameType) -> Site | None:
+        """Where `frame` is (see `inserter.Stage`)."""
+        return self._writer.site(frame)
+
+    def gate(self, function: Callable[..., Any], args: tuple[Any, ...], frame: FrameType) -> Any:
+        """Put a call on the tape that is not the model's own (see `inserter.Stage`)."""
+        with torch._C.DisableTorchFunction():
+            op, args, _ = self._write(function, args, {}, frame)
+            if self._observer is not None:
+                self._observer.escaped(args)
+        return self._as_one(op, function, args, {}, frame)
+
+    def state(self, tensor: Tensor) -> Part | None:
+        """Return the part that a tensor is (see `inserter.Stage`)."""
+        part = self.surroundings.find(tensor)
+        return None if part is None or part.is_argument else part
 
     def forgot_casts(self) -> None:
         """Note that autocast forgets what it has cast (see `watcher.Watcher`)."""
@@ -389,6 +454,11 @@ class Recorder(TorchFunctionMode):
         """Let go of tensors altogether, weak references included."""
         for tensor in tensors:
             self._writer.known.pop(id(tensor), None)
+
+    def recomputed(self, entering: bool) -> None:
+        """Tell the inserter of a checkpointed block (see `watcher.Watcher`)."""
+        if self._inserter is not None:
+            self._inserter.recomputed(entering)
 
     def unseen(self, what: str) -> None:
         """Note what a replay could not repeat (see `watcher.Watcher`)."""

@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from bendtrace.errors import InputError
+from bendtrace.recording.inserter import Inserter
 from bendtrace.recording.observer import Observer
 from bendtrace.recording.parts import Access, Part, PartKind
 from bendtrace.recording.recorder import Prefix, Recorder, Recording
@@ -75,6 +76,7 @@ def record(
     signature: Signature,
     prefix: Prefix | None = None,
     observer: Observer | None = None,
+    inserter: Inserter | None = None,
 ) -> Recording:
     """Run `function(*args, **kwargs)` and write down what happens.
 
@@ -85,6 +87,7 @@ def record(
         signature: names the arguments.
         prefix: for a resumed run, what was carried out already.
         observer: is shown the values of the run.
+        inserter: puts ops of its own into the run.
 
     Raises:
         InputError: if the function is a model with parameters that are not initialised yet.
@@ -95,7 +98,7 @@ def record(
             "the model has lazy modules, whose parameters the first call makes: call it once first"
         )
     surroundings = Surroundings(function, signature.bind(args, kwargs))
-    recorder = Recorder(function, surroundings, prefix, observer)
+    recorder = Recorder(function, surroundings, prefix, observer, inserter)
     exchanged = _Arguments(recorder)
     positional = len(args)
     given = [exchanged.given[name] for name in signature.names(args, kwargs)]

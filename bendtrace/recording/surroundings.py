@@ -366,6 +366,8 @@ class Surroundings:
         """
         if name not in ("_forward_hooks", "_forward_pre_hooks"):
             return False
+        if any(getattr(hook, "calls_user_code", None) is not None for hook in hooks.values()):
+            return False
         codes = list(map(code_of, hooks.values()))
         if any(code is None or not is_installed_file(code.co_filename) for code in codes):
             return False

@@ -24,6 +24,9 @@ class Watcher(Protocol):
     def unseen(self, what: str) -> None:
         """Note that the run comes by something that a replay could not repeat."""
 
+    def recomputed(self, entering: bool) -> None:
+        """Note that a block begins or ends that the backward pass runs again."""
+
     def forgot_casts(self) -> None:
         """Note that autocast forgets the weights that it has cast."""
 

@@ -1,0 +1,471 @@
+"""Bending a model: callbacks at activations and weights that are chosen by name."""
+
+from __future__ import annotations
+
+import copy
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any, TextIO, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from bendtrace.errors import InputError
+from bendtrace.interject.bends.activations import (
+    Activation,
+    Filter,
+    activation_table,
+    kept,
+    weight_table,
+)
+from bendtrace.interject.bends.bend import Bend
+from bendtrace.interject.bends.capture import Capture
+from bendtrace.interject.bends.catalogue import Catalogue, Known
+from bendtrace.interject.bends.config import BendingConfig, read_configs, write_configs
+from bendtrace.interject.bends.functional import Lambda
+from bendtrace.interject.bends.handle import BendHandle, Restoring, Source
+from bendtrace.interject.bends.names import compiled, near
+from bendtrace.interject.bends.parameter import BendingParameter, Value
+from bendtrace.interject.bends.sources import Owner, Sources
+from bendtrace.interject.bends.spec import BendSpec, flat
+from bendtrace.interject.bends.values import Given, Snapshots
+from bendtrace.interject.bends.versions import ORIGINAL, Versions
+from bendtrace.interject.interjection import Inputs, Interjection, NodePass
+from bendtrace.paths.text import Text
+from bendtrace.paths.view import Node
+
+__all__ = ["Bending", "Out"]
+
+Out: TypeAlias = str | os.PathLike[str] | TextIO | None
+
+
+class Bending:
+    """The bends of one model.
+
+    Args:
+        owner: what the callbacks are inserted in.
+        known: what is known of the model.
+
+    Attributes:
+        versions: the versions of the model's weights.
+        configs: configurations by name.
+    """
+
+    def __init__(self, owner: Owner, known: Known) -> None:
+        self._owner = owner
+        self._catalogue = Catalogue(known)
+        self.versions = Versions(known.model)
+        self.configs: dict[str, BendingConfig] = {}
+        self._sources = Sources(owner, self._catalogue, self.versions)
+
+    # Bending
+
+    def bend(
+        self,
+        callback: Any,
+        *where: Any,
+        weights: bool | None = None,
+        activations: bool = True,
+        allow_none: bool = False,
+    ) -> BendHandle:
+        """Bend activations and weights from now on (see `BendedModule.bend`)."""
+        if isinstance(callback, BendingConfig):
+            if where:
+                raise InputError("a configuration says itself what it bends: give it alone")
+            specs = list(callback)
+        else:
+            specs = [BendSpec(_as_bend(callback), tuple(flat(where)), weights, activations)]
+        for spec in specs:
+            if not spec.where:
+                raise InputError("say what to bend, by patterns of names for one")
+            if not allow_none:
+                self._catalogue.require_meaning(spec)
+        self._require_distinct(specs)
+        sources = [Source(spec, allow_none) for spec in specs]
+        self._sources.add(sources)
+        return BendHandle(sources, self._sources.remove)
+
+    def reset(self, *what: Any) -> None:
+        """Bend no more.
+
+        Args:
+            *what: callbacks, and names or patterns of what is bent; without any, everything.
+
+        Raises:
+            InputError: nothing of the kind is bent.
+        """
+        if not what:
+            self._sources.set(())
+            return
+        for source, gone in [drop for item in what for drop in self._dropped(item)]:
+            source.without |= gone
+        left = tuple(source for source in self._sources if self._keys(source))
+        self._sources.set(left)
+
+    def update(self, name: str | None = None, value: Value | None = None) -> None:
+        """Set a parameter, or look anew at what the patterns mean.
+
+        Args:
+            name: which parameter; None for none.
+            value: what it stands for from now on.
+
+        Raises:
+            InputError: no callback has a parameter of that name, or the value is not in its range.
+        """
+        if name is None:
+            self._sources.renew()
+            return
+        known = self.controllables
+        if name not in known:
+            raise InputError(f"no callback has a parameter {name!r}; {near(name, known)}")
+        if value is None:
+            raise InputError(f"say what parameter {name!r} is to stand for")
+        known[name].value = value
+
+    @property
+    def controllables(self) -> dict[str, BendingParameter]:
+        """The parameters of all callbacks, by name."""
+        every = (p for source in self._sources for p in source.spec.callback.parameters)
+        return {parameter.name: parameter for parameter in every}
+
+    @property
+    def callbacks(self) -> list[Bend]:
+        """The callbacks, each once."""
+        return list(dict.fromkeys(source.spec.callback for source in self._sources))
+
+    def bended_keys(self) -> list[str]:
+        """Return the names of what is bent: node paths, and names of the state dict."""
+        return list(dict.fromkeys(key for source in self._sources for key in self._keys(source)))
+
+    @contextmanager
+    def capture(self, *callbacks: Capture) -> Iterator[None]:
+        """Have capturing callbacks keep what they see, within a `with` statement.
+
+        Args:
+            *callbacks: which ones; without any, all that bend the model.
+        """
+        found = [c for callback in self.callbacks for c in _captures(callback)]
+        for callback in callbacks:
+            if all(callback is not other for other in found):
+                raise InputError(f"{callback!r} does not capture anything of this model")
+        with ExitStack() as stack:
+            for callback in callbacks or found:
+                stack.enter_context(callback.capture())
+            yield
+
+    def _keys(self, source: Source) -> list[str]:
+        return self._catalogue.keys(source.spec, source.without)
+
+    def _dropped(self, item: Any) -> list[tuple[Source, frozenset[str]]]:
+        """Return what is to be bent no more."""
+        if not isinstance(item, (str, re.Pattern, Bend)):
+            raise InputError(f"reset() takes callbacks, names and patterns, not {item!r}")
+        names = {found.name: found.names for found in self._catalogue.activations()}
+        drops = []
+        for source in self._sources:
+            keys = self._keys(source)
+            if isinstance(item, Bend):
+                gone = frozenset(keys if source.spec.callback is item else ())
+            else:
+                pattern = compiled(item)
+                gone = frozenset(
+                    key
+                    for key in keys
+                    if any(n == item or pattern.fullmatch(n) for n in names.get(key, (key,)))
+                )
+            if gone:
+                drops.append((source, gone))
+        if not drops:
+            keys = self.bended_keys()
+            text = item if isinstance(item, str) else getattr(item, "pattern", "")
+            hint = f"; {near(text, keys)}" if keys else ""
+            raise InputError(f"{item!r} names nothing that is bent{hint}")
+        return drops
+
+    def _require_distinct(self, specs: Iterable[BendSpec]) -> None:
+        known = self.controllables
+        for parameter in (p for spec in specs for p in spec.callback.parameters):
+            if known.setdefault(parameter.name, parameter) is not parameter:
+                raise InputError(
+                    f"another parameter is named {parameter.name!r} already: give each its name"
+                )
+
+    # Names
+
+    @property
+    def weight_names(self) -> list[str]:
+        """The names of the parameters, as in the state dict."""
+        return list(self._catalogue.parameters())
+
+    def activation_names(self, flt: Filter = None, exclude: Filter = None) -> list[str]:
+        """Return the names of the activations: node paths, and names of inputs."""
+        return [found.name for found in self.activations(flt, exclude)]
+
+    def activations(self, flt: Filter = None, exclude: Filter = None) -> list[Activation]:
+        """Return what is known of the activations.
+
+        Args:
+            flt: patterns that have to match a name from the beginning.
+            exclude: patterns that may not.
+
+        Raises:
+            InputError: nothing has been traced yet.
+        """
+        if not self._catalogue.is_traced:
+            raise InputError("nothing has been traced yet: call the module or its trace() first")
+        return [
+            found
+            for found in self._catalogue.activations()
+            if found.level == "whole"
+            and found.shape is not None
+            and kept(found.names, flt, exclude)
+        ]
+
+    def print_activations(
+        self, flt: Filter = None, exclude: Filter = None, out: Out = None
+    ) -> Text:
+        """Print a table of the activations, and return it.
+
+        Args:
+            flt: patterns that have to match a name from the beginning.
+            exclude: patterns that may not.
+            out: a file to write it to instead, or its path.
+        """
+        return _written(activation_table(self.activations(flt, exclude)), out)
+
+    def print_weights(self, flt: Filter = None, exclude: Filter = None, out: Out = None) -> Text:
+        """Print a table of the parameters, and return it.
+
+        Args:
+            flt: patterns that have to match a name from the beginning.
+            exclude: patterns that may not.
+            out: a file to write it to instead, or its path.
+        """
+        listed = self._catalogue.parameters().items()
+        return _written(
+            weight_table(item for item in listed if kept((item[0],), flt, exclude)), out
+        )
+
+    # Activations handed out and in
+
+    def get_activations(self, *where: Any, **inputs: Any) -> dict[str, Any]:
+        """Call the model, and return what activations were, before they are bent.
+
+        Args:
+            *where: patterns, and all else that `bend` takes.
+            **inputs: the arguments of the model.
+
+        Returns:
+            For each node path a snapshot; a list of them for nodes with several passes.
+        """
+        found = Snapshots()
+        spec = BendSpec(Capture(), tuple(flat(where)), weights=False)
+        if not spec.where:
+            raise InputError("say which activations, by patterns of names for one")
+        self._catalogue.require_meaning(spec)
+        with self._sources.before(found, [*self._sources.where(spec), *spec.others]):
+            self._owner(**inputs)
+        return found.taken
+
+    def from_activations(self, activations: Mapping[str, Any], **inputs: Any) -> Any:
+        """Call the model with values in the place of activations, and return its output.
+
+        They are bent as the model's own would be. What the model computes only for the sake of
+        these activations is left out once a path is known.
+
+        Args:
+            activations: for each node path, or other name of one activation, its value; a list
+                of values for nodes with several passes. As `get_activations` returns them.
+            **inputs: the arguments of the model.
+        """
+        known = self._catalogue.activations()
+        paths = {}
+        for name, value in activations.items():
+            meant = list(dict.fromkeys(a.name for a in known if name in a.names)) or [name]
+            if len(meant) > 1 and name not in meant:
+                raise InputError(f"{name!r} may be {' or '.join(map(repr, meant))}: give the path")
+            paths[name if name in meant else meant[0]] = value
+        if not paths:
+            raise InputError("say which activations are given")
+        given = Given(paths)
+        with self._sources.before(given, list(paths)):
+            output = self._owner(**inputs)
+        given.require_used()
+        return output
+
+    # Configurations
+
+    def bending_config(self, name: str | None = None) -> BendingConfig:
+        """Return what is bent now, or what is kept under a name, as a configuration."""
+        if name is None:
+            return BendingConfig(*(source.spec for source in self._sources))
+        if name not in self.configs:
+            raise InputError(f"there is no configuration {name!r}; {near(name, self.configs)}")
+        return BendingConfig(*self.configs[name])
+
+    def save_config_as(self, name: str, *, force: bool = False) -> None:
+        """Keep what is bent now under a name.
+
+        Raises:
+            InputError: the name is taken, and not `force`.
+        """
+        if name in self.configs and not force:
+            raise InputError(f"there is a configuration {name!r} already; force=True replaces it")
+        self.configs[name] = self.bending_config()
+
+    def set_config(self, config: str | BendingConfig) -> Restoring:
+        """Bend by a configuration, and nothing else.
+
+        Returns:
+            A context manager, at whose end what was bent before is bent again.
+        """
+        chosen = self.bending_config(config) if isinstance(config, str) else config
+        before = tuple(self._sources)
+        self.reset()
+        try:
+            self.bend(chosen)
+        except Exception:
+            self._sources.set(before)
+            raise
+        return Restoring(lambda: self._sources.set(before))
+
+    def save_configs(self, path: str | os.PathLike[str]) -> None:
+        """Write all named configurations to a JSON file."""
+        write_configs(path, self.configs)
+
+    def load_configs(self, path: str | os.PathLike[str]) -> None:
+        """Add the named configurations of a JSON file, in the place of those of the same names.
+
+        Parameters that the callbacks of this model have already are used for those in the file.
+        """
+        self.configs.update(read_configs(path, self.controllables))
+
+    # Versions of the weights
+
+    @property
+    def version(self) -> str:
+        """Which version of the weights is in use; for mixtures, how they are mixed."""
+        return str(self.versions)
+
+    def add_version(
+        self,
+        name: str,
+        weights: Mapping[str, Tensor] | nn.Module | None = None,
+        *,
+        strict: bool = True,
+        force: bool = False,
+    ) -> None:
+        """Keep weights under a name. They are copied.
+
+        Args:
+            name: the name.
+            weights: a state dict, or a module that has one; None keeps the weights as they are
+                bent now.
+            strict: whether all parameters have to be there.
+            force: whether a version of the same name is replaced.
+
+        Raises:
+            InputError: they are not weights of this model, or the name is taken.
+        """
+        if weights is None:
+            weights, strict = self.bended_state_dict(), False
+        elif isinstance(weights, nn.Module):
+            weights = weights.state_dict()
+        self.versions.add(name, weights, strict=strict, force=force)
+        self._sources.change_version()
+
+    def remove_version(self, name: str) -> None:
+        """Forget a version that is not in use."""
+        self.versions.remove(name)
+
+    def set_version(self, name: str | None = None) -> Restoring:
+        """Use a version of the weights; None for the model's own.
+
+        Returns:
+            A context manager, at whose end the version from before is in use.
+        """
+        return self.interpolate_versions({ORIGINAL if name is None else name: 1.0})
+
+    def interpolate_versions(self, mixture: Mapping[str, Any]) -> Restoring:
+        """Use a mixture of versions.
+
+        Args:
+            mixture: for each version how much it counts, as a number or a parameter. The model's
+                own weights are the version "original". Only the proportions matter.
+
+        Returns:
+            A context manager, at whose end the version from before is in use.
+        """
+        before = self.versions.mixture
+        self._choose(self.versions.checked(mixture))
+        return Restoring(lambda: self._choose(before))
+
+    def _choose(self, mixture: dict[str, Any]) -> None:
+        self.versions.mixture = mixture
+        self._sources.change_version()
+
+    def bended_state_dict(self) -> dict[str, Tensor]:
+        """Return the weights that are bent, or of another version, as they are in a run."""
+        own = self._catalogue.states()
+        found: dict[str, Tensor] = {}
+        steps: list[tuple[Interjection, Iterable[str]]] = [(self.versions, self.versions.needed)]
+        for source in self._sources:
+            bent = self._catalogue.weights(source.spec, source.without)
+            steps.append((source.spec.callback, bent))
+        with torch.no_grad():
+            for callback, names in steps:
+                for name in names:
+                    value = found.get(name, own[name])
+                    found[name] = callback.after(NodePass(name), Inputs(()), value)
+            return {name: value.detach().clone() for name, value in found.items()}
+
+    # Copies of the model
+
+    def kept(self, memo: dict[int, Any] | None) -> Any:
+        """Return what a copy of the model is to know of its bends.
+
+        Args:
+            memo: for a deep copy, what was copied already; None where everything is pickled.
+        """
+        state = self.versions, self.configs, self._sources.kept()
+        if memo is None:
+            return state
+        for source in self._sources:
+            memo.update((id(item), item) for item in source.spec.where if isinstance(item, Node))
+        return copy.deepcopy(state, memo)
+
+    def restore(self, kept: Any) -> None:
+        """Take over what `kept` returned, once the insertions of the copy are there again."""
+        self.versions, self.configs, sources = kept
+        self._sources = Sources(self._owner, self._catalogue, self.versions)
+        self._sources.restore(sources)
+
+
+def _as_bend(callback: Any) -> Bend:
+    if isinstance(callback, Bend):
+        return callback
+    if isinstance(callback, (str, type)) or not callable(callback):
+        hint = f": make one, {callback.__name__}(...)" if isinstance(callback, type) else ""
+        raise InputError(
+            f"bend() takes a bending callback, or a function of a tensor, not {callback!r}{hint}"
+        )
+    return Lambda(callback)
+
+
+def _captures(callback: Bend) -> Iterator[Capture]:
+    for inner in getattr(callback, "callbacks", (callback,)):
+        if isinstance(inner, Capture):
+            yield inner
+
+
+def _written(text: Text, out: Any) -> Text:
+    if out is None:
+        print(text)
+    elif hasattr(out, "write"):
+        out.write(f"{text}\n")
+    else:
+        with open(out, "w", encoding="utf-8") as file:
+            file.write(f"{text}\n")
+    return text

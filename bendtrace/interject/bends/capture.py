@@ -1,0 +1,136 @@
+"""Callbacks that keep what they see, and use it later."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+
+import torch
+from torch import Tensor
+
+from bendtrace.interject.bends.bend import Bend
+from bendtrace.interject.bends.errors import BendError
+from bendtrace.interject.bends.interpolation import checked_weights, mixed
+from bendtrace.interject.bends.parameter import Expression, value_of
+from bendtrace.interject.interjection import NodePass
+
+__all__ = ["Capture", "InterpolationFromCapture"]
+
+
+class Capture(Bend):
+    """Keeps what nodes give while it is told to, and never changes it.
+
+    Attributes:
+        captured: for each node path, snapshots of what it gave, in order.
+
+    Example:
+        >>> import torch
+        >>> seen = Capture()
+        >>> with seen.capture():
+        ...     _ = seen(torch.ones(1, 2), "layer"), seen(torch.zeros(1, 2), "layer")
+        >>> seen.captures["layer"]
+        tensor([[1., 1.],
+                [0., 0.]])
+    """
+
+    observes = True
+
+    def __init__(self) -> None:
+        self.captured: dict[str, list[Tensor]] = {}
+        self._capturing = False
+
+    @property
+    def is_capturing(self) -> bool:
+        """Whether it keeps what it sees."""
+        return self._capturing
+
+    def capture(self) -> AbstractContextManager[Capture]:
+        """Begin to keep what it sees, until `stop` or the end of a `with` statement."""
+        self._capturing = True
+        return self._until_stopped()
+
+    @contextmanager
+    def _until_stopped(self) -> Iterator[Capture]:
+        try:
+            yield self
+        finally:
+            self.stop()
+
+    def stop(self) -> None:
+        """Keep no more. What is captured stays."""
+        self._capturing = False
+
+    def reset(self) -> None:
+        """Forget what was captured."""
+        self.captured = {}
+
+    @property
+    def captures(self) -> dict[str, Tensor]:
+        """For each node path what was captured there, joined along the first dimension.
+
+        Raises:
+            BendError: if what a node gave cannot be joined; `captured` has it one by one.
+        """
+        return {path: _joined(kept, path) for path, kept in self.captured.items()}
+
+    def bend(self, tensor: Tensor, at: NodePass) -> Tensor:
+        """Return the tensor itself."""
+        if self._capturing:
+            # Tensors made in inference mode could never be part of a backward pass.
+            with torch.inference_mode(False), torch.no_grad():
+                self.captured.setdefault(at.path, []).append(tensor.detach().clone())
+        return tensor
+
+
+class InterpolationFromCapture(Capture):
+    """Puts mixtures of what was captured at a node in the place of what it gives.
+
+    While it captures, it changes nothing.
+
+    Args:
+        weights: a tensor, or a parameter that stands for one: a weight for each captured example,
+            or a row of these for each mixture. None takes what the node gives for the weights,
+            so that they can be handed in in its place.
+        softmax: whether to take the softmax of each row of weights.
+
+    Example:
+        >>> import torch
+        >>> mix = InterpolationFromCapture(torch.tensor([0.5, 0.5]), softmax=False)
+        >>> with mix.capture():
+        ...     _ = mix(torch.tensor([[2.0], [4.0]]))
+        >>> mix(torch.tensor([[9.0]]))
+        tensor([[3.]])
+    """
+
+    observes = False
+
+    def __init__(self, weights: Tensor | Expression | None = None, softmax: bool = True) -> None:
+        super().__init__()
+        self.weights = checked_weights(weights)
+        self.softmax = softmax
+
+    def bend(self, tensor: Tensor, at: NodePass) -> Tensor:
+        """Return a mixture of the captured tensors."""
+        if self._capturing:
+            return super().bend(tensor, at)
+        kept = self.captured.get(at.path)
+        if kept is None:
+            raise BendError(
+                f"{self!r} has captured nothing at {at.path!r}: run the model within "
+                "`with callback.capture():` before",
+                at.path,
+            )
+        examples = _joined(kept, at.path).to(tensor)
+        weights = tensor if self.weights is None else value_of(self.weights)
+        return mixed(examples, weights, self.softmax, self, at)
+
+
+def _joined(kept: list[Tensor], path: str) -> Tensor:
+    shapes = sorted({tuple(tensor.shape[1:]) for tensor in kept})
+    if len(shapes) > 1:
+        raise BendError(
+            f"what was captured at {path!r} cannot be joined along the first dimension: the "
+            f"other sizes are {' and '.join(map(str, shapes))}",
+            path,
+        )
+    return torch.cat([tensor if tensor.dim() else tensor.reshape(1) for tensor in kept])

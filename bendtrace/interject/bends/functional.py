@@ -1,0 +1,40 @@
+"""Callbacks made of functions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from bendtrace.errors import InputError
+from bendtrace.interject.bends.bend import Bend
+from bendtrace.interject.interjection import NodePass
+
+__all__ = ["Lambda"]
+
+
+class Lambda(Bend):
+    """Bends with a function.
+
+    Args:
+        fn: given the tensor, returns what it becomes. It can use parameters like numbers.
+
+    Example:
+        >>> import torch
+        >>> Lambda(lambda x: x.clamp(0, 1))(torch.tensor([-1.0, 0.5, 2.0]))
+        tensor([0.0000, 0.5000, 1.0000])
+    """
+
+    def __init__(self, fn: Callable[[Tensor], Any]) -> None:
+        if not callable(fn):
+            raise InputError(f"Lambda takes a function of a tensor, not {fn!r}")
+        self.fn = fn
+
+    def bend(self, tensor: Tensor, at: NodePass) -> Tensor:
+        """Return what the function makes of the tensor."""
+        made: Tensor = self.fn(tensor)
+        return made
+
+    def __repr__(self) -> str:
+        return f"Lambda({getattr(self.fn, '__name__', repr(self.fn))})"

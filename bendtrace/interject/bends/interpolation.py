@@ -1,0 +1,79 @@
+"""Callbacks that mix the examples of a batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bendtrace.errors import InputError
+from bendtrace.interject.bends.bend import Bend
+from bendtrace.interject.bends.errors import BendError
+from bendtrace.interject.bends.parameter import Expression, value_of
+from bendtrace.interject.interjection import NodePass
+
+__all__ = ["InterpolateActivation", "checked_weights", "mixed"]
+
+
+class InterpolateActivation(Bend):
+    """Gives weighted sums of the examples in the batch.
+
+    Args:
+        interp_weights: a tensor, or a parameter that stands for one, with as many weights as
+            there are examples, for one mixture; or a row of weights for each of several. None
+            leaves the batch as it is. The attribute can be set between calls.
+        softmax: whether to take the softmax of each row of weights.
+
+    Example:
+        >>> import torch
+        >>> InterpolateActivation(torch.tensor([0.25, 0.75]))(torch.tensor([[4.0], [8.0]]))
+        tensor([[7.]])
+    """
+
+    def __init__(
+        self, interp_weights: Tensor | Expression | None = None, softmax: bool = False
+    ) -> None:
+        self.interp_weights = checked_weights(interp_weights)
+        self.softmax = softmax
+
+    def bend(self, tensor: Tensor, at: NodePass) -> Tensor:
+        """Return the mixtures, one example for each row of weights."""
+        if self.interp_weights is None:
+            return tensor
+        return mixed(tensor, value_of(self.interp_weights), self.softmax, self, at)
+
+
+def checked_weights(weights: Any) -> Any:
+    """Return weights that have to be a tensor, an expression or None."""
+    if weights is not None and not isinstance(weights, (Tensor, Expression)):
+        raise InputError(
+            f"weights are a tensor, a BendingParameter that stands for one, or None, "
+            f"not {weights!r}"
+        )
+    return weights
+
+
+def mixed(examples: Tensor, weights: Any, softmax: bool, callback: Bend, at: NodePass) -> Tensor:
+    """Return weighted sums of the rows of a tensor.
+
+    Args:
+        examples: shape `(n, ...)`.
+        weights: shape `(n,)` or `(rows, n)`.
+        softmax: whether to take the softmax of each row of weights.
+        callback: who mixes.
+        at: the node.
+    """
+    fits = isinstance(weights, Tensor) and weights.dim() in (1, 2) and examples.dim() > 0
+    if not fits or weights.shape[-1] != examples.shape[0]:
+        shown = tuple(weights.shape) if isinstance(weights, Tensor) else repr(weights)
+        count = examples.shape[0] if examples.dim() else 0
+        raise BendError(
+            f"{type(callback).__name__} at {at.path!r} mixes {count} examples and needs weights "
+            f"of shape ({count},) or (rows, {count}), not {shown}",
+            at.path,
+        )
+    rows = weights.to(examples).reshape(-1, examples.shape[0])
+    rows = rows.softmax(-1) if softmax else rows
+    made: Tensor = torch.tensordot(rows, examples, dims=1)
+    return made

@@ -1,0 +1,147 @@
+"""Callbacks that set elements to zero."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bendtrace.interject.bends.affine import checked
+from bendtrace.interject.bends.bend import Bend
+from bendtrace.interject.bends.drawing import DrawingBend
+from bendtrace.interject.bends.errors import BendError
+from bendtrace.interject.bends.parameter import Expression, Value, value_of
+from bendtrace.interject.bends.scores import chosen_by_score
+from bendtrace.interject.interjection import NodePass
+
+__all__ = ["Mask", "OrderedMask", "ThresholdActivation", "fraction"]
+
+
+class Mask(DrawingBend):
+    """Keeps each element with some probability, and makes the others zero.
+
+    The elements are chosen once for each node, when it is bent first. As the probability rises,
+    further elements are kept besides those that were kept before.
+
+    Args:
+        prob: probability with which an element is kept.
+        seed: makes the choice the same for all nodes, and each time.
+        dim: dimensions along which to choose, so that whole channels are kept or zero; other
+            sizes may change then. None chooses each element, and the shape has to stay.
+
+    Example:
+        >>> import torch
+        >>> Mask(0.5, seed=3, dim=-2)(torch.ones(4, 2))
+        tensor([[0., 0.],
+                [0., 0.],
+                [0., 0.],
+                [1., 1.]])
+    """
+
+    def __init__(
+        self,
+        prob: Value | Expression = 0.3,
+        seed: int | None = None,
+        dim: int | Sequence[int] | None = None,
+    ) -> None:
+        super().__init__(seed, dim)
+        self.prob = checked("prob", prob)
+        fraction("prob", prob, self)
+
+    def bend(self, tensor: Tensor, at: NodePass) -> Tensor:
+        """Return the tensor with the elements zero that are not kept."""
+        return tensor.masked_fill(~self.mask(tensor, at), 0)
+
+    def mask(self, tensor: Tensor, at: NodePass) -> Tensor:
+        """Return which elements are kept, in a shape that goes with the tensor."""
+        numbers = self.kept(tensor, at, _uniform)
+        kept: Tensor = numbers < fraction("prob", self.prob, self, at)
+        return kept
+
+
+class OrderedMask(Mask):
+    """Keeps a share of the elements, and makes the others zero.
+
+    Other than with `Mask` it is certain how many are kept: the share times their number, rounded.
+
+    Args:
+        prob: share of the elements that is kept.
+        seed: makes the choice the same for all nodes, and each time.
+        dim: dimensions along which to choose; None for each element by itself.
+
+    Example:
+        >>> import torch
+        >>> OrderedMask(0.5)(torch.ones(100)).sum()
+        tensor(50.)
+    """
+
+    def mask(self, tensor: Tensor, at: NodePass) -> Tensor:
+        """Return which elements are kept, in a shape that goes with the tensor."""
+        order = self.kept(tensor, at, _order)
+        share = float(fraction("prob", self.prob, self, at))
+        kept: Tensor = order < round(share * order.numel())
+        return kept
+
+
+class ThresholdActivation(Bend):
+    """Keeps the share of channels that are greatest in the mean, and makes the others zero.
+
+    Each example is judged by itself: the mean is over all dimensions after `dim`. It holds no
+    numbers of its own, so that every size may change.
+
+    Args:
+        threshold: share of the channels that is kept.
+        dim: the dimension of the channels. None compares all elements of the tensor.
+        invert: whether to keep those that are least.
+
+    Example:
+        >>> import torch
+        >>> ThresholdActivation(0.5, dim=-1)(torch.tensor([[1.0, 4.0, 3.0, 2.0]]))
+        tensor([[0., 4., 3., 0.]])
+    """
+
+    def __init__(
+        self,
+        threshold: Value | Expression = 0.5,
+        dim: int | None = None,
+        invert: bool = False,
+    ) -> None:
+        self.threshold = checked("threshold", threshold)
+        fraction("threshold", threshold, self)
+        self.dim = dim
+        self.invert = invert
+
+    def bend(self, tensor: Tensor, at: NodePass) -> Tensor:
+        """Return the tensor with the channels zero that are not kept."""
+        share = fraction("threshold", self.threshold, self, at)
+        chosen = chosen_by_score(tensor, share, self.dim, self.invert, self, at)
+        mask = torch.zeros(chosen.shape, dtype=torch.bool, device=tensor.device)
+        mask = mask.scatter(-1, chosen.indices, True).reshape(chosen.wide)
+        return tensor.masked_fill(~mask, 0)
+
+
+def fraction(name: str, value: Any, callback: Bend, at: NodePass | None = None) -> Any:
+    """Return what an argument comes to that has to be within 0 and 1."""
+    share: Any = value_of(value)
+    if isinstance(share, Tensor):
+        fits = not share.is_complex() and bool(((share >= 0) & (share <= 1)).all())
+    else:
+        fits = not isinstance(share, complex) and 0 <= share <= 1
+    if not fits:
+        where = f" at {at.path!r}" if at is not None else ""
+        raise BendError(
+            f"{name} of {type(callback).__name__}{where} is a share from 0 to 1, not {share!r}",
+            "" if at is None else at.path,
+        )
+    return share
+
+
+def _uniform(sizes: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    return torch.rand(sizes, generator=generator, dtype=torch.float32, device="cpu")
+
+
+def _order(sizes: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    count = torch.Size(sizes).numel()
+    return torch.randperm(count, generator=generator, device="cpu").reshape(sizes)

@@ -1,0 +1,97 @@
+"""Callbacks that put elements in other places."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from bendtrace.errors import InputError
+from bendtrace.interject.bends.affine import checked
+from bendtrace.interject.bends.drawing import DrawingBend
+from bendtrace.interject.bends.mask import fraction
+from bendtrace.interject.bends.parameter import Expression, Value
+from bendtrace.interject.bends.scores import chosen_by_score
+from bendtrace.interject.interjection import NodePass
+
+__all__ = ["Permute", "ThresholdPermute"]
+
+
+class Permute(DrawingBend):
+    """Puts the channels in another order, drawn once for each node when it is bent first.
+
+    Args:
+        dim: the dimension of the channels; all other sizes may change.
+        seed: makes the order the same for all nodes, and each time.
+
+    Example:
+        >>> import torch
+        >>> Permute(-1, seed=1)(torch.arange(4.0))
+        tensor([2., 3., 0., 1.])
+    """
+
+    dim: int
+
+    def __init__(self, dim: int, seed: int | None = None) -> None:
+        if not isinstance(dim, int) or isinstance(dim, bool):
+            raise InputError(f"dim of Permute is an int, not {dim!r}")
+        super().__init__(seed, dim)
+
+    def bend(self, tensor: Tensor, at: NodePass) -> Tensor:
+        """Return the tensor with its channels in the other order."""
+        order = self.kept(tensor, at, _order)
+        return tensor.index_select(self.dim, order.reshape(-1))
+
+
+class ThresholdPermute(DrawingBend):
+    """Lets the channels that are greatest in the mean change places with one another.
+
+    Each example is judged by itself, as by `ThresholdActivation`; the other channels stay where
+    they are. Who goes where is drawn once for each node.
+
+    Args:
+        threshold: share of the channels that change places.
+        dim: the dimension of the channels; all other sizes may change. None compares all
+            elements of the tensor, whose shape has to stay then.
+        invert: whether those that are least change places.
+        seed: makes the places the same for all nodes, and each time.
+
+    Example:
+        >>> import torch
+        >>> ThresholdPermute(0.5, dim=-1, seed=1)(torch.tensor([1.0, 8.0, 2.0, 9.0]))
+        tensor([1., 9., 2., 8.])
+    """
+
+    dim: int | None
+
+    def __init__(
+        self,
+        threshold: Value | Expression = 0.5,
+        dim: int | None = None,
+        invert: bool = False,
+        seed: int | None = None,
+    ) -> None:
+        super().__init__(seed, dim)
+        if isinstance(self.dim, tuple):
+            raise InputError(f"dim of ThresholdPermute is an int or None, not {dim!r}")
+        self.threshold = checked("threshold", threshold)
+        fraction("threshold", threshold, self)
+        self.invert = invert
+
+    def bend(self, tensor: Tensor, at: NodePass) -> Tensor:
+        """Return the tensor with some of its channels in other places."""
+        share = fraction("threshold", self.threshold, self, at)
+        rank = self.kept(tensor, at, _order).reshape(-1)
+        chosen = chosen_by_score(tensor, share, self.dim, self.invert, self, at)
+        places = chosen.indices.sort(dim=-1).values
+        sources = places.gather(-1, rank[places].argsort(dim=-1))
+        index = torch.arange(rank.numel(), device=tensor.device)
+        index = index.expand(chosen.shape).scatter(-1, places, sources)
+        if self.dim is None:
+            return tensor.reshape(-1).gather(0, index).reshape(tensor.shape)
+        index = index.reshape(chosen.wide).expand(tensor.shape)
+        return tensor.gather(self.dim, index)
+
+
+def _order(sizes: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    count = torch.Size(sizes).numel()
+    return torch.randperm(count, generator=generator, device="cpu").reshape(sizes)

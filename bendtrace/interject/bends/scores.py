@@ -1,0 +1,63 @@
+"""Choosing channels by how great they are."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from bendtrace.interject.bends.bend import Bend
+from bendtrace.interject.bends.errors import BendError
+from bendtrace.interject.bends.parameter import Value
+from bendtrace.interject.interjection import NodePass
+
+__all__ = ["Chosen", "chosen_by_score"]
+
+
+class Chosen(NamedTuple):
+    """Some channels of each example.
+
+    Attributes:
+        indices: which ones, the first in rank first; along the last dimension.
+        shape: as many elements as there are channels: the dimensions up to that of the channels.
+        wide: the same with ones after it, which goes with the tensor.
+    """
+
+    indices: Tensor
+    shape: tuple[int, ...]
+    wide: tuple[int, ...]
+
+
+def chosen_by_score(
+    tensor: Tensor, share: Value, dim: int | None, invert: bool, callback: Bend, at: NodePass
+) -> Chosen:
+    """Choose a share of the channels of a tensor, those that are greatest in the mean.
+
+    Args:
+        tensor: the tensor.
+        share: how many of them, from 0 to 1; rounded down to whole channels.
+        dim: the dimension of the channels; None for all elements as one row.
+        invert: whether to choose those that are least.
+        callback: who asks.
+        at: the node.
+    """
+    values = tensor.detach()
+    values = values.abs() if values.is_complex() else values
+    if dim is None:
+        scores = values.reshape(-1)
+        wide = tuple(tensor.shape)
+    else:
+        if not -tensor.dim() <= dim < tensor.dim():
+            raise BendError(
+                f"{callback!r} has dim={dim}, which the tensor of shape {tuple(tensor.shape)} "
+                f"at {at.path!r} has not",
+                at.path,
+            )
+        place = dim % tensor.dim()
+        after = tuple(range(place + 1, tensor.dim()))
+        scores = values.mean(after) if after else values
+        wide = tuple(scores.shape) + (1,) * len(after)
+    order = torch.argsort(scores, dim=-1, descending=not invert, stable=True)
+    count = int(float(share) * scores.shape[-1] + 1e-9)  # type: ignore[arg-type]
+    return Chosen(order[..., :count], tuple(scores.shape), wide)

@@ -1,0 +1,49 @@
+"""One bend, as it was asked for."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from bendtrace.interject.bends.bend import Bend
+from bendtrace.interject.bends.names import compiled
+
+__all__ = ["BendSpec", "flat"]
+
+
+@dataclass(frozen=True)
+class BendSpec:
+    """A callback, and what it bends.
+
+    Attributes:
+        callback: the callback.
+        where: patterns, and whatever else says where an insertion is.
+        weights: whether the patterns mean weights: None for those that they name.
+        activations: whether the patterns mean activations.
+    """
+
+    callback: Bend
+    where: tuple[Any, ...]
+    weights: bool | None = None
+    activations: bool = True
+
+    @property
+    def patterns(self) -> list[re.Pattern[str]]:
+        """The patterns."""
+        return [compiled(item) for item in self.where if isinstance(item, (str, re.Pattern))]
+
+    @property
+    def others(self) -> list[Any]:
+        """What else says where."""
+        return [item for item in self.where if not isinstance(item, (str, re.Pattern))]
+
+
+def flat(where: Iterable[Any]) -> Iterator[Any]:
+    """Yield what says where, also what is in lists."""
+    for item in where:
+        if isinstance(item, (list, tuple, set, frozenset)):
+            yield from flat(item)
+        else:
+            yield item

@@ -1,0 +1,107 @@
+"""Values on their way from one node to another."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor
+
+from bendtrace.interject import gates
+from bendtrace.interject.errors import NeverFiredWarning
+from bendtrace.interject.insertion import Insertion
+from bendtrace.interject.interjection import Inputs, Interjection, NodePass
+from bendtrace.interject.structure import assemble, take_apart
+from bendtrace.interject.where import describe_where
+
+__all__ = ["Edge", "Sent"]
+
+# What is kept of a tensor: itself, as long as there is one, and how often it was written to.
+_Known = tuple["weakref.ref[Tensor]", int]
+
+
+class Sent(Interjection):
+    """Notes which tensors a node gives, after whatever else is inserted there."""
+
+    observes = True
+    late = True
+
+    def after(self, at: NodePass, inputs: Inputs, output: Any) -> None:
+        """Note the tensors."""
+        known = self._known()
+        for tensor in _tensors(output):
+            known[id(tensor)] = weakref.ref(tensor), _version(tensor)
+
+    def has(self, tensor: Tensor) -> bool:
+        """Whether a tensor was given by the node in this call of the model, as it is."""
+        known = self._known().get(id(tensor))
+        return known is not None and known[0]() is tensor and known[1] == _version(tensor)
+
+    def _known(self) -> dict[int, _Known]:
+        known: dict[int, _Known] = of_this_run().setdefault(self, {})
+        return known
+
+
+class Edge(Interjection):
+    """Exchanges those inputs of a node that come from another one.
+
+    Args:
+        sent: knows what that one gave.
+        what: makes other values of them.
+
+    Attributes:
+        applied: how many values were handed to it.
+    """
+
+    late = True
+
+    def __init__(self, sent: Sent, what: Interjection) -> None:
+        self.applied = 0
+        self._sent = sent
+        self._what = what
+
+    @property
+    def label(self) -> str:
+        """That of what makes other values."""
+        return self._what.label
+
+    def before(self, at: NodePass, inputs: Inputs) -> Inputs | None:
+        """Exchange the inputs that come from the node."""
+        shape, found = take_apart((tuple(inputs), inputs.kwargs))
+        made: dict[int, Any] = {}
+        for number, value in enumerate(found):
+            if isinstance(value, Tensor) and self._sent.has(value):
+                if id(value) not in made:
+                    self.applied += 1
+                    made[id(value)] = self._what.after(at, Inputs(()), value)
+                if made[id(value)] is not None:
+                    found[number] = made[id(value)]
+        return Inputs(*assemble(shape, found)) if made else None
+
+    def warn_if_never_applied(self, stacklevel: int, end: Insertion, beginning: Insertion) -> None:
+        """Warn if both nodes came up and no value went from one to the other."""
+        if not self.applied and end.report().fired and beginning.report().fired:
+            warnings.warn(
+                NeverFiredWarning(
+                    f"{self.label} was never applied: nothing that "
+                    f"{describe_where(beginning.where)} gave went to {describe_where(end.where)} "
+                    "as it was"
+                ),
+                stacklevel=stacklevel + 1,
+            )
+
+
+def of_this_run() -> dict[Any, Any]:
+    return gates._local.through  # TODO: what the gates offer
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    for found in take_apart(value)[1]:
+        if isinstance(found, Tensor):
+            yield found
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version

@@ -1,0 +1,407 @@
+"""Gates: the ops of a tape at which the interjections of a node are called.
+
+A gate is recorded once for each pass of a node. It does not hold what is called: each run says
+which insertions are there, so that another patch at the same node can be served by the same trace.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bendtrace.interject.errors import InterjectionError
+from bendtrace.interject.gradients import Through
+from bendtrace.interject.interjection import Inputs, NodePass
+from bendtrace.interject.plan import Entry, Plan, Slot
+from bendtrace.interject.structure import Leaf, Mismatch, Shape, assemble, collect, describe
+
+__all__ = ["AfterGate", "BeforeGate", "Gate", "InsteadGate", "of_this_run", "running"]
+
+
+class _Local(threading.local):
+    plan: Plan | None = None
+
+    def __init__(self) -> None:
+        self.through: dict[tuple[str, int], Through] = {}
+        self.error: Exception | None = None
+        self.kept: dict[Any, Any] = {}
+
+
+_local = _Local()
+
+
+@contextmanager
+def running(plan: Plan) -> Iterator[None]:
+    """Have the gates that the calling thread comes by call the insertions of a plan.
+
+    Raises:
+        Exception: what an insertion raised, if the model has a handler that let it pass.
+    """
+    before = _local.plan, _local.through, _local.error, _local.kept
+    _local.plan, _local.through, _local.error, _local.kept = plan, {}, None, {}
+    try:
+        yield
+        if _local.error is not None:
+            raise _local.error
+    finally:
+        _local.plan, _local.through, _local.error, _local.kept = before
+
+
+def of_this_run() -> dict[Any, Any]:
+    """Return what interjections keep for the time of one call of the model on this thread."""
+    return _local.kept
+
+
+class Gate:
+    """One pass of a node at which insertions are called.
+
+    Args:
+        at: the pass.
+        slots: what the insertions have in common that are called here.
+        shape: of what they are given.
+        plan: the insertions that the gate was recorded with.
+    """
+
+    is_gate = True
+    role = ""
+
+    def __init__(self, at: NodePass, slots: tuple[Slot, ...], shape: Any, plan: Plan) -> None:
+        self.at = at
+        self.slots = slots
+        self.shape = shape
+        # Weak, so that paths do not keep what was inserted once. A trace that a person has does.
+        self._plan = weakref.ref(plan)
+        with torch._C.DisableTorchFunction():  # a label may look at tensors
+            labels = dict.fromkeys(entry.what.label for entry in plan.entries_of(slots))
+        kind = "input" if self.role == "before" else "output"
+        name = at.path.rpartition(".")[2]
+        name = f"{name}_{kind}" if name and self.role == "before" else name or kind
+        # No function is called like this, so that names of the model's own ops stay as they are.
+        self.__name__ = "__".join([name, *labels] if labels else [name, "gate"])
+        self.__module__ = __name__
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, Gate)
+            and self.role == other.role
+            and (self.at, self.slots, self.shape) == (other.at, other.slots, other.shape)
+        )
+
+    def __hash__(self) -> int:
+        return hash((self.role, self.at.path, self.at.number))
+
+    def __repr__(self) -> str:
+        return f"<{self.role} {self.at.path or '<root>'}: {self.__name__}>"
+
+    def __call__(self, *values: Any) -> Any:
+        """Call the insertions."""
+        try:
+            return self._through(values)
+        except Exception as error:
+            _local.error = _local.error or error
+            raise
+
+    def _through(self, values: tuple[Any, ...]) -> Any:
+        raise NotImplementedError
+
+    def _entries(self) -> Iterator[Entry]:
+        """The insertions that are called in this pass, in the order in which they were made."""
+        plan = _local.plan or self._plan()
+        if plan is None:
+            raise InterjectionError(
+                f"what was inserted at {self.at.path or '<root>'} when this was recorded is gone",
+                self.at.path,
+            )
+        total = plan.totals.get(self.at.path)
+        for entry in plan.entries_of(self.slots):
+            if entry.insertion.passes.admits(self.at.number, total):
+                yield entry
+
+
+class AfterGate(Gate):
+    """Is given what a node gave, and what the node was given where somebody wants that.
+
+    Args:
+        at: the pass.
+        slots: what the insertions have in common that are called here.
+        shape: of what the node gave.
+        plan: the insertions that the gate was recorded with.
+        given: shape of what the node was given; None if nobody wants it.
+        writes: whether the node gives back what it was given, changed.
+    """
+
+    role = "after"
+
+    def __init__(
+        self,
+        at: NodePass,
+        slots: tuple[Slot, ...],
+        shape: Any,
+        plan: Plan,
+        given: Any = None,
+        writes: bool = False,
+    ) -> None:
+        super().__init__(at, slots, shape, plan)
+        self._given = given
+        self._writes = writes
+        self._count = count_of(shape)
+        self.exchanged = exchangeable(shape)
+
+    def _through(self, values: tuple[Any, ...]) -> Any:
+        """Call the insertions; return the tensors and numbers of the new value."""
+        found = list(values[: self._count])
+        through = _local.through.pop((self.at.path, self.at.number), None)
+        if through is not None:
+            through.watch([value for value in found if isinstance(value, Tensor)])
+        inputs = None
+        for entry in self._entries():
+            if not entry.after:
+                continue
+            if inputs is None:
+                inputs = _NOTHING
+                if self._given is not None:
+                    inputs = as_inputs(assemble(self._given, list(values[self._count :])))
+            shape, at = _part(self.shape, entry.dig), _dug(self.at, entry)
+            if shape is not None:
+                self._call(entry, shape, at, inputs, found)
+        given = [found[number] for number in self.exchanged]
+        return given[0] if len(given) == 1 else tuple(given)
+
+    def _call(
+        self, entry: Entry, shape: Any, at: NodePass, inputs: Inputs, found: list[Any]
+    ) -> None:
+        before = list(found)
+        versions = [_version(value) for value in found]
+        value = assemble(shape, found)
+        result = entry.what.after(at, inputs, value)
+        if result is None and type(shape) is Shape:
+            result = value  # lists and dicts in it may have been changed
+        if result is not None:
+            _collect(shape, result, found, at, entry)
+        if self._writes:
+            self._write(before, found, at)
+        entry.insertion.fired(at, _changed(entry, at, before, found, versions))
+
+    def _write(self, before: list[Any], found: list[Any], at: NodePass) -> None:
+        """Have whoever holds the tensor that the node has written to see the new value."""
+        for number, (old, new) in enumerate(zip(before, found, strict=True)):
+            if new is old or not isinstance(old, Tensor):
+                continue
+            if new.shape != old.shape:
+                raise InterjectionError(
+                    f"{at.path} works in place on a tensor of shape {tuple(old.shape)}, which "
+                    f"{describe(new)} cannot take the place of",
+                    at.path,
+                )
+            found[number] = old.copy_(new)
+
+
+class BeforeGate(Gate):
+    """Is given what a node is about to be given.
+
+    Args:
+        at: the pass.
+        slots: what the insertions have in common that are called here.
+        shape: of the arguments: a tuple of them, and a dict.
+        plan: the insertions that the gate was recorded with.
+        places: where inputs are that insertions are for: for each slot what leads to it.
+        writes: whether the node changes what it is given.
+    """
+
+    role = "before"
+
+    def __init__(
+        self,
+        at: NodePass,
+        slots: tuple[Slot, ...],
+        shape: Any,
+        plan: Plan,
+        places: dict[Slot, tuple[Any, ...]],
+        writes: bool = False,
+    ) -> None:
+        super().__init__(at, slots, shape, plan)
+        self._places = places
+        self._writes = writes
+        self.exchanged = exchangeable(shape)
+
+    def _through(self, values: tuple[Any, ...]) -> Any:
+        """Call the insertions; return the tensors and numbers that the node is given."""
+        found = list(values)
+        entries = list(self._entries())
+        for entry in reversed(entries):
+            if entry.slot in self._places:
+                shape = _part(self.shape, self._places[entry.slot])
+                if shape is not None:
+                    self._call(entry, shape, found)
+            elif entry.before:
+                self._call(entry, self.shape, found)
+        backward = [entry for entry in entries if entry.backward]
+        if backward:
+            through = Through(backward, self.at)
+            tensors = [number for number, value in enumerate(found) if isinstance(value, Tensor)]
+            aliases = through.enter([found[number] for number in tensors], alias=not self._writes)
+            for number, alias in zip(tensors, aliases, strict=True):
+                found[number] = alias
+            _local.through[self.at.path, self.at.number] = through
+        given = [found[number] for number in self.exchanged]
+        return given[0] if len(given) == 1 else tuple(given)
+
+    def _call(self, entry: Entry, shape: Any, found: list[Any]) -> None:
+        before, versions = list(found), [_version(value) for value in found]
+        value = assemble(shape, found)
+        if entry.slot in self._places:
+            at = replace(self.at, path=entry.place.shown, module=None)
+            result = entry.what.after(at, _NOTHING, value)
+        else:
+            at = self.at
+            result = entry.what.before(at, as_inputs(value))
+            if isinstance(result, tuple):
+                kwargs = result.kwargs if isinstance(result, Inputs) else value[1]
+                result = (tuple(result), kwargs)
+            elif result is not None:
+                raise InterjectionError(
+                    f"{entry.what.label} at {at.path or '<root>'}: before() has to return the "
+                    f"inputs as a tuple, or None; it returned {describe(result)}",
+                    at.path,
+                )
+        if result is None and type(shape) is Shape:
+            result = value
+        if result is not None:
+            _collect(shape, result, found, at, entry)
+        entry.insertion.fired(at, _changed(entry, at, before, found, versions))
+
+
+class InsteadGate(Gate):
+    """Is called in place of a function, or of a module.
+
+    Args:
+        at: the pass.
+        slots: what the insertions have in common that are called here.
+        shape: of the arguments: a tuple of them, and a dict.
+        plan: the insertions that the gate was recorded with.
+    """
+
+    role = "instead"
+
+    def _through(self, values: tuple[Any, ...]) -> Any:
+        """Return what the outermost insertion gives."""
+        args, kwargs = assemble(self.shape, list(values))
+        call: Callable[..., Any] = self.at.module or self.at.function  # type: ignore[assignment]
+        for entry in self._entries():
+            if entry.instead:
+                call = self._around(entry, call)
+        return call(*args, **kwargs)
+
+    def _around(self, entry: Entry, call: Callable[..., Any]) -> Callable[..., Any]:
+        def instead(*args: Any, **kwargs: Any) -> Any:
+            result = entry.what.instead(self.at, call, Inputs(args, kwargs))
+            entry.insertion.fired(self.at, True)
+            return result
+
+        return instead
+
+
+_NOTHING = Inputs(())
+
+
+def as_inputs(value: Any) -> Inputs:
+    """Make what interjections are given of the arguments of a node."""
+    args, kwargs = value
+    return Inputs(tuple(args), kwargs)
+
+
+def _leaves(shape: Any) -> Iterator[Leaf]:
+    if type(shape) is Leaf:
+        yield shape
+    elif type(shape) is Shape:
+        for item in (*shape.items, *shape.attributes):
+            yield from _leaves(item)
+
+
+def count_of(shape: Any) -> int:
+    """How many values are handed over for a shape."""
+    return sum(leaf.number >= 0 for leaf in _leaves(shape))
+
+
+def exchangeable(shape: Any) -> tuple[int, ...]:
+    """Which of the values of a shape can be exchanged: tensors and numbers."""
+    kinds = (Tensor, int, float, bool)
+    return tuple(leaf.number for leaf in _leaves(shape) if leaf.number >= 0 and leaf.kind in kinds)
+
+
+def _part(shape: Any, dig: tuple[Any, ...]) -> Any:
+    """Return the shape of what some keys lead to; None if there is no such thing."""
+    for key in dig:
+        if type(shape) is not Shape:
+            return None
+        if key in shape.keys:
+            shape = shape.items[shape.keys.index(key)]
+        elif key in shape.names:
+            shape = shape.attributes[shape.names.index(key)]
+        elif (position := _field(shape.kind, key)) is not None:
+            shape = shape.items[position]
+        else:
+            return None
+    return shape
+
+
+def _field(kind: type, key: Any) -> int | None:
+    """Return the position of a field of a named tuple."""
+    fields: tuple[str, ...] = getattr(kind, "_fields", ()) or getattr(kind, "__match_args__", ())
+    return fields.index(key) if key in fields else None
+
+
+def _dug(at: NodePass, entry: Entry) -> NodePass:
+    return replace(at, path=entry.place.shown) if entry.dig else at
+
+
+def _collect(shape: Any, result: Any, found: list[Any], at: NodePass, entry: Entry) -> None:
+    try:
+        collect(shape, result, found)
+    except Mismatch as error:
+        raise InterjectionError(
+            f"{entry.what.label} at {at.path or '<root>'} gave what cannot take the place of the "
+            f"node's value: {error}",
+            at.path,
+        ) from None
+
+
+def _version(value: Any) -> int:
+    return value._version if isinstance(value, Tensor) and not value.is_inference() else 0
+
+
+def _changed(
+    entry: Entry, at: NodePass, before: list[Any], found: list[Any], versions: list[int]
+) -> bool:
+    """Whether an insertion has given another value, or written into one."""
+    written = any(_version(old) != version for old, version in zip(before, versions, strict=True))
+    other = [(old, new) for old, new in zip(before, found, strict=True) if new is not old]
+    if entry.what.observes and (written or other):
+        raise InterjectionError(
+            f"{entry.what.label} at {at.path or '<root>'} promised to observe, but changed a value",
+            at.path,
+        )
+    if written or entry.insertion.is_known_to_change(at.path):
+        return written or bool(other)
+    with torch.no_grad():
+        return any(_differ(old, new) for old, new in other)
+
+
+def _differ(old: Any, new: Any) -> bool:
+    if not isinstance(old, Tensor) or not isinstance(new, Tensor):
+        return bool(old != new) if type(old) is type(new) else True
+    if old.shape != new.shape or old.dtype != new.dtype or old.device != new.device:
+        return True
+    try:
+        if torch.equal(old, new):
+            return False
+        return not bool(((old == new) | ((old != old) & (new != new))).all())
+    except (RuntimeError, NotImplementedError):  # of a layout that torch cannot compare
+        return True

@@ -1,0 +1,280 @@
+"""From a recorded run to the graph that selectors look at."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import nn
+
+from bendtrace.interject.candidate import Candidate, CandidateGraph
+from bendtrace.paths.build import Builder
+from bendtrace.paths.events import Events
+from bendtrace.paths.naming import Registry
+from bendtrace.paths.nodes import TreeNode
+from bendtrace.paths.visit import Visit
+from bendtrace.recording.functions import METADATA, SHAPES, VALUES
+from bendtrace.recording.recorder import Recording
+from bendtrace.recording.tape import ModuleCall, Op, OpKind, Ref, TensorMeta, refs_in
+
+__all__ = ["candidate_graph"]
+
+
+def candidate_graph(
+    recording: Recording, function: Callable[..., Any], registry: Registry | None = None
+) -> CandidateGraph:
+    """Return the nodes of a recorded run, and how values flow between them.
+
+    Nodes are calls of modules and of functions at which something can be inserted; the tree of
+    paths shows sizes and arithmetic on numbers as well.
+
+    Args:
+        recording: the run.
+        function: what was run.
+        registry: gives the names; the one that the run's tree of paths was built with, or a new
+            one for a run by itself.
+
+    Example:
+        >>> import torch, bendtrace as bt
+        >>> model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.ReLU())
+        >>> trace = bt.trace(model, torch.ones(1, 2))
+        >>> graph = candidate_graph(trace.recording, model)
+        >>> [node.path for node in graph]
+        ['', 'sub_0', 'sub_0.linear', 'sub_1', 'sub_1.relu']
+        >>> [node.path for node in graph.followers(graph.nodes["sub_0"])]
+        ['sub_1', 'sub_1.relu']
+    """
+    registry = Registry() if registry is None else registry
+    builder = Builder(Events(recording, function), registry)
+    with registry.lock:
+        Visit(builder, builder.events.root, builder.root).run()
+    nodes = _Nodes(builder)
+    graph = CandidateGraph(nodes.candidates)
+    graph.edges.add_nodes_from(nodes.candidates)
+    graph.edges.add_edges_from(_Flow(nodes).edges())
+    return graph
+
+
+class _Nodes:
+    """Which node each op, and each call of a module, is a pass of.
+
+    Attributes:
+        candidates: the nodes by path, in the order in which they began.
+        of_op: the path of each op that is one.
+        of_call: the path of each call, by identity.
+    """
+
+    def __init__(self, builder: Builder) -> None:
+        self.events = builder.events
+        self.candidates: dict[str, Candidate] = {}
+        self.of_op: dict[int, str] = {}
+        self.of_call: dict[int, str] = {}
+        self._builder = builder
+        self._add_call(self.events.root)
+
+    def _add_call(self, call: ModuleCall) -> None:
+        builder = self._builder
+        node, _ = builder.where[id(call)]
+        self.of_call[id(call)] = node.path
+        if node.path not in self.candidates:
+            self.candidates[node.path] = self._candidate_of_call(call, node)
+        names: dict[int, TreeNode] = {}
+        for position, name in builder.marks[id(call)]:
+            child = node.children[name]
+            if child.role == "op":  # a call that began there has the same position
+                names[position] = child
+        for event in self.events.of(call):
+            if isinstance(event, ModuleCall):
+                if id(event) in builder.where:
+                    self._add_call(event)
+            elif event.index in names and _can_be_cut_into(event):
+                self._add_op(event, names[event.index])
+
+    def _add_op(self, op: Op, node: TreeNode) -> None:
+        self.of_op[op.index] = node.path
+        if node.path in self.candidates:
+            return
+        meta = _first_tensor(op.meta)
+        self.candidates[node.path] = Candidate(
+            node.path, node.label or node.name, None, "", op.target,
+            op.scope.module, op.scope.path, op.site,
+            None if meta is None else meta.shape, None if meta is None else meta.dtype,
+            any(map(self._is_parameter, refs_in((op.args, op.kwargs)))),
+        )  # fmt: skip
+
+    def _is_parameter(self, ref: Ref) -> bool:
+        op = self.events.ops[ref.index]
+        return op.kind is OpKind.STATE and issubclass(op.target.type, nn.Parameter)
+
+    def _candidate_of_call(self, call: ModuleCall, node: TreeNode) -> Candidate:
+        is_root = call is self.events.root
+        output = self.events.recording.root.output if is_root else call.output
+        meta = next(filter(None, map(self._first_of, refs_in(output))), None)
+        around = None if is_root else call.parent
+        return Candidate(
+            node.path, node.label or node.name, call.module, call.path, None,
+            None if around is None else around.module, "" if around is None else around.path,
+            None if is_root else call.site,
+            None if meta is None else meta.shape, None if meta is None else meta.dtype,
+        )  # fmt: skip
+
+    def _first_of(self, ref: Ref) -> TensorMeta | None:
+        return _first_tensor(self.events.ops[ref.index].meta)
+
+
+_GIVEN = (OpKind.INPUT, OpKind.STATE)
+
+
+class _Flow:
+    """Follows values from where they are given to where they are used.
+
+    What is no node is passed through: elements of results, arithmetic on numbers, writes such as
+    `x[0] = 1`, and gates. Inputs and state are none either, but a module that hands one on gives
+    it. A size or a dtype is not the value: nothing leads through reading one.
+    """
+
+    def __init__(self, nodes: _Nodes) -> None:
+        self._nodes = nodes
+        self._ops = nodes.events.ops
+        # For each value the inputs, state and nodes that it comes from, by op. State that a call is
+        # given can be read after the call began.
+        self._carried: list[tuple[int, ...]] = [
+            (op.index,) if op.kind in _GIVEN else () for op in self._ops
+        ]
+        # For tensors that were written to under their own name, the op that did last.
+        self._written: dict[int, int] = {}
+        # The calls that handed on what they had not computed themselves.
+        self._passed: dict[int, list[ModuleCall]] = {}
+        self._chains: dict[int, tuple[ModuleCall, ...]] = {}
+        self._crossed: dict[tuple[int, int], tuple[list[str], list[str]]] = {}
+
+    def edges(self) -> Iterator[tuple[str, str]]:
+        """Yield the edges, as often as values went along them."""
+        calls = iter(self._nodes.events.recording.tape.calls)
+        coming = next(calls, None)
+        running: list[ModuleCall] = []
+        for position in range(len(self._ops) + 1):
+            while coming is not None and coming.start <= position:
+                # Calls that consist of no ops end where they began: before the next that is not
+                # theirs.
+                while running and running[-1] is not coming.parent:
+                    self._leave(running.pop())
+                yield from self._enter(coming)
+                running.append(coming)
+                coming = next(calls, None)
+            while running and running[-1].stop <= position:
+                self._leave(running.pop())
+            if position < len(self._ops):
+                yield from self._op(self._ops[position])
+
+    def _op(self, op: Op) -> Iterator[tuple[str, str]]:
+        if op.kind in _GIVEN or op.target in SHAPES or op.target in METADATA:
+            return
+        path = self._nodes.of_op.get(op.index)
+        sources = tuple(dict.fromkeys(self._sources(op)))
+        self._carried[op.index] = sources if path is None else (op.index,)
+        if path is not None:
+            for source in sources:
+                yield from self._connect(source, path, op.scope)
+        self._written.update(dict.fromkeys(op.writes, op.index))
+
+    def _sources(self, op: Op) -> Iterator[int]:
+        """Yield where the values come from that an op computes with, those written included."""
+        for ref in refs_in((op.args, op.kwargs)):
+            writer = op.reads.get(ref.index)
+            if writer is None:
+                yield from self._carried[ref.index]
+                continue
+            yield from self._carried[writer]
+            if ref.index not in self._ops[writer].writes:  # else the writer had it
+                yield from self._latest(ref.index)
+
+    def _latest(self, index: int) -> tuple[int, ...]:
+        return self._carried[self._written.get(index, index)]
+
+    def _enter(self, call: ModuleCall) -> Iterator[tuple[str, str]]:
+        if call is self._nodes.events.root or id(call) not in self._nodes.of_call:
+            return
+        for ref in refs_in((call.args, call.kwargs)):
+            for source in self._latest(ref.index):
+                yield from self._connect(source, None, call)
+
+    def _leave(self, call: ModuleCall) -> None:
+        if call is self._nodes.events.root or id(call) not in self._nodes.of_call:
+            return
+        for ref in refs_in(call.output):
+            for source in self._latest(ref.index):
+                is_own = call in self._chain(self._ops[source].scope)
+                if not is_own or self._ops[source].kind in _GIVEN:
+                    passed = self._passed.setdefault(source, [])
+                    if call not in passed:
+                        passed.append(call)
+
+    def _connect(
+        self, source: int, path: str | None, scope: ModuleCall
+    ) -> Iterator[tuple[str, str]]:
+        """Yield the edges from all that gives a value to what uses it.
+
+        Args:
+            source: the op that gave it.
+            path: the op that uses it; None for a call as such.
+            scope: the call in which it is used.
+        """
+        given = self._nodes.of_op.get(source)
+        if given is not None:
+            giving, using = self._between(self._ops[source].scope, scope)
+            for giver in (given, *giving):
+                yield from ((giver, user) for user in (*using, path) if user is not None)
+        around = self._chain(scope)
+        for call in self._passed.get(source, ()):
+            if call not in around:
+                _, using = self._between(call, scope)
+                giver = self._nodes.of_call[id(call)]
+                yield from ((giver, user) for user in (*using, path) if user is not None)
+
+    def _between(self, inner: ModuleCall, outer: ModuleCall) -> tuple[list[str], list[str]]:
+        """Return the calls that a value leaves on its way between two, and those it enters."""
+        known = self._crossed.get((id(inner), id(outer)))
+        if known is None:
+            left, entered = self._chain(inner), self._chain(outer)
+            known = self._crossed[id(inner), id(outer)] = (
+                [self._path(call) for call in left if call not in entered],
+                [self._path(call) for call in entered if call not in left],
+            )
+        return known
+
+    def _path(self, call: ModuleCall) -> str:
+        return self._nodes.of_call[id(call)]
+
+    def _chain(self, call: ModuleCall) -> tuple[ModuleCall, ...]:
+        """Return a call and those around it, without the root."""
+        known = self._chains.get(id(call))
+        if known is None:
+            chain = []
+            around: ModuleCall | None = call
+            while around is not None and around is not self._nodes.events.root:
+                if id(around) in self._nodes.of_call:
+                    chain.append(around)
+                around = around.parent
+            known = self._chains[id(call)] = tuple(chain)
+        return known
+
+
+def _first_tensor(meta: Any) -> TensorMeta | None:
+    """Return the description of the first tensor in that of a result."""
+    if isinstance(meta, TensorMeta):
+        return meta
+    if isinstance(meta, (tuple, list)):
+        return next(filter(None, map(_first_tensor, meta)), None)
+    return None
+
+
+def _can_be_cut_into(op: Op) -> bool:
+    """Whether something can be inserted at an op that the tree shows.
+
+    That is not so for sizes and arithmetic on numbers, for what Python asks for at once, such as
+    the truth of a tensor, and for what is an insertion itself.
+    """
+    if op.kind is not OpKind.CALL or op.target in SHAPES or op.target in VALUES:
+        return False
+    return getattr(op.target, "is_gate", False) is not True

@@ -1,0 +1,150 @@
+"""The tensors in what a module is given and gives: taken out as a list, and put in again.
+
+Tuples (named ones and torch's own included), lists, dicts and dataclasses are looked into, in the
+order in which they iterate; everything else is left as it is.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+__all__ = ["Exchange", "tensors_of", "with_tensors"]
+
+
+def tensors_of(value: Any) -> list[Tensor]:
+    """Return all tensors in a value; one that is there twice, twice.
+
+    Example:
+        >>> import torch
+        >>> tensors_of({"a": torch.tensor(1), "b": [None, (torch.tensor(2), "text")]})
+        [tensor(1), tensor(2)]
+    """
+    return list(_tensors(value, frozenset()))
+
+
+def _tensors(value: Any, around: frozenset[int]) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif id(value) not in around:  # else a container inside itself
+        for _, item in _items(value):
+            yield from _tensors(item, around | {id(value)})
+
+
+def with_tensors(value: Any, tensors: Iterable[Tensor]) -> Any:
+    """Return a value with other tensors in place of its own, given in the order of `tensors_of`.
+
+    Containers in which something changes are copied; the others stay the same objects.
+
+    Example:
+        >>> import torch
+        >>> with_tensors({"a": torch.tensor(1), "b": [None]}, [torch.tensor(2)])
+        {'a': tensor(2), 'b': [None]}
+    """
+    return _with(value, iter(tensors), frozenset())
+
+
+def _with(value: Any, tensors: Iterator[Tensor], around: frozenset[int]) -> Any:
+    if isinstance(value, Tensor):
+        return next(tensors)
+    if id(value) in around:
+        return value
+    inside = around | {id(value)}
+    changed = [
+        (key, new)
+        for key, item in _items(value)
+        if (new := _with(item, tensors, inside)) is not item
+    ]
+    if not changed:
+        return value
+    if isinstance(value, tuple):
+        return _tuple_with(value, dict(changed))
+    value = copy.copy(value)
+    for key, new in changed:
+        _set(value, key, new)
+    return value
+
+
+class Exchange:
+    """Tensors put in the place of others for a while.
+
+    Lists, dicts and dataclasses are changed themselves, not copied: whoever is given them may
+    append to them, and whoever gave them wants to see that. `undo` puts the tensors back.
+
+    Args:
+        exchanged: what to put in the place of a tensor, by the tensor's id.
+    """
+
+    def __init__(self, exchanged: dict[int, Tensor]) -> None:
+        self._exchanged = exchanged
+        self._touched: list[Any] = []
+        # By the id of what was put in: that (so that the id stays its own), and what was there.
+        self._originals: dict[int, tuple[Any, Any]] = {}
+
+    def into(self, value: Any) -> Any:
+        """Return a value with tensors exchanged: another one only if it is a tuple."""
+        return self._into(value, frozenset())
+
+    def _into(self, value: Any, around: frozenset[int]) -> Any:
+        if isinstance(value, Tensor):
+            new = self._exchanged.get(id(value))
+            return value if new is None else self._note(value, new)
+        if id(value) in around:
+            return value
+        inside = around | {id(value)}
+        changed = [
+            (key, new)
+            for key, item in _items(value)
+            if (new := self._into(item, inside)) is not item
+        ]
+        if not changed:
+            return value
+        if isinstance(value, tuple):
+            return self._note(value, _tuple_with(value, dict(changed)))
+        self._touched.append(value)
+        for key, new in changed:
+            _set(value, key, new)
+        return value
+
+    def _note(self, original: Any, new: Any) -> Any:
+        self._originals[id(new)] = new, original
+        return new
+
+    def undo(self) -> None:
+        """Put back, in all that was changed, what is there still."""
+        for container in self._touched:
+            for key, item in list(_items(container)):
+                found = self._originals.get(id(item))
+                if found is not None:
+                    _set(container, key, found[1])
+        self._touched.clear()
+
+
+def _items(value: Any) -> Iterable[tuple[Any, Any]]:
+    if isinstance(value, (tuple, list)):
+        return enumerate(value)
+    if isinstance(value, dict):
+        return value.items()
+    if is_dataclass(value) and not isinstance(value, (type, nn.Module)):
+        names = [field.name for field in fields(value)]
+        return [(name, getattr(value, name)) for name in names if hasattr(value, name)]
+    return ()
+
+
+def _tuple_with(value: tuple[Any, ...], changed: dict[int, Any]) -> Any:
+    items = [changed.get(index, item) for index, item in enumerate(value)]
+    kind: Any = type(value)
+    if hasattr(kind, "_make"):  # named tuples, also those with a constructor of their own
+        return kind._make(items)
+    return kind(items)  # what torch.max and the like return takes a sequence as well
+
+
+def _set(container: Any, key: Any, item: Any) -> None:
+    if isinstance(container, (list, dict)):
+        container[key] = item
+    else:
+        object.__setattr__(container, key, item)  # also of a frozen dataclass

@@ -1,0 +1,433 @@
+"""Putting gates into a run while it is recorded."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bendtrace.interject.candidate import Candidate
+from bendtrace.interject.errors import InterjectionError
+from bendtrace.interject.gates import AfterGate, BeforeGate, Gate, InsteadGate
+from bendtrace.interject.interjection import NodePass
+from bendtrace.interject.plan import Plan, Slot
+from bendtrace.interject.structure import Leaf, refilled, take_apart
+from bendtrace.paths.events import bound, parameters_of
+from bendtrace.paths.live import LiveNames
+from bendtrace.paths.naming import Registry, identifier
+from bendtrace.recording.contexts import Context, current_context
+from bendtrace.recording.functions import CONTEXT, ESCAPES, METADATA, SHAPES, VALUES
+from bendtrace.recording.inserter import Stage
+from bendtrace.recording.tape import ModuleCall
+
+__all__ = ["LiveInserter"]
+
+Run = Callable[..., Any]
+
+# What gives no value that a node of the tree stands for.
+_UNNAMED = frozenset({*CONTEXT, *METADATA, *SHAPES, *ESCAPES, Tensor.tolist})
+
+
+class _Spot:
+    """A node of the run, and the slots at it."""
+
+    __slots__ = ("after", "before", "candidate", "inputs", "instead", "number", "seen", "slots")
+
+    def __init__(self, candidate: Candidate, plan: Plan) -> None:
+        self.candidate = candidate
+        self.number = 0  # passes that have begun
+        self.seen = False  # whether what it gives is known
+        self.slots = plan.slots_at("node", candidate)
+        self.inputs = plan.slots_at("input", candidate) if candidate.function is None else ()
+        self.before = _with(self.slots, "before", "backward")
+        self.instead = _with(self.slots, "instead")
+        self.after = _with(self.slots, "after", "backward")
+
+
+def _with(slots: tuple[Slot, ...], *forms: str) -> tuple[Slot, ...]:
+    return tuple(slot for slot in slots if not slot.forms.isdisjoint(forms))
+
+
+class LiveInserter:
+    """An `Inserter` that puts the gates of a plan into one run.
+
+    Args:
+        plan: the insertions.
+        registry: gives the names of nodes, as in all trees of the model.
+        function: what is run.
+
+    Attributes:
+        plan: as given.
+    """
+
+    def __init__(self, plan: Plan, registry: Registry, function: Callable[..., Any]) -> None:
+        self.plan = plan
+        self._registry = registry
+        self._function = function
+        self._spots: dict[str, _Spot] = {}
+        self._recomputed = 0  # how many checkpointed blocks the run is in
+        self._states = plan.states()
+        self._exchanged: dict[tuple[str, tuple[Slot, ...], Context], Tensor] = {}
+        self._state_names = _state_names(function) if self._states else {}
+        self._has_output_slots = any(
+            slot.place.matcher.needs_output for slot in plan.slots if slot.place.role == "node"
+        )
+
+    @property
+    def passes(self) -> dict[str, int]:
+        """How often each node was come by."""
+        return {path: spot.number for path, spot in self._spots.items()}
+
+    # Being asked
+
+    def begins(self, stage: Stage) -> None:
+        """Get ready for a run (see `recording.inserter.Inserter`)."""
+        self._stage = stage
+        self._names = LiveNames(self._registry, self._function, stage.scope)
+
+    def starts(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Exchange what a function is given (see `recording.inserter.Inserter`)."""
+        if isinstance(self._function, nn.Module):
+            return args, kwargs
+        self._names.function(args, kwargs)
+        spot = self._root = self._spot("", "forward", self._stage.scope)
+        spot.number += 1
+        return self._before(spot, self._stage.scope, args, kwargs, frame)
+
+    def ends(self, output: Any, frame: FrameType) -> Any:
+        """Exchange what a function gave (see `recording.inserter.Inserter`)."""
+        if isinstance(self._function, nn.Module):
+            return output
+        return self._after(self._root, self._root.number - 1, (), {}, output, frame)
+
+    def module(
+        self,
+        scope: ModuleCall,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        frame: FrameType,
+        run: Run,
+    ) -> Any:
+        """Run the call of a module (see `recording.inserter.Inserter`)."""
+        path = self._names.call(scope, args, kwargs)
+        spot = self._spots.get(path)
+        if spot is None:
+            base = identifier(self._names.relative(scope)) if path else ""
+            spot = self._spot(path, base, scope)
+        number = spot.number
+        spot.number += 1
+        if spot.before or spot.inputs:
+            args, kwargs = self._before(spot, scope, args, kwargs, frame)
+        if spot.instead:
+            output = self._instead(spot, number, args, kwargs, frame)
+        else:
+            output = run(scope, args, kwargs)
+        return self._after(spot, number, args, kwargs, output, frame)
+
+    def op(
+        self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType,
+        run: Run,
+    ) -> Any:  # fmt: skip
+        """Run the call of a function (see `recording.inserter.Inserter`)."""
+        given = args, kwargs
+        if self._states:
+            args, kwargs = self._with_states(given, frame)
+        if function in _UNNAMED:
+            return run(function, args, kwargs, frame)
+        stage, names = self._stage, self._names
+        scope, site = stage.scope, stage.site(frame)
+        states = [] if names.knows(scope, site, function) else self._labels(given)
+        path, base = names.op(scope, site, function, states)
+        if function in VALUES:  # Python takes what they give before anybody could exchange it
+            return run(function, args, kwargs, frame)
+        spot = self._spots.get(path)
+        if spot is None:
+            candidate = Candidate(path, base, None, "", function, scope.module, scope.path, site)
+            candidate.uses_parameter = any(
+                isinstance(tensor, nn.Parameter) for tensor in _tensors_in(given)
+            )
+            spot = self._spots[path] = _Spot(candidate, self.plan)
+        number = spot.number
+        spot.number += 1
+        if spot.before:
+            args, kwargs = self._before(spot, scope, args, kwargs, frame)
+        if spot.instead:
+            output = self._instead(spot, number, args, kwargs, frame)
+        else:
+            output = run(function, args, kwargs, frame)
+        return self._after(spot, number, args, kwargs, output, frame)
+
+    def scalar(self, function: Any, frame: FrameType) -> None:
+        """Name arithmetic (see `recording.inserter.Inserter`)."""
+        self._names.op(self._stage.scope, self._stage.site(frame), function, ())
+
+    def recomputed(self, entering: bool) -> None:
+        """Note that a checkpointed block begins or ends (see `recording.inserter.Inserter`)."""
+        self._recomputed += 1 if entering else -1
+
+    # Gates
+
+    def _gate(self, gate: Gate, values: Sequence[Any], frame: FrameType) -> Any:
+        """Put a gate on the tape."""
+        if self._recomputed and torch.is_grad_enabled():
+            raise InterjectionError(
+                f"{gate.at.path or '<root>'} is inside torch.utils.checkpoint, which runs it again "
+                "in the backward pass, past what is inserted: switch checkpointing off",
+                gate.at.path,
+            )
+        return self._stage.gate(gate, tuple(values), frame)
+
+    def _spot(self, path: str, base: str, scope: ModuleCall) -> _Spot:
+        outer = scope.parent
+        candidate = Candidate(
+            path, base, scope.module, scope.path, None,
+            None if outer is None else outer.module, "" if outer is None else outer.path,
+            scope.site,
+        )  # fmt: skip
+        spot = self._spots[path] = _Spot(candidate, self.plan)
+        return spot
+
+    def _at(self, spot: _Spot, number: int) -> NodePass:
+        node = spot.candidate
+        return NodePass(node.path, number, node.module, node.function, node.scope_path)
+
+    def _before(
+        self,
+        spot: _Spot,
+        scope: ModuleCall,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        frame: FrameType,
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Exchange what a node is given."""
+        places = self._input_places(spot, scope, args, kwargs)
+        slots = (*spot.before, *places)
+        if not slots:
+            return args, kwargs
+        whole = any("before" in slot.forms for slot in spot.before)
+        shape, values = take_apart((args, kwargs), objects=whole)
+        gate = BeforeGate(
+            self._at(spot, spot.number - 1),
+            slots,
+            shape,
+            self.plan,
+            places,
+            _writes(spot, args, kwargs),
+        )
+        given = self._through(gate, shape, values, values, frame)
+        if given is None:
+            return args, kwargs
+        exchanged: tuple[tuple[Any, ...], dict[str, Any]] = refilled((args, kwargs), shape, given)
+        return exchanged
+
+    def _after(
+        self,
+        spot: _Spot,
+        number: int,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        output: Any,
+        frame: FrameType,
+    ) -> Any:
+        """Exchange what a node gave."""
+        slots = spot.after
+        if self._has_output_slots:
+            if not spot.seen:
+                spot.seen = True
+                self._see(spot, output)
+            slots = spot.after
+        if not slots or output is None:
+            return output
+        whole = any(not slot.place.dig for slot in slots if "after" in slot.forms)
+        shape, values = take_apart(output, objects=whole)
+        wanted, handed = None, list(values)
+        if any("inputs" in slot.forms for slot in slots):
+            wanted, inputs = take_apart((args, kwargs))
+            handed += inputs
+        gate = AfterGate(
+            self._at(spot, number), slots, shape, self.plan, wanted,
+            spot.candidate.function is not None
+            and _writes(spot, args, kwargs)
+            and _gives_back(output, (*args, *kwargs.values())),
+        )  # fmt: skip
+        given = self._through(gate, shape, values, handed, frame)
+        return output if given is None else refilled(output, shape, given)
+
+    def _instead(
+        self, spot: _Spot, number: int, args: tuple[Any, ...], kwargs: dict[str, Any],
+        frame: FrameType,
+    ) -> Any:  # fmt: skip
+        """Call what is there instead of a function."""
+        shape, values = take_apart((args, kwargs))
+        gate = InsteadGate(self._at(spot, number), spot.instead, shape, self.plan)
+        return self._gate(gate, values, frame)
+
+    def _through(
+        self, gate: Any, shape: Any, values: list[Any], handed: list[Any], frame: FrameType
+    ) -> list[Any] | None:
+        """Put a gate on the tape; return the values with what it gave, None if nothing is new."""
+        given = self._gate(gate, handed, frame)
+        numbers = gate.exchanged
+        if len(numbers) == 1:
+            given = (given,)
+        changed = list(values)
+        for number, value in zip(numbers, given, strict=True):
+            changed[number] = value
+        if all(new is old for new, old in zip(changed, values, strict=True)):
+            return None
+        return changed
+
+    def _see(self, spot: _Spot, output: Any) -> None:
+        """Look at what a node gave, for those that are placed by it."""
+        with torch._C.DisableTorchFunction():
+            _, values = take_apart(output, objects=False)
+            tensor = next((value for value in values if isinstance(value, Tensor)), None)
+            if tensor is not None:
+                spot.candidate.shape, spot.candidate.dtype = tuple(tensor.shape), tensor.dtype
+        spot.after += _with(self.plan.slots_after(spot.candidate), "after")
+
+    # Inputs, parameters and buffers
+
+    def _input_places(
+        self, spot: _Spot, scope: ModuleCall, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> dict[Slot, tuple[Any, ...]]:
+        """Return what leads to the inputs that insertions are for, in arguments and keywords."""
+        if not spot.inputs:
+            return {}
+        owner = self._function if spot.candidate.module is None else spot.candidate.module
+        positions = tuple(_At((0, i)) for i in range(len(args)))
+        named = {name: _At((1, name)) for name in kwargs}
+        given = bound(parameters_of(owner), positions, named)
+        found: dict[Slot, tuple[Any, ...]] = {}
+        for name, where in given.items():
+            node = self._registry.reserve(
+                self._names.path(scope), ("input", name), identifier(name)
+            )
+            for slot in spot.inputs:
+                if slot.place.argument == node:
+                    keys = _resolved(where, slot.place.dig)
+                    if keys is not None:
+                        found[slot] = keys
+        return found
+
+    def _with_states(self, value: Any, frame: FrameType) -> Any:
+        """Exchange the parameters and buffers in arguments that there are insertions for."""
+        kind = type(value)
+        if kind is tuple or kind is list:
+            items = [self._with_states(item, frame) for item in value]
+            if all(new is old for new, old in zip(items, value, strict=True)):
+                return value
+            return kind(items)
+        if kind is dict:
+            items = [self._with_states(item, frame) for item in value.values()]
+            if all(new is old for new, old in zip(items, value.values(), strict=True)):
+                return value
+            return dict(zip(value, items, strict=True))
+        if not isinstance(value, Tensor):
+            return value
+        names = self._state_names.get(id(value)) or self._label(value)
+        if not names:
+            return value
+        # Of a tensor with several names, the one counts by which the running module knows it.
+        scope = self._stage.scope.path
+        name = next((n for n in names if n.rpartition(".")[0] == scope), names[0])
+        listed = self._states.get(name)
+        if listed is None:
+            return value
+        here = self._names.path(self._stage.scope)
+        slots = tuple(slot for slot in listed if slot.place.matcher.holder in (None, here))
+        key = name, slots, current_context()
+        known = self._exchanged.get(key) if slots else value
+        if known is None:
+            shown = next((slot.place.shown for slot in slots if slot.place.shown), name)
+            gate = AfterGate(NodePass(shown), slots, Leaf(Tensor, 0), self.plan)
+            known = self._exchanged[key] = self._gate(gate, (value,), frame)
+        return known
+
+    def _label(self, tensor: Tensor) -> tuple[str, ...]:
+        part = self._stage.state(tensor)
+        return () if part is None else (str(part.label).removeprefix("self."),)
+
+    def _labels(self, value: Any) -> list[str]:
+        """What the surroundings call the parameters and buffers in arguments."""
+        found = []
+        for tensor in _tensors_in(value):
+            part = self._stage.state(tensor)
+            if part is not None:
+                found.append(str(part.label))
+        return found
+
+
+class _At(tuple[Any, ...]):
+    """What leads to an argument."""
+
+
+def _resolved(where: Any, dig: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    for position, key in enumerate((*dig, None)):
+        if isinstance(where, _At):
+            return (*where, *dig[position:])
+        if isinstance(where, dict) and key in where:
+            where = where[key]
+        elif isinstance(where, tuple) and isinstance(key, int) and key < len(where):
+            where = where[key]
+        else:
+            return None
+    return None
+
+
+def _tensors_in(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif type(value) in (tuple, list):
+        for item in value:
+            yield from _tensors_in(item)
+    elif type(value) is dict:
+        for item in value.values():
+            yield from _tensors_in(item)
+
+
+def _state_names(function: Callable[..., Any]) -> dict[int, tuple[str, ...]]:
+    """Return the qualified names of the parameters and buffers of a model, by identity."""
+    found: dict[int, tuple[str, ...]] = {}
+    if isinstance(function, nn.Module):
+        for listed in (
+            function.named_parameters(remove_duplicate=False),
+            function.named_buffers(remove_duplicate=False),
+        ):
+            for name, tensor in listed:
+                found[id(tensor)] = (*found.get(id(tensor), ()), name)
+    return found
+
+
+def _gives_back(output: Any, args: tuple[Any, ...]) -> bool:
+    return isinstance(output, Tensor) and any(output is arg for arg in args)
+
+
+def _writes(spot: _Spot, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a node, going by its name and flags, changes what it is given."""
+    node = spot.candidate
+    if node.module is not None:
+        return bool(getattr(node.module, "inplace", False))
+    name = getattr(node.function, "__name__", "")
+    if name.endswith("_") and (not name.endswith("__") or name.startswith("__i")):
+        return True
+    if kwargs.get("inplace") or kwargs.get("out") is not None:
+        return True
+    position = _flag_position(node.function)
+    return position is not None and position < len(args) and args[position] is True
+
+
+@functools.cache
+def _flag_position(function: Any) -> int | None:
+    """Where a function of torch takes the flag `inplace`."""
+    try:
+        return list(inspect.signature(function).parameters).index("inplace")
+    except (TypeError, ValueError):
+        return None

@@ -1,0 +1,100 @@
+"""What an insertion does at a node: the base of interjections, patches and bends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+__all__ = ["Inputs", "Interjection", "NodePass"]
+
+
+class Inputs(tuple[Any, ...]):
+    """What a node was given: the positional arguments, as a tuple.
+
+    Attributes:
+        kwargs: the keyword arguments.
+    """
+
+    kwargs: dict[str, Any]
+
+    def __new__(cls, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Inputs:
+        """Make one of positional and keyword arguments."""
+        made = super().__new__(cls, args)
+        made.kwargs = {} if kwargs is None else kwargs
+        return made
+
+
+@dataclass(frozen=True)
+class NodePass:
+    """One execution of a node, as an interjection is told of it.
+
+    Attributes:
+        path: node path: `layers_0.mlp.relu`; of a part of a container `output|sub_0`.
+        number: which pass of the node in this call of the model, counted from 0.
+        module: the module called; None for functions, methods, parameters and inputs.
+        function: the torch function; None for calls of modules, parameters and inputs.
+        scope: qualified name of the module in whose code it happens.
+    """
+
+    path: str
+    number: int = 0
+    module: nn.Module | None = field(default=None, compare=False)
+    function: Callable[..., Any] | None = field(default=None, compare=False)
+    scope: str = ""
+
+
+class Interjection:
+    """User code at a node. Subclasses override one or several of the methods.
+
+    One object can be inserted in several places. What is not overridden costs nothing. All
+    methods run as one op of the trace, in replays as in other runs, under the grad mode and
+    autocast of the node; what they do with torch is not recorded.
+
+    Attributes:
+        observes: whether it promises to keep every value as it is. An observer that gives
+            another value raises.
+        wants_inputs: whether `after` is given what the node was given.
+        late: whether it is called after all others at a node whenever it was inserted, and
+            before them by `before`.
+        label: what reports and graphs call it.
+    """
+
+    observes: bool = False
+    wants_inputs: bool = False
+    late: bool = False
+
+    @property
+    def label(self) -> str:
+        """What reports and graphs call it: the name of the class."""
+        return type(self).__name__
+
+    def before(self, at: NodePass, inputs: Inputs) -> Inputs | None:
+        """Called with what the node is given; may return other inputs, of the same structure."""
+
+    def instead(self, at: NodePass, call: Callable[..., Any], inputs: Inputs) -> Any:
+        """Called in place of the node: what it returns is the node's output.
+
+        `call(*inputs, **inputs.kwargs)` is the node itself. For functions and methods only.
+        """
+
+    def after(self, at: NodePass, inputs: Inputs, output: Any) -> Any:
+        """Called with what the node gave; may return another value of the same structure.
+
+        `inputs` is empty unless `wants_inputs` is set.
+        """
+
+    def backward(
+        self, at: NodePass, grad_input: tuple[Any, ...], grad_output: tuple[Any, ...]
+    ) -> tuple[Any, ...] | None:
+        """Called in the backward pass with the gradients through this execution of the node alone.
+
+        One for each tensor among the inputs and outputs, in order; None where there is none.
+        May return other gradients for the inputs.
+        """
+
+    @classmethod
+    def _overrides(cls, name: str) -> bool:
+        return getattr(cls, name) is not getattr(Interjection, name)

@@ -1,0 +1,200 @@
+"""What is known of a model from its recorded runs: what insertions are looked up in."""
+
+from __future__ import annotations
+
+import ast
+import linecache
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from torch import nn
+
+from bendtrace.flow import flow_steps
+from bendtrace.graph.names import node_names
+from bendtrace.interject.candidate import Candidate
+from bendtrace.interject.graphs import candidate_graph
+from bendtrace.outline.coverage import BranchCoverage, Coverage
+from bendtrace.paths.naming import Registry, identifier
+from bendtrace.paths.strings import NodePathError, find
+from bendtrace.paths.tree import tree_of
+from bendtrace.paths.view import Tree
+from bendtrace.recording.recorder import Recording
+from bendtrace.recording.tape import Guard
+
+__all__ = ["Knowledge"]
+
+
+class Knowledge:
+    """The runs of one model, as insertions ask about them.
+
+    Args:
+        model: the model.
+        registry: gives the names of its nodes.
+        runs: returns the runs without insertions, the latest first.
+        inserted: returns those with insertions.
+        coverage: lists the branches of which a side was not seen.
+    """
+
+    def __init__(
+        self,
+        model: Callable[..., Any],
+        registry: Registry,
+        runs: Callable[[], list[Recording]],
+        inserted: Callable[[], list[Recording]],
+        coverage: Callable[[], Coverage],
+    ) -> None:
+        self.model = model
+        self.registry = registry
+        self.examples: list[Tree] = []
+        self._runs = runs
+        self._inserted = inserted
+        self._coverage = coverage
+        # By identity, with the run itself so that no identity is used twice.
+        self._trees: dict[int, tuple[Recording, Tree]] = {}
+        self._nodes: dict[int, tuple[Recording, list[Candidate]]] = {}
+
+    def trees(self) -> Iterator[Tree]:
+        """Yield the trees of the runs, those without insertions first."""
+        yield from self.examples
+        for recording in self.recordings():
+            yield self._tree(recording)
+
+    def recordings(self) -> list[Recording]:
+        """Return all runs that are known."""
+        return [*self._runs(), *self._inserted()]
+
+    def candidates(self) -> list[Candidate] | None:
+        """Return the nodes of all runs without insertions; None if there were none."""
+        runs = self._runs()
+        if not runs:
+            return None
+        _forget(self._nodes, runs)
+        found: dict[str, Candidate] = {}
+        for recording in runs:
+            known = self._nodes.get(id(recording))
+            if known is None:
+                graph = candidate_graph(recording, self.model, self.registry)
+                known = self._nodes[id(recording)] = recording, list(graph)
+            for node in known[1]:
+                found.setdefault(node.path, node)
+        return list(found.values())
+
+    def modules(self) -> list[Candidate]:
+        """Return the modules as nodes, those included that no run has come by."""
+        if not isinstance(self.model, nn.Module):
+            return []
+        modules = dict(self.model.named_modules(remove_duplicate=False))
+        found = []
+        for name, module in modules.items():
+            scope, _, base = name.rpartition(".")
+            path = ".".join(map(identifier, name.split("."))) if name else ""
+            found.append(
+                Candidate(
+                    path, identifier(base) if base else "", module, name, None,
+                    modules.get(scope) if name else None, scope,
+                )
+            )  # fmt: skip
+        return found
+
+    def mirror_path(self, name: str) -> str:
+        """Return the path of the node of a mirror that has a name; "" if none has."""
+        for recording in self._runs():
+            names = node_names(recording.tape.ops)
+            if name in names:
+                return self._tree(recording).path_of(names.index(name))
+        return ""
+
+    def hint(self, name: str) -> str:
+        """Say under which branch that was not taken something of a name may be."""
+        base = re.sub(r"_\d+$", "", name.rpartition(".")[2])
+        found = [
+            branch
+            for branch in self._coverage()
+            if any(re.search(rf"\b{re.escape(base)}\b", text) for text in _unseen(branch))
+        ]
+        if not base or not found:
+            return ""
+        listed = ", ".join(
+            f"{os.path.basename(branch.file)}:{branch.line} `{branch.text}`" for branch in found[:3]
+        )
+        return f"it may be under a branch of which that side was not seen: {listed}"
+
+    def why_not(self, path: str, runs: Iterable[Recording]) -> str:
+        """Say why some runs did not come by a node that others came by; "" if that is unknown."""
+        other = next((r for r in self.recordings() if _has(self._tree(r), path)), None)
+        if other is None:
+            return ""
+        for run in runs:
+            guard = _parting(other, run)
+            if guard is not None:
+                return _told(guard, run)
+        return ""
+
+    def _tree(self, recording: Recording) -> Tree:
+        known = self._trees.get(id(recording))
+        if known is None:
+            _forget(self._trees, self.recordings())
+            tree = tree_of(recording, self.model, self.registry)
+            known = self._trees[id(recording)] = recording, tree
+        return known[1]
+
+
+def _forget(kept: dict[int, Any], runs: list[Recording]) -> None:
+    living = {id(recording) for recording in runs}
+    for key in [key for key in kept if key not in living]:
+        del kept[key]
+
+
+def _has(tree: Tree, path: str) -> bool:
+    try:
+        find(tree.data, path)
+    except NodePathError:
+        return False
+    return True
+
+
+def _decisions(recording: Recording) -> list[Guard]:
+    return [guard for guard in recording.tape.guards if guard.how not in ("", "metadata")]
+
+
+def _parting(one: Recording, other: Recording) -> Guard | None:
+    """Return the decision of the second run at which the two part."""
+    for mine, theirs in zip(_decisions(one), _decisions(other), strict=False):
+        here = None if mine.site is None else mine.site.identity
+        there = None if theirs.site is None else theirs.site.identity
+        if here != there:
+            return None
+        if type(mine.expected) is not type(theirs.expected) or mine.expected != theirs.expected:
+            return theirs
+    return None
+
+
+def _told(guard: Guard, run: Recording) -> str:
+    steps = flow_steps(run.tape, node_names(run.tape.ops))
+    number = next(i for i, other in enumerate(run.tape.guards) if other is guard)
+    step = next((s for s in steps if s.guard == number), None)
+    if step is None:
+        return ""
+    where = f"{os.path.basename(step.file)}:{step.line} `{step.text}`"
+    if isinstance(guard.expected, bool):
+        taken = "was not taken" if not guard.expected else "was taken"
+        return f"branch at {where} {taken} for this input"
+    return f"{step.kind} at {where} came to {guard.expected!r} for this input"
+
+
+def _unseen(branch: BranchCoverage) -> Iterator[str]:
+    """Yield the source of what is under those sides of a branch that were not seen."""
+    text = "".join(linecache.getlines(branch.file))
+    try:
+        tree = ast.parse(text)
+    except SyntaxError:
+        return
+    for node in ast.walk(tree):
+        if not isinstance(node, (ast.If, ast.While, ast.IfExp)) or node.test.lineno != branch.line:
+            continue
+        for side in branch.missing:
+            under = node.body if side else node.orelse
+            for inner in under if isinstance(under, list) else [under]:
+                yield ast.get_source_segment(text, inner) or ""

@@ -1,0 +1,122 @@
+"""Modules that are not looked into, as fx's leaf modules are not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from bendtrace.errors import InputError
+from bendtrace.interject.candidate import Candidate, CandidateGraph
+from bendtrace.interject.selector import NodeSelector
+from bendtrace.interject.selectors.algebra import Selector, as_selector
+from bendtrace.interject.selectors.naming import matches_path, matches_qualified_name
+
+__all__ = ["outside", "without_leaves"]
+
+# What fx's tracers take besides, and what a run on real inputs has no use for.
+_NOT_NEEDED = frozenset(
+    {"autowrap_functions", "autowrap_modules", "param_shapes_constant", "suppress_diff_warning"}
+)
+
+
+@dataclass(frozen=True, repr=False)
+class Outside(Selector):
+    """What a selector means of the nodes that are not inside some modules.
+
+    The calls of these modules themselves count.
+    """
+
+    selector: NodeSelector
+    names: frozenset[str]
+    looks_ahead: bool = field(init=False, compare=False)
+    needs_output: bool = field(init=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "looks_ahead", self.selector.looks_ahead)
+        object.__setattr__(self, "needs_output", self.selector.needs_output)
+
+    def matches(self, node: Candidate) -> bool:
+        """Whether a node is meant, going by the node alone."""
+        return not self._is_inside(node) and self.selector.matches(node)
+
+    def select(self, graph: CandidateGraph) -> set[str]:
+        """Return the paths of the nodes of a graph that are meant."""
+        nodes = {path: node for path, node in graph.nodes.items() if not self._is_inside(node)}
+        return self.selector.select(CandidateGraph(nodes, graph.edges.subgraph(nodes)))
+
+    def _is_inside(self, node: Candidate) -> bool:
+        if node.path == "":
+            return False
+        scope = node.scope_path
+        while scope not in self.names:
+            if not scope:
+                return False
+            scope = scope.rpartition(".")[0]
+        return True
+
+    def __repr__(self) -> str:
+        return f"{self.selector!r} outside {', '.join(sorted(self.names))}"
+
+
+def outside(what: Any, model: Callable[..., Any], leaves: Iterable[Any]) -> NodeSelector:
+    """Return what a selector means outside some modules.
+
+    Args:
+        what: a selector, or what stands for one.
+        model: the model.
+        leaves: classes of modules, modules, or qualified names of modules.
+
+    Raises:
+        InputError: one of them is nothing of the kind.
+    """
+    selector = _named(what) if isinstance(what, str) else as_selector(what)
+    names: set[str] = set()
+    modules = list(_modules(model))
+    for leaf in leaves:
+        names |= {name for name, module in modules if _is_leaf(leaf, name, module)}
+    return Outside(selector, frozenset(names)) if names else selector
+
+
+def without_leaves(
+    what: Any, model: Callable[..., Any], tracer_kwargs: Mapping[str, Any] | None
+) -> NodeSelector:
+    """Return what a selector means outside the `leaf_modules` of `tracer_kwargs`.
+
+    Raises:
+        InputError: there are other options that no tracer has.
+    """
+    options = dict(tracer_kwargs or {})
+    leaves = options.pop("leaf_modules", ())
+    if unknown := options.keys() - _NOT_NEEDED:
+        raise InputError(
+            f"tracer_kwargs= has {', '.join(sorted(map(repr, unknown)))}, which no tracer takes; "
+            "what can be said is 'leaf_modules'"
+        )
+    return outside(what, model, leaves)
+
+
+def _named(name: str) -> NodeSelector:
+    try:
+        return matches_qualified_name(name) | matches_path(name)
+    except InputError:  # it can only be a qualified name: `layers.0`
+        return matches_qualified_name(name)
+
+
+def _modules(model: Callable[..., Any]) -> Iterable[tuple[str, nn.Module]]:
+    if isinstance(model, nn.Module):
+        yield from model.named_modules(remove_duplicate=False)
+
+
+def _is_leaf(leaf: Any, name: str, module: nn.Module) -> bool:
+    if isinstance(leaf, type) and issubclass(leaf, nn.Module):
+        return isinstance(module, leaf)
+    if isinstance(leaf, nn.Module):
+        return module is leaf
+    if isinstance(leaf, str):
+        return name == leaf
+    raise InputError(
+        f"leaf_modules are classes of modules, modules or qualified names, not {leaf!r}"
+    )

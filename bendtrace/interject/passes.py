@@ -1,0 +1,82 @@
+"""In which passes of a node an insertion is called."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from bendtrace.errors import InputError
+
+__all__ = ["Passes"]
+
+
+class Passes:
+    """Says which passes count.
+
+    Args:
+        numbers: the numbers of passes, counted from 0, or from the end where they are negative;
+            a predicate of the number; None for all.
+        every: every how manieth of those that count, beginning with the first pass.
+
+    Attributes:
+        needs_total: whether it has to be known how many passes there will be.
+
+    Raises:
+        InputError: it is something else.
+    """
+
+    def __init__(
+        self,
+        numbers: int | Iterable[int] | Callable[[int], bool] | None = None,
+        every: int | None = None,
+    ) -> None:
+        if every is not None and (type(every) is not int or every < 1):
+            raise InputError(f"every= has to be a positive int, not {every!r}")
+        self._every = every or 1
+        self._predicate: Callable[[int], bool] | None = None
+        self._numbers: frozenset[int] | range | None = None
+        if callable(numbers):
+            self._predicate = numbers
+        elif isinstance(numbers, range):
+            self._numbers = numbers
+        elif numbers is not None:
+            self._numbers = frozenset(_ints(numbers))
+        self.needs_total = self._numbers is not None and any(number < 0 for number in self._numbers)
+
+    def admits(self, number: int, total: int | None) -> bool:
+        """Whether a pass counts.
+
+        Args:
+            number: the pass.
+            total: how many there are; None if that is not known.
+        """
+        if number % self._every:
+            return False
+        if self._predicate is not None:
+            return bool(self._predicate(number))
+        if self._numbers is None or number in self._numbers:
+            return True
+        return self.needs_total and total is not None and number - total in self._numbers
+
+    def __repr__(self) -> str:
+        every = f", every {self._every}" if self._every > 1 else ""
+        if self._predicate is not None:
+            return f"passes by {self._predicate!r}{every}"
+        if self._numbers is None:
+            return f"all passes{every}"
+        return f"passes {sorted(self._numbers)}{every}"
+
+
+def _ints(numbers: Any) -> list[int]:
+    listed = [numbers] if isinstance(numbers, int) else numbers
+    try:
+        listed = list(listed)
+    except TypeError:
+        listed = [listed]
+    for number in listed:
+        if type(number) is not int:
+            raise InputError(
+                "passes= takes numbers of passes, or a function of the number that says whether it "
+                f"counts, not {number!r}"
+            )
+    return listed

@@ -1,0 +1,95 @@
+"""The base of all patches."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Generic, TypeVar
+
+from torch import Tensor
+
+from bendtrace.interject.interjection import Inputs, Interjection, NodePass
+from bendtrace.interject.patches.copies import copied_in, described, version_of
+from bendtrace.interject.patches.errors import PatchError
+
+__all__ = ["Patch"]
+
+Target = TypeVar("Target")
+
+
+class Patch(Interjection, Generic[Target]):
+    """Does something to the value at a node. Subclasses override `op`.
+
+    Dataclasses make good patches, and need not know where they are placed: one patch can be used
+    at several nodes, and at several parts of one.
+
+    Attributes:
+        requires_clone: whether `op` is given a copy, which it may then change in place, and
+            whether a tensor of its own that it gives back is copied, which the model may change
+            in place. Patches that only read, or only compute anew, can do without.
+
+    Example:
+        >>> import torch, bendtrace as bt
+        >>> from bendtrace.interject.patches.base import Patch
+        >>> class Doubled(Patch):
+        ...     def op(self, original_output):
+        ...         return original_output * 2
+        >>> Doubled().op(torch.ones(2))
+        tensor([2., 2.])
+    """
+
+    requires_clone: bool = True
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        # An `op` of its own does not keep what its parent class promised of another one.
+        if "op" in vars(cls) and not {"requires_clone", "observes"} & vars(cls).keys():
+            cls.requires_clone = Patch.requires_clone
+            cls.observes = Interjection.observes
+
+    def op(self, original_output: Target) -> Target | None:
+        """Return the value to go on with, of the same type; None keeps the one there is."""
+        return original_output
+
+    def after(self, at: NodePass, inputs: Inputs, output: Any) -> Any:
+        """Put what `op` gives in the place of a node's value."""
+        value = copied_in(output, Tensor.clone) if self.requires_clone else output
+        version = version_of(value)
+        try:
+            made: Any = self.op(value)
+            if version_of(value) != version and (made is None or value is output):
+                self._refuse_write(value is output)
+        except PatchError as error:
+            if error.path:
+                raise
+            raise PatchError(
+                f"{self.label} at {_named(at)}: {error}",
+                path=at.path, expected=error.expected, got=error.got,
+            ) from error.__cause__  # fmt: skip
+        if self.requires_clone and made is not value:
+            made = copied_in(made, Tensor.clone)
+        return made
+
+    def _refuse_write(self, is_original: bool) -> None:
+        if is_original:
+            raise PatchError(
+                "op changed the model's own value in place: leave requires_clone as it is, and "
+                "it gets a copy"
+            )
+        raise PatchError("op changed its copy of the value in place and gave nothing: return it")
+
+    def __repr__(self) -> str:
+        shown: list[str] = []
+        fields: dict[str, dataclasses.Field[Any]] = getattr(self, "__dataclass_fields__", {})
+        for field in fields.values():
+            value = getattr(self, field.name, None)
+            if field.repr and value is not field.default:
+                shown.append(f"{field.name}={described(value)}")
+        return f"{type(self).__name__}({', '.join(shown)})"
+
+
+def _named(at: NodePass) -> str:
+    """Return the path of a node as one writes it, with the pass from the second one on."""
+    if not at.number:
+        return repr(at.path)
+    node, bar, part = at.path.partition("|")
+    return repr(f"{node}:{at.number + 1}{bar}{part}")

@@ -1,0 +1,169 @@
+"""The context in which patches are in place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ContextDecorator
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+from torch import nn
+
+from bendtrace.errors import InputError
+from bendtrace.interject.patches.base import Patch
+from bendtrace.paths.strings import NodePathError, find, require_leaf
+from bendtrace.paths.view import Node, Tree
+
+__all__ = ["PatchContext", "Patches", "Where"]
+
+Where = str | Node
+Patches = Mapping[Where, Patch[Any] | Sequence[Patch[Any]]]
+
+
+class Placing(Protocol):
+    """Where insertions are kept."""
+
+    def make(self, where: Any, what: Any) -> Any:
+        """Make an insertion, and check it, without putting it in."""
+
+    def add(self, *insertions: Any) -> None:
+        """Put insertions in, all at once."""
+
+    def remove(self, *insertions: Any) -> None:
+        """Take insertions away, all at once."""
+
+
+class Known(Protocol):
+    """What is known of the model."""
+
+    model: Callable[..., Any]
+
+    def trees(self) -> Iterable[Tree]:
+        """Return the trees of the runs without insertions."""
+
+
+class PatchContext(ContextDecorator):
+    """Patches that are in place while the context lasts.
+
+    It can be entered again, also inside itself, and it removes what it has placed and nothing
+    else, in whatever order contexts are left. Patches of an inner context run after those of the
+    outer one at the same node. As a decorator it surrounds each call of a function.
+
+    Args:
+        board: where the patches are placed.
+        known: what is known of the model.
+        patches: for each path a patch, or several in the order in which they are to run.
+
+    Attributes:
+        insertions: the handles of what is in place now.
+
+    Raises:
+        InputError: the patches are no mapping of paths to patches.
+        NodePathError: there are paths that lead to no single value.
+    """
+
+    def __init__(self, board: Placing, known: Known, patches: Patches) -> None:
+        self._board = board
+        self._placed: list[tuple[Where, Patch[Any]]] = []
+        self._entered: list[list[Any]] = []
+        wanted = [(where, list(_listed(where, given))) for where, given in _items(patches)]
+        _check(board, known, [where for where, _ in wanted])
+        for where, given in wanted:
+            self._placed += [(where, patch) for patch in given]
+
+    @property
+    def insertions(self) -> list[Any]:
+        """The handles of what is in place now."""
+        return [handle for handles in self._entered for handle in handles]
+
+    def __enter__(self) -> Self:
+        handles = [self._board.make(where, patch) for where, patch in self._placed]
+        self._board.add(*handles)
+        self._entered.append(handles)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        handles = self._entered.pop()
+        try:
+            if kind is None:
+                for handle in handles:
+                    handle.warn_if_never_fired(3)
+        finally:  # also where warnings are errors
+            self._board.remove(*handles)
+
+    def __repr__(self) -> str:
+        placed: dict[str, list[Patch[Any]]] = {}
+        for where, patch in self._placed:
+            placed.setdefault(where._path if isinstance(where, Node) else where, []).append(patch)
+        return f"PatchContext({placed!r})"
+
+
+def _items(patches: Any) -> Iterator[tuple[Any, Any]]:
+    if not isinstance(patches, Mapping):
+        raise InputError(
+            "patches are given as a dict of node paths to patches, as in "
+            f"patch({{'linear.output': ZeroPatch()}}), not as {type(patches).__name__}"
+        )
+    yield from patches.items()
+
+
+def _listed(where: Any, given: Any) -> Iterator[Patch[Any]]:
+    """Yield the patches for a path, and refuse what is none."""
+    if not isinstance(where, (str, Node)):
+        raise InputError(f"a node path is a string or a node, not {type(where).__name__}")
+    for patch in given if isinstance(given, (list, tuple)) else (given,):
+        if isinstance(patch, type) and issubclass(patch, Patch):
+            raise InputError(
+                f"{_text(where)!r}: {patch.__name__} is a class; write {patch.__name__}(...)"
+            )
+        if not isinstance(patch, Patch):
+            raise InputError(
+                f"{_text(where)!r}: {patch!r} is no patch"
+                + ("; write CustomPatch(custom_op=...)" if callable(patch) else "")
+            )
+        yield patch
+
+
+def _check(board: Placing, known: Known, places: list[Where]) -> None:
+    """Refuse, all at once, the paths that lead to nothing, or to no single value."""
+    errors: list[NodePathError] = []
+    for where in places:
+        try:
+            _check_value(board, known, where)
+        except NodePathError as error:
+            errors.append(error)
+    if not errors:
+        return
+    first = errors[0]
+    if len(errors) == 1:
+        raise first
+    lines = "".join(f"\n  {error}" for error in errors)
+    message = f"{len(errors)} of the paths lead to no value:{lines}"
+    raise NodePathError(message, first.path, first.completions)
+
+
+def _check_value(board: Placing, known: Known, where: Where) -> None:
+    """Refuse a path that leads to nothing, or to no single value."""
+    text = _text(where)
+    has_run = False
+    for tree in known.trees():
+        has_run = True
+        try:
+            found = find(tree.data, text)
+        except NodePathError:
+            continue
+        require_leaf(tree.data, found, text)
+        return
+    board.make(where, Patch())
+    model = known.model
+    if has_run and isinstance(model, nn.Module) and text in dict(model.named_modules()):
+        raise NodePathError(f"{text!r} is a module, not a value, and no run has called it", text)
+
+
+def _text(where: Where) -> str:
+    return where._path if isinstance(where, Node) else where

@@ -1,0 +1,84 @@
+"""Patches that look at values and leave them as they are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from bendtrace.interject.patches.base import Patch
+from bendtrace.interject.patches.copies import copied_in
+
+__all__ = ["ProbePatch", "RecordPatch"]
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class ProbePatch(Patch[Any]):
+    """Keeps the latest value of a node.
+
+    Args:
+        detach: whether to keep it without its graph of autograd. With it, a loss on the
+            activation can go backward, and the run's memory stays as long as the activation does.
+
+    Attributes:
+        activation: a copy of the value as it came up last; None before there was one.
+
+    Example:
+        >>> import torch
+        >>> probe = ProbePatch()
+        >>> _ = probe.op(torch.ones(2))
+        >>> probe.activation
+        tensor([1., 1.])
+    """
+
+    activation: Any = field(default=None, init=False)
+    detach: bool = True
+
+    requires_clone = False
+    observes = True
+
+    def op(self, original_output: Any) -> Any:
+        """Keep a copy of the value."""
+        self.activation = _snapshot(original_output, self.detach)
+        return original_output
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class RecordPatch(Patch[Any]):
+    """Keeps all values of a node, over its passes and over calls of the model.
+
+    Args:
+        activations: a list to go on with.
+        detach: whether to keep them without their graphs of autograd.
+
+    Attributes:
+        activations: copies of the values, in the order in which they came up.
+
+    Example:
+        >>> import torch
+        >>> record = RecordPatch()
+        >>> for value in (1.0, 2.0):
+        ...     _ = record.op(torch.tensor(value))
+        >>> record
+        RecordPatch(activations=[tensor(1.), tensor(2.)])
+    """
+
+    activations: list[Any] = field(default_factory=list)
+    detach: bool = True
+
+    requires_clone = False
+    observes = True
+
+    def op(self, original_output: Any) -> Any:
+        """Keep a copy of the value."""
+        self.activations.append(_snapshot(original_output, self.detach))
+        return original_output
+
+
+def _snapshot(value: Any, detach: bool) -> Any:
+    return copied_in(value, _detached_copy if detach else Tensor.clone)
+
+
+def _detached_copy(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone()

@@ -1,0 +1,268 @@
+"""The part of a value that a patch is about."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from types import EllipsisType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bendtrace.errors import InputError
+from bendtrace.interject.patches.copies import described
+from bendtrace.interject.patches.errors import PatchError
+
+__all__ = ["Index", "Number", "added", "check_index", "check_value", "edited", "replaced"]
+
+Number = bool | int | float | complex
+IndexItem = int | slice | EllipsisType | Tensor | list[Any] | tuple[Any, ...] | None
+# What may stand in brackets behind a tensor. A list counts as a tuple if it holds more than
+# numbers, and None as all of the tensor.
+Index = IndexItem | tuple[IndexItem, ...] | list[IndexItem]
+
+
+def check_index(index: Any) -> None:
+    """Refuse what cannot stand in brackets behind a tensor.
+
+    Raises:
+        InputError: it is no index expression.
+    """
+    items = index if isinstance(index, (list, tuple)) else (index,)
+    for item in items:
+        if isinstance(item, (list, tuple)):
+            check_index(item)
+        elif isinstance(item, Tensor):
+            if item.is_floating_point() or item.is_complex():
+                raise InputError(f"slice={described(index)}: a tensor of {item.dtype} is no index")
+        elif item is not None and item is not ... and not _indexes(item):
+            raise InputError(
+                f"slice={described(index)}: {item!r} cannot stand in brackets behind a tensor; "
+                "write x[:, 2] as slice=(slice(None), 2)"
+            )
+
+
+def _indexes(item: Any) -> bool:
+    if isinstance(item, (slice, range)) or type(item).__module__ == "numpy":
+        return True
+    try:
+        operator.index(item)
+    except TypeError:
+        return False
+    return True
+
+
+def check_value(value: Any) -> None:
+    """Refuse what can be neither added to a tensor nor put in its place.
+
+    Raises:
+        InputError: it is no tensor and no number.
+    """
+    if not isinstance(value, (Tensor, bool, int, float, complex)):
+        raise InputError(
+            f"value has to be a tensor or a number, not {described(value)} ({type(value).__name__})"
+        )
+
+
+def _check_number(original: Any, value: Any) -> None:
+    """Refuse what is neither a tensor nor a number, and tensors for numbers.
+
+    Raises:
+        PatchError: the node holds, or is to hold, another kind of thing.
+    """
+    if not isinstance(original, (bool, int, float, complex)):
+        raise PatchError(
+            f"there was {described(original)} ({type(original).__name__}), neither a tensor nor a "
+            "number: give the path of a part of it, or use a CustomPatch",
+            expected="Tensor", got=type(original).__name__,
+        )  # fmt: skip
+    if isinstance(value, Tensor):
+        raise PatchError(
+            f"there was the number {original!r}, for which {described(value)} cannot stand",
+            expected=type(original).__name__, got=described(value),
+        )  # fmt: skip
+
+
+def edited(original: Any, index: Index, edit: Callable[[Tensor], Any]) -> Any:
+    """Return a copy of a tensor with something else in one part.
+
+    Args:
+        original: the tensor; it stays as it is.
+        index: the part.
+        edit: gives a tensor that fits for the one that is there.
+
+    Raises:
+        PatchError: there is no such part, or what is to come in its place does not fit.
+    """
+    new = edit(_part_of(original, index))
+    made = original.clone()
+    made[_key(index)] = new
+    return made
+
+
+def added(original: Any, index: Index, value: Any) -> Any:
+    """Return a value with something added to a part of it.
+
+    Args:
+        original: a tensor or a number; it stays as it is.
+        index: the part; None for all of it.
+        value: what to add.
+
+    Raises:
+        PatchError: there is no such part, or the sum is none that it can hold.
+    """
+    if index is not None:
+        return edited(original, index, lambda part: added(part, None, value))
+    if not isinstance(original, Tensor):
+        _check_number(original, value)
+        return _as_number(original, original + value, value)
+    if isinstance(value, Tensor):
+        _check_shape(original, value)
+        value = value.to(original.device)
+    made = original + value
+    if made.dtype is not original.dtype:
+        if not torch.can_cast(made.dtype, original.dtype):
+            raise _unfit_type(original, value)
+        made = made.to(original.dtype)
+    return made if made.shape == original.shape else made.reshape(original.shape)
+
+
+def replaced(original: Any, index: Index, value: Any) -> Any:
+    """Return a value with something else in the place of a part of it.
+
+    Args:
+        original: a tensor or a number; it stays as it is.
+        index: the part; None for all of it.
+        value: what to put there.
+
+    Raises:
+        PatchError: there is no such part, or it cannot hold the value.
+    """
+    if index is None and not isinstance(original, Tensor):
+        _check_number(original, value)
+        return _as_number(original, value, value)
+    part = original if index is None else _part_of(original, index)
+    if isinstance(value, Tensor):
+        _check_shape(part, value)
+        fits = torch.can_cast(value.dtype, part.dtype)
+        value = value.to(part.device)
+    else:
+        fits = _holds(part.dtype, value)
+    if not fits:
+        raise _unfit_type(part, value)
+    # Not a new tensor, also where nothing of the old one is left: as with graphpatch, what led
+    # to it gets gradients of zero, not none.
+    made = original.clone()
+    made[... if index is None else _key(index)] = value
+    return made
+
+
+def _part_of(original: Any, index: Index) -> Tensor:
+    """Return a part of a tensor.
+
+    Raises:
+        PatchError: there is no such part.
+    """
+    if not isinstance(original, Tensor):
+        raise PatchError(
+            f"only of tensors can a slice be taken; there was {described(original)}",
+            expected="Tensor", got=described(original),
+        )  # fmt: skip
+    try:
+        return original[_key(index)]
+    except (IndexError, TypeError, ValueError) as error:
+        raise PatchError(
+            f"{_of_shape(original.shape)} has no part [{_shown(index)}]: {_first_line(error)}",
+            got=_of_shape(original.shape),
+        ) from error
+
+
+def _key(index: Index) -> Any:
+    """Return what goes in the brackets.
+
+    torch once took lists of more than numbers for tuples, and graphpatch's documents say so.
+    """
+    if isinstance(index, (list, tuple)):
+        items = [list(item) if isinstance(item, range) else item for item in index]
+        if isinstance(index, tuple) or not all(_is_plain(item) for item in items):
+            return tuple(items)
+        return items
+    return list(index) if isinstance(index, range) else index
+
+
+def _is_plain(item: Any) -> bool:
+    return isinstance(item, int) or type(item).__module__ == "numpy"
+
+
+def _check_shape(part: Tensor, value: Tensor) -> None:
+    """Refuse a value that does not broadcast to the shape of what it is for."""
+    sizes = list(value.shape)
+    while len(sizes) > part.dim() and sizes[0] == 1:
+        del sizes[0]  # as in `part[...] = value`
+    wanted = part.shape[part.dim() - len(sizes) :]
+    if len(sizes) > part.dim() or any(
+        size not in (1, there) for size, there in zip(sizes, wanted, strict=True)
+    ):
+        raise PatchError(
+            f"the value has to be {_of_shape(part.shape)}, or broadcast to that, but is "
+            f"{_of_shape(value.shape)}",
+            expected=_of_shape(part.shape), got=_of_shape(value.shape),
+        )  # fmt: skip
+
+
+def _unfit_type(part: Tensor, value: Any) -> PatchError:
+    got = str(value.dtype) if isinstance(value, Tensor) else f"{value!r} ({type(value).__name__})"
+    return PatchError(
+        f"the node holds {part.dtype}, which cannot hold {got}", expected=str(part.dtype), got=got
+    )
+
+
+def _holds(dtype: torch.dtype, number: Number) -> bool:
+    """Return whether tensors of a dtype can hold a number, but for rounding."""
+    if isinstance(number, complex):
+        return dtype.is_complex
+    if dtype.is_complex or dtype.is_floating_point:
+        return True
+    if dtype is torch.bool:
+        return number in (0, 1)
+    limits = torch.iinfo(dtype)
+    return limits.min <= number <= limits.max and number == int(number)
+
+
+def _as_number(original: Number, made: Number, value: Number) -> Number:
+    """Return a number as one of the type of another, if it is one."""
+    kind = next(kind for kind in (bool, int, float, complex) if isinstance(original, kind))
+    fits = {
+        bool: made in (0, 1),
+        int: isinstance(made, int) or (isinstance(made, float) and made.is_integer()),
+        float: not isinstance(made, complex),
+        complex: True,
+    }
+    if not fits[kind]:
+        raise PatchError(
+            f"the node holds {kind.__name__}, which cannot hold {made!r} (the value is {value!r})",
+            expected=kind.__name__, got=repr(made),
+        )  # fmt: skip
+    return kind(made)  # type: ignore[arg-type]  # complex ones were refused
+
+
+def _of_shape(shape: torch.Size) -> str:
+    return f"Tensor({', '.join(map(str, shape))})"
+
+
+def _shown(index: Index) -> str:
+    """Return an index as one writes it in brackets."""
+    items = index if isinstance(index, tuple) else (index,)
+    return ", ".join(_shown_item(item) for item in items)
+
+
+def _shown_item(item: Any) -> str:
+    if not isinstance(item, slice):
+        return "..." if item is ... else described(item)
+    parts = ["" if part is None else str(part) for part in (item.start, item.stop, item.step)]
+    return ":".join(parts[:2] + ([parts[2]] if parts[2] else []))
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]

@@ -1,0 +1,116 @@
+"""Patches that set values: to zero, to something more, to something else."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from bendtrace.interject.patches.base import Patch
+from bendtrace.interject.patches.regions import (
+    Index,
+    Number,
+    added,
+    check_index,
+    check_value,
+    replaced,
+)
+
+__all__ = ["AddPatch", "ReplacePatch", "ZeroPatch"]
+
+Patchable = Tensor | Number
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class ZeroPatch(Patch[Patchable]):
+    """Sets a value, or a part of it, to zero.
+
+    What led to it gets gradients of zero through this node.
+
+    Args:
+        slice: the part: what one would write in brackets behind the tensor, with `slice(2, 4)`
+            for `2:4`; all of it if None.
+
+    Example:
+        >>> import torch
+        >>> ZeroPatch(slice=(slice(None), 0)).op(torch.ones(2, 3))
+        tensor([[0., 1., 1.],
+                [0., 1., 1.]])
+    """
+
+    slice: Index = None
+
+    requires_clone = False
+
+    def __post_init__(self) -> None:
+        check_index(self.slice)
+
+    def op(self, original_output: Patchable) -> Patchable:
+        """Return a copy with zeros."""
+        made: Patchable = replaced(original_output, self.slice, 0)
+        return made
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class AddPatch(Patch[Patchable]):
+    """Adds to a value, or to a part of it.
+
+    Args:
+        value: what to add: a number, or a tensor that broadcasts to the shape there, moved to
+            its device and rounded to its dtype. It gets its gradient, if it requires one.
+        slice: the part, as for `ZeroPatch`.
+
+    Example:
+        >>> import torch
+        >>> AddPatch(value=torch.tensor([1., 2.]), slice=(0, slice(1, None))).op(torch.ones(2, 3))
+        tensor([[1., 2., 3.],
+                [1., 1., 1.]])
+    """
+
+    value: Patchable = field(kw_only=False)
+    slice: Index = None
+
+    requires_clone = False
+
+    def __post_init__(self) -> None:
+        check_value(self.value)
+        check_index(self.slice)
+
+    def op(self, original_output: Patchable) -> Patchable:
+        """Return the sum."""
+        made: Patchable = added(original_output, self.slice, self.value)
+        return made
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class ReplacePatch(Patch[Patchable]):
+    """Puts another value in the place of one, or of a part of it.
+
+    What led to the part gets gradients of zero through this node.
+
+    Args:
+        value: a number, or a tensor that broadcasts to the shape there, moved to its device and
+            rounded to its dtype. It gets its gradient, if it requires one. It is copied, so that
+            nothing the model does changes it.
+        slice: the part, as for `ZeroPatch`.
+
+    Example:
+        >>> import torch
+        >>> ReplacePatch(value=3, slice=0).op(torch.ones(2, 3))
+        tensor([[3., 3., 3.],
+                [1., 1., 1.]])
+    """
+
+    value: Patchable = field(kw_only=False)
+    slice: Index = None
+
+    requires_clone = False
+
+    def __post_init__(self) -> None:
+        check_value(self.value)
+        check_index(self.slice)
+
+    def op(self, original_output: Patchable) -> Patchable:
+        """Return a copy with the value."""
+        made: Patchable = replaced(original_output, self.slice, self.value)
+        return made

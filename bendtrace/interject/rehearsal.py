@@ -1,0 +1,87 @@
+"""A run of a copy of the model without insertions: what selectors that look ahead go by."""
+
+from __future__ import annotations
+
+import copy
+import random
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from bendtrace.errors import InputError
+from bendtrace.interject.candidate import CandidateGraph
+from bendtrace.interject.graphs import candidate_graph
+from bendtrace.interject.inserter import LiveInserter
+from bendtrace.interject.plan import Plan
+from bendtrace.interject.structure import take_apart
+from bendtrace.paths.naming import Registry
+from bendtrace.paths.tree import tree_of
+from bendtrace.paths.view import Tree
+from bendtrace.recording.run import Signature, record
+
+__all__ = ["Rehearsal", "rehearse"]
+
+
+class Rehearsal(NamedTuple):
+    """What a run without insertions has shown.
+
+    Attributes:
+        graph: its nodes.
+        tree: its tree.
+        totals: how many passes each node has.
+    """
+
+    graph: CandidateGraph
+    tree: Tree
+    totals: dict[str, int]
+
+
+def rehearse(
+    model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], registry: Registry
+) -> Rehearsal:
+    """Run a copy of a model on copies of some inputs, and put the random generators back.
+
+    Raises:
+        InputError: the model or the inputs cannot be copied.
+        Exception: whatever the model raises, as it is.
+    """
+    memo: dict[int, Any] = {}
+    for tensor in take_apart((args, kwargs))[1]:
+        if isinstance(tensor, Tensor) and not tensor.is_leaf:  # which copy.deepcopy refuses
+            memo[id(tensor)] = tensor.detach().clone().requires_grad_(tensor.requires_grad)
+    try:
+        twin, args, kwargs = copy.deepcopy((model, args, kwargs), memo)
+    except Exception as error:
+        raise InputError(
+            "where these insertions are is decided by a run of a copy of the model without them, "
+            f"and the model or its inputs cannot be copied ({type(error).__name__}: {error}); give "
+            "node paths, modules or selectors that do not look ahead"
+        ) from error
+    inserter = LiveInserter(Plan(()), registry, twin)
+    with _random_state_kept():
+        recording = record(twin, args, kwargs, Signature(twin), inserter=inserter)
+    recording.result = None
+    graph = candidate_graph(recording, twin, registry)
+    if isinstance(model, nn.Module) and isinstance(twin, nn.Module):
+        own = dict(zip(map(id, twin.modules()), model.modules(), strict=True))
+        for node in graph:
+            node.module = own.get(id(node.module), node.module)
+            node.scope = own.get(id(node.scope), node.scope)
+    return Rehearsal(graph, tree_of(recording, twin, registry), inserter.passes)
+
+
+@contextmanager
+def _random_state_kept() -> Iterator[None]:
+    numpy = sys.modules.get("numpy")
+    states = random.getstate(), None if numpy is None else numpy.random.get_state()
+    with torch.random.fork_rng():
+        try:
+            yield
+        finally:
+            random.setstate(states[0])
+            if numpy is not None:
+                numpy.random.set_state(states[1])

@@ -1,0 +1,159 @@
+"""What became of an insertion: where it was called, how often, and whether it changed anything."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+from typing import Any
+
+from bendtrace.interject.interjection import NodePass
+
+__all__ = ["Report", "Row", "Tally"]
+
+
+@dataclass
+class Row:
+    """What happened at one node.
+
+    Attributes:
+        path: the node.
+        passes: how often it was called in each pass.
+        changed: in how many calls it changed the value, as far as that was looked at: once it
+            has changed a value in place of the same one, others that are new count as changed.
+        backward: how often it was told of gradients.
+    """
+
+    path: str
+    passes: dict[int, int] = field(default_factory=dict)
+    changed: int = 0
+    backward: int = 0
+
+    @property
+    def fired(self) -> int:
+        """How often it was called."""
+        return sum(self.passes.values())
+
+
+@dataclass(frozen=True)
+class Report:
+    """What became of an insertion so far.
+
+    Attributes:
+        label: what was inserted.
+        where: where.
+        rows: the nodes at which it was called.
+        notes: why it was not called elsewhere, one line each.
+    """
+
+    label: str
+    where: str
+    rows: tuple[Row, ...]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def fired(self) -> int:
+        """How often it was called in all."""
+        return sum(row.fired for row in self.rows)
+
+    @property
+    def changed(self) -> bool:
+        """Whether it ever changed a value."""
+        return any(row.changed for row in self.rows)
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """The nodes at which it was called."""
+        return tuple(row.path for row in self.rows)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it as plain values, ready for JSON."""
+        return {
+            "label": self.label,
+            "where": self.where,
+            "fired": self.fired,
+            "nodes": [
+                {
+                    "path": row.path, "passes": {str(k): v for k, v in row.passes.items()},
+                    "changed": row.changed, "backward": row.backward,
+                }
+                for row in self.rows
+            ],
+            "notes": list(self.notes),
+        }  # fmt: skip
+
+    def __str__(self) -> str:
+        head = f"{self.label} at {self.where}: "
+        if not self.rows:
+            lines = [head + "never called"]
+        else:
+            nodes = "1 node" if len(self.rows) == 1 else f"{len(self.rows)} nodes"
+            lines = [head + f"called {_times(self.fired)} at {nodes}"]
+        for row in self.rows:
+            passes = _passes(row.passes)
+            parts = [_times(row.fired) + passes]
+            parts.append(f"changed the value {_times(row.changed)}" if row.changed else "no change")
+            if row.backward:
+                parts.append(f"gradients {_times(row.backward)}")
+            lines.append(f"  {row.path or '<root>'}: {', '.join(parts)}")
+        return "\n".join([*lines, *(f"  {note}" for note in self.notes)])
+
+    __repr__ = __str__
+
+
+class Tally:
+    """Counts calls; from several threads, as backward passes may."""
+
+    def __init__(self) -> None:
+        self._rows: dict[str, Row] = {}
+        self._lock = threading.Lock()
+
+    def rows(self) -> tuple[Row, ...]:
+        """Return what was counted so far."""
+        with self._lock:
+            return tuple(
+                Row(row.path, dict(row.passes), row.changed, row.backward)
+                for row in self._rows.values()
+            )
+
+    def called(self, at: NodePass, changed: bool) -> None:
+        """Count a call."""
+        with self._lock:
+            row = self._row(at.path)
+            row.passes[at.number] = row.passes.get(at.number, 0) + 1
+            row.changed += changed
+
+    def told(self, at: NodePass) -> None:
+        """Count gradients that were told."""
+        with self._lock:
+            row = self._row(at.path)
+            row.backward += 1
+
+    def has_changed(self, path: str) -> bool:
+        """Whether a value was changed at a node."""
+        row = self._rows.get(path)
+        return row is not None and row.changed > 0
+
+    def clear(self) -> None:
+        """Begin anew."""
+        with self._lock:
+            self._rows.clear()
+
+    def _row(self, path: str) -> Row:
+        row = self._rows.get(path)
+        if row is None:
+            row = self._rows[path] = Row(path)
+        return row
+
+
+def _times(count: int) -> str:
+    return "once" if count == 1 else f"{count} times"
+
+
+def _passes(passes: dict[int, int]) -> str:
+    numbers = sorted(passes)
+    if numbers in ([], [0]):
+        return ""
+    if len(numbers) > 1 and numbers == list(range(numbers[0], numbers[-1] + 1)):
+        return f" in passes {numbers[0]} to {numbers[-1]}"
+    shown = ", ".join(map(str, numbers))
+    return f" in pass {shown}" if len(numbers) == 1 else f" in passes {shown}"

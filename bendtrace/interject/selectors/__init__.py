@@ -1,0 +1,1 @@
+"""Node selectors: values that say which nodes are meant."""

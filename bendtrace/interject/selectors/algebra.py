@@ -1,0 +1,296 @@
+"""Selectors as values that can be combined, and the combinations."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from bendtrace.errors import InputError
+from bendtrace.interject.candidate import Candidate, CandidateGraph
+from bendtrace.interject.selector import NodeSelector
+
+__all__ = ["Combined", "Not", "Nth", "Selector", "Slice", "as_selector", "selected"]
+
+
+class Selector(NodeSelector):
+    """A node selector that can be combined with others.
+
+    `a & b`, `a | b`, `a ^ b` and `~a` mean the nodes that are meant by both, by at least one, by
+    exactly one, and not. What stands on the other side of a selector may also be a node path, a
+    regular expression that is searched for in node paths, a module, a class of modules, a torch
+    function, a predicate of the `Candidate`, or a list of these.
+
+    Your own selectors are subclasses with one method, `matches`. Frozen dataclasses are equal when
+    they are made alike.
+
+    Example:
+        >>> import dataclasses
+        >>> @dataclasses.dataclass(frozen=True)
+        ... class DeeperThan(Selector):
+        ...     levels: int
+        ...     def matches(self, node):
+        ...         return node.path.count(".") >= self.levels
+        >>> DeeperThan(2) & "layers_0.mlp.relu"
+        DeeperThan(levels=2) & matches_path('layers_0.mlp.relu')
+    """
+
+    def __and__(self, other: Any) -> Selector:
+        return _combine("&", self, other)
+
+    def __rand__(self, other: Any) -> Selector:
+        return _combine("&", other, self)
+
+    def __or__(self, other: Any) -> Selector:
+        return _combine("|", self, other)
+
+    def __ror__(self, other: Any) -> Selector:
+        return _combine("|", other, self)
+
+    def __xor__(self, other: Any) -> Selector:
+        return _combine("^", self, other)
+
+    def __rxor__(self, other: Any) -> Selector:
+        return _combine("^", other, self)
+
+    def __invert__(self) -> Selector:
+        return Not(self)
+
+    def __bool__(self) -> bool:
+        raise InputError(
+            f"{self!r} is neither true nor false: selectors are combined with &, | and ~, "
+            "since `and`, `or` and `not` ask for their truth"
+        )
+
+    def nth(self, index: int) -> Selector:
+        """Mean one of the nodes that are meant, in the order in which they begin.
+
+        Args:
+            index: which one, from 0; negative ones count from the end. Where there are not so
+                many, none is meant.
+        """
+        return Nth(self, index)
+
+    def first(self) -> Selector:
+        """Mean the first of the nodes that are meant."""
+        return Nth(self, 0)
+
+    def last(self) -> Selector:
+        """Mean the last of the nodes that are meant."""
+        return Nth(self, -1)
+
+    def slice(
+        self, start: int | None = None, stop: int | None = None, step: int | None = None
+    ) -> Selector:
+        """Mean some of the nodes that are meant, in the order in which they begin.
+
+        Args:
+            start: the first of them, from 0; negative ones count from the end.
+            stop: the first of them that is not meant any more.
+            step: how far it is from one to the next.
+        """
+        return Slice(self, start, stop, step)
+
+
+@functools.singledispatch
+def as_selector(what: Any) -> NodeSelector:
+    """Return the selector that something stands for.
+
+    Raises:
+        InputError: it stands for none.
+    """
+    raise InputError(
+        f"{what!r} says not which nodes are meant: give a selector, a node path, a compiled "
+        "regular expression, a module, a class of modules, a torch function, a predicate of the "
+        "node, or a list of these"
+    )
+
+
+@as_selector.register
+def _(what: NodeSelector) -> NodeSelector:
+    return what
+
+
+@as_selector.register(list)
+@as_selector.register(tuple)
+def _(what: Any) -> NodeSelector:
+    return what[0] if len(what) == 1 else Combined("|", tuple(map(as_selector, what)))
+
+
+def selected(selector: NodeSelector, graph: CandidateGraph, among: set[str]) -> set[str]:
+    """Return which of some nodes of a graph are meant.
+
+    Args:
+        selector: says which.
+        graph: the whole graph.
+        among: paths of the nodes that are asked for; a selector that goes by nodes alone is not
+            asked about others.
+    """
+    if selector.looks_ahead:
+        return selector.select(graph) & among
+    return {path for path in among if selector.matches(graph.nodes[path])}
+
+
+Sign = Literal["&", "|", "^"]
+_STRENGTH: dict[str, int] = {"|": 0, "^": 1, "&": 2, "~": 3}
+
+
+def _combine(sign: Sign, left: Any, right: Any) -> Selector:
+    parts: list[NodeSelector] = []
+    for operand in (left, right):
+        part = as_selector(operand)
+        parts += part.parts if isinstance(part, Combined) and part.sign == sign else [part]
+    return Combined(sign, tuple(parts))
+
+
+@dataclass(frozen=True, repr=False)
+class Combined(Selector):
+    """What several selectors mean together."""
+
+    sign: Sign
+    parts: tuple[NodeSelector, ...]
+    looks_ahead: bool = field(init=False, compare=False)
+    needs_output: bool = field(init=False, compare=False)
+
+    def __post_init__(self) -> None:
+        _inherit(self, *self.parts)
+
+    def matches(self, node: Candidate) -> bool:
+        """Whether a node is meant, going by the node alone."""
+        if self.sign == "&":
+            return all(part.matches(node) for part in self.parts)
+        if self.sign == "|":
+            return any(part.matches(node) for part in self.parts)
+        return sum(part.matches(node) for part in self.parts) % 2 == 1
+
+    def select(self, graph: CandidateGraph) -> set[str]:
+        """Return the paths of the nodes of a graph that are meant."""
+        everything = set(graph.nodes)
+        if self.sign == "&":
+            found = everything
+            for part in self.parts:  # a later one is not asked about what an earlier one rules out
+                found = selected(part, graph, found)
+            return found
+        found = set()
+        for part in self.parts:
+            if self.sign == "|":
+                found |= selected(part, graph, everything - found)
+            else:
+                found ^= selected(part, graph, everything)
+        return found
+
+    def __repr__(self) -> str:
+        return f" {self.sign} ".join(_inside(part, self.sign) for part in self.parts)
+
+
+@dataclass(frozen=True, repr=False)
+class Not(Selector):
+    """What a selector does not mean. The model as a whole is not among that."""
+
+    selector: NodeSelector
+    looks_ahead: bool = field(init=False, compare=False)
+    needs_output: bool = field(init=False, compare=False)
+
+    def __post_init__(self) -> None:
+        _inherit(self, self.selector)
+
+    def matches(self, node: Candidate) -> bool:
+        """Whether a node is meant, going by the node alone."""
+        return node.path != "" and not self.selector.matches(node)
+
+    def select(self, graph: CandidateGraph) -> set[str]:
+        """Return the paths of the nodes of a graph that are meant."""
+        others = set(graph.nodes) - {""}
+        return others - selected(self.selector, graph, others)
+
+    def __repr__(self) -> str:
+        return f"~{_inside(self.selector, '~')}"
+
+
+class _Ordered(Selector):
+    """Some of the nodes that a selector means, by their order."""
+
+    selector: NodeSelector
+    looks_ahead = True
+
+    def matches(self, node: Candidate) -> bool:
+        """Refuse, since the other nodes have to be known.
+
+        Raises:
+            InputError: always.
+        """
+        raise cannot_tell(self)
+
+    def _in_order(self, graph: CandidateGraph) -> list[str]:
+        found = selected(self.selector, graph, set(graph.nodes))
+        return [path for path in graph.nodes if path in found]
+
+
+@dataclass(frozen=True, repr=False)
+class Nth(_Ordered):
+    """One of the nodes that a selector means."""
+
+    selector: NodeSelector
+    index: int
+    needs_output: bool = field(init=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if type(self.index) is not int:
+            raise InputError(f"nth() takes an int to say which node is meant, not {self.index!r}")
+        object.__setattr__(self, "needs_output", self.selector.needs_output)
+
+    def select(self, graph: CandidateGraph) -> set[str]:
+        """Return the paths of the nodes of a graph that are meant."""
+        found = self._in_order(graph)
+        return {found[self.index]} if -len(found) <= self.index < len(found) else set()
+
+    def __repr__(self) -> str:
+        if self.index in (0, -1):
+            return f"{'first' if self.index == 0 else 'last'}({self.selector!r})"
+        return f"nth({self.selector!r}, {self.index})"
+
+
+@dataclass(frozen=True, repr=False)
+class Slice(_Ordered):
+    """Several of the nodes that a selector means."""
+
+    selector: NodeSelector
+    start: int | None = None
+    stop: int | None = None
+    step: int | None = None
+    needs_output: bool = field(init=False, compare=False)
+
+    def __post_init__(self) -> None:
+        for name in ("start", "stop", "step"):
+            value = getattr(self, name)
+            if value is not None and type(value) is not int:
+                raise InputError(f"match_slice() takes an int or None as {name}, not {value!r}")
+        if self.step == 0:
+            raise InputError("match_slice() cannot go in steps of 0")
+        object.__setattr__(self, "needs_output", self.selector.needs_output)
+
+    def select(self, graph: CandidateGraph) -> set[str]:
+        """Return the paths of the nodes of a graph that are meant."""
+        return set(self._in_order(graph)[self.start : self.stop : self.step])
+
+    def __repr__(self) -> str:
+        return f"match_slice({self.selector!r}, {self.start}, {self.stop}, {self.step})"
+
+
+def cannot_tell(selector: NodeSelector) -> InputError:
+    """Return the error for asking about one node where the whole graph has to be known."""
+    return InputError(
+        f"{selector!r} cannot be told from one node alone: it needs the graph of a run, "
+        "select(graph)"
+    )
+
+
+def _inherit(made: Selector, *parts: NodeSelector) -> None:
+    for name in ("looks_ahead", "needs_output"):
+        object.__setattr__(made, name, any(getattr(part, name) for part in parts))
+
+
+def _inside(part: NodeSelector, sign: str) -> str:
+    """Return a part as text, in brackets where it would be read otherwise."""
+    weaker = isinstance(part, Combined) and _STRENGTH[part.sign] <= _STRENGTH[sign]
+    return f"({part!r})" if weaker else repr(part)

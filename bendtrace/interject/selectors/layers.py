@@ -1,0 +1,208 @@
+"""Selectors for the layers of torch, whether called as module, function or method."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Any
+
+import torch
+from torch import nn
+from torch._ops import OpOverload, OpOverloadPacket
+
+from bendtrace.errors import InputError
+from bendtrace.interject.candidate import Candidate
+from bendtrace.interject.selectors.algebra import Selector
+from bendtrace.interject.selectors.families import ALIASES, FAMILIES, GROUPS, NOT_THE_SAME, PARTS
+
+__all__ = ["Family", "Layers", "NoLayerError"]
+
+
+class NoLayerError(InputError, AttributeError):
+    """A family has no layer of that name."""
+
+
+@dataclass(frozen=True, repr=False)
+class Layers(Selector):
+    """Some layers of torch: calls of the modules, of the functions and of the methods.
+
+    What a layer consists of is not meant besides the layer: the `F.relu` in the code of an
+    `nn.ReLU` is that module's, and found by its call. A function that several layers share, such
+    as `F.batch_norm`, is meant by each of them.
+
+    Attributes:
+        family: the family they are of.
+        members: their names.
+    """
+
+    family: str
+    members: tuple[str, ...]
+
+    def matches(self, node: Candidate) -> bool:
+        """Whether a node is meant, going by the node alone."""
+        if node.module is not None:
+            return isinstance(node.module, _classes(self.family, self.members))
+        if node.function is None:
+            return False
+        names = functions_named(node.function) & _names(self.family, self.members)
+        return bool(names) and not isinstance(node.scope, _consisting_of(names))
+
+    @property
+    def classes(self) -> tuple[type[nn.Module], ...]:
+        """The classes of modules that are meant, with their subclasses."""
+        return _classes(self.family, self.members)
+
+    @property
+    def functions(self) -> frozenset[Callable[..., Any]]:
+        """The functions and methods that are meant; operators of `torch.ops` are besides."""
+        names = _names(self.family, self.members)
+        return frozenset(found for found, of in _spellings().items() if of & names)
+
+    def __repr__(self) -> str:
+        if self.members == tuple(FAMILIES[self.family]):
+            return self.family
+        if len(self.members) == 1:
+            return f"{self.family}.{self.members[0]}"
+        for name, members in _groups(self.family).items():
+            if members == self.members:
+                return f"{self.family}.{name}"
+        return " | ".join(f"{self.family}.{member}" for member in self.members)
+
+
+class Family(Layers):
+    """A family of layers: itself a selector for all of them, with the members as attributes.
+
+    Example:
+        >>> activations = Family("Activations")
+        >>> activations.ReLU, activations.is_relu, activations
+        (Activations.ReLU, Activations.ReLU, Activations)
+        >>> Family("Normalization").is_batch_norm.members
+        ('BatchNorm1d', 'BatchNorm2d', 'BatchNorm3d', 'SyncBatchNorm')
+    """
+
+    def __init__(self, family: str) -> None:
+        super().__init__(family, tuple(FAMILIES[family]))
+
+    def __getattr__(self, name: str) -> Layers:
+        if name.startswith("_") or name in ("family", "members"):
+            raise AttributeError(name)
+        member = ALIASES.get(name, name)
+        if member in FAMILIES[self.family]:
+            return Layers(self.family, (member,))
+        members = _groups(self.family).get(name)
+        if members is None:
+            raise NoLayerError(_unknown(self.family, name))
+        return self if members == self.members else Layers(self.family, members)
+
+    def __dir__(self) -> list[str]:
+        lazy = [name for name, member in ALIASES.items() if member in self.members]
+        return sorted({*super().__dir__(), *self.members, *lazy, *_groups(self.family)})
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Family, (self.family,)
+
+
+@functools.cache
+def _groups(family: str) -> dict[str, tuple[str, ...]]:
+    """Return the members of a family that have a common name in TorchWatcher."""
+    groups: dict[str, list[str]] = {}
+    for member, functions in FAMILIES[family].items():
+        for function in functions.split():
+            groups.setdefault(f"is_{function}", []).append(member)
+    found = {name: tuple(members) for name, members in groups.items()}
+    for name, members in GROUPS[family].items():
+        found[name] = tuple(members.split()) or tuple(FAMILIES[family])
+    return found
+
+
+@functools.cache
+def _classes(family: str, members: tuple[str, ...]) -> tuple[type[nn.Module], ...]:
+    # Some are newer than the oldest torch that will do, some have no class.
+    return tuple(cls for cls in (getattr(nn, name, None) for name in members) if cls is not None)
+
+
+@functools.cache
+def _names(family: str, members: tuple[str, ...]) -> frozenset[str]:
+    return frozenset(name for member in members for name in FAMILIES[family][member].split())
+
+
+@functools.cache
+def _consisting_of(names: frozenset[str]) -> tuple[type[nn.Module], ...]:
+    """Return the classes whose modules consist in calls of some functions."""
+    return tuple(
+        cls
+        for family, members in FAMILIES.items()
+        for member, functions in members.items()
+        if names & {*functions.split(), *PARTS.get(member, "").split()}
+        for cls in _classes(family, (member,))
+    )
+
+
+_NOTHING: frozenset[str] = frozenset()
+
+
+def functions_named(function: Callable[..., Any]) -> frozenset[str]:
+    """Return the names under which the families have a function, method or operator."""
+    if isinstance(function, OpOverload):
+        return _operators().get(function.name().partition(".")[0], _NOTHING)
+    if isinstance(function, OpOverloadPacket):  # prints as `aten.relu`
+        return _operators().get(str(function).replace(".", "::", 1), _NOTHING)
+    owner = getattr(function, "__self__", None)
+    if isinstance(owner, type) and issubclass(owner, torch.autograd.Function):
+        return _all_names() & {owner.__name__}
+    try:
+        return _spellings().get(function, _NOTHING)
+    except TypeError:  # not hashable, so none of torch's
+        return _NOTHING
+
+
+@functools.cache
+def _all_names() -> frozenset[str]:
+    return frozenset().union(*(_names(family, tuple(FAMILIES[family])) for family in FAMILIES))
+
+
+@functools.cache
+def _spellings() -> dict[Callable[..., Any], frozenset[str]]:
+    """Return the functions and methods that the families name."""
+    found: dict[Callable[..., Any], frozenset[str]] = {}
+    for name in _all_names():
+        for function in _spelled(name):
+            found[function] = found.get(function, _NOTHING) | {name}
+    return found
+
+
+def _spelled(name: str) -> Iterator[Callable[..., Any]]:
+    # F.linear and its like are those of torch._C._nn; torch's layers call the recurrent functions
+    # by way of torch._VF, whose members torch has as well.
+    places = (nn.functional, torch, torch.Tensor, torch.special, torch._C._nn)
+    for place in places:
+        for spelling in (name, f"{name}_"):
+            if f"{getattr(place, '__name__', '')}.{spelling}" in NOT_THE_SAME:
+                continue
+            function = getattr(place, spelling, None)
+            if callable(function) and not isinstance(function, type):
+                yield function
+
+
+@functools.cache
+def _operators() -> dict[str, frozenset[str]]:
+    found = {}
+    for name in _all_names():
+        for spelling in (f"aten::{name}", f"aten::{name}_"):
+            if spelling not in NOT_THE_SAME:
+                found[spelling] = frozenset({name})
+    return found
+
+
+def _unknown(family: str, name: str) -> str:
+    others = [other for other, members in FAMILIES.items() if ALIASES.get(name, name) in members]
+    others += [other for other in FAMILIES if name in _groups(other)]
+    if others:
+        return f"{family} has no {name}; {others[0]} has: {others[0]}.{name}"
+    known = [*FAMILIES[family], *_groups(family)]
+    folded = {other.lower(): other for other in reversed(known)}
+    near = [folded[one] for one in get_close_matches(name.lower(), folded, n=3)]
+    hint = f"did you mean {' or '.join(near)}?" if near else f"it has {', '.join(FAMILIES[family])}"
+    return f"{family} has no layer {name}; {hint}"

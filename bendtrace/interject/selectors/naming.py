@@ -1,0 +1,339 @@
+"""Selectors that go by what a node is called, and by what is called there."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch import nn
+from torch.nn.utils.parametrize import is_parametrized as _is_parametrized
+
+from bendtrace.errors import InputError
+from bendtrace.interject.candidate import Candidate
+from bendtrace.interject.selectors.algebra import Selector, as_selector
+from bendtrace.paths.strings import dug
+from bendtrace.paths.view import Node
+from bendtrace.recording.functions import is_torchs_function, name_of
+
+__all__ = [
+    "has_parameters",
+    "is_module",
+    "is_parametrized",
+    "matches_function",
+    "matches_module",
+    "matches_module_class",
+    "matches_module_lambda",
+    "matches_name",
+    "matches_path",
+    "matches_qualified_name",
+    "node_lambda",
+    "source_text",
+]
+
+
+def matches_name(name: str | re.Pattern[str]) -> Selector:
+    """Mean nodes by the last part of their path: `relu_1`.
+
+    Args:
+        name: the name, or a regular expression that is searched for in it.
+
+    Example:
+        >>> matches_name("relu_1") | matches_name(re.compile("^conv"))
+        matches_name('relu_1') | matches_name(re.compile('^conv'))
+    """
+    return Text("name", _text_or_pattern(name))
+
+
+def matches_path(path: str | re.Pattern[str]) -> Selector:
+    """Mean nodes by their path: `layers_0.mlp.relu`.
+
+    Args:
+        path: the path, as the tree prints it, or a regular expression that is searched for in it.
+    """
+    path = _text_or_pattern(path)
+    if isinstance(path, str) and re.search(r"[|:\[]|(^|\.)\d", path):
+        raise InputError(
+            f"{path!r} is no path of a node as such: selectors mean whole nodes, in all their "
+            "passes, and take paths as the tree prints them, `layers_0.mlp`, `features.sub_6`"
+        )
+    return Text("path", path)
+
+
+def matches_qualified_name(name: str | re.Pattern[str]) -> Selector:
+    """Mean nodes by qualified name: `layers.0.mlp` for a module, `layers.0.mlp.relu` for an op.
+
+    All calls of a module have its name, wherever they are.
+
+    Args:
+        name: the name, or a regular expression that is searched for in it.
+    """
+    return Text("qualified_name", _text_or_pattern(name))
+
+
+def source_text(text: str | re.Pattern[str]) -> Selector:
+    """Mean nodes by the expression in the source: `self.conv1(x)`.
+
+    Args:
+        text: the whole expression, with white space folded, or a regular expression that is
+            searched for in it.
+    """
+    return Text("text", _text_or_pattern(text))
+
+
+def matches_module_class(*classes: type[nn.Module]) -> Selector:
+    """Mean calls of modules by their class; those of subclasses are meant, too.
+
+    Args:
+        *classes: one or several classes.
+
+    Example:
+        >>> matches_module_class(nn.Conv2d, nn.Linear)
+        matches_module_class(Conv2d, Linear)
+    """
+    for cls in classes:
+        if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
+            raise InputError(f"matches_module_class() takes subclasses of nn.Module, not {cls!r}")
+    return ModuleClass(_some(classes, "matches_module_class() takes one class or several"))
+
+
+def matches_module(*modules: nn.Module) -> Selector:
+    """Mean calls of certain modules, wherever they are called.
+
+    Args:
+        *modules: one or several modules of the model.
+    """
+    for module in modules:
+        if not isinstance(module, nn.Module):
+            raise InputError(f"matches_module() takes modules, not {module!r}")
+    return Modules(_some(modules, "matches_module() takes one module or several"))
+
+
+def matches_module_lambda(predicate: Callable[[nn.Module], Any]) -> Selector:
+    """Mean calls of the modules of which something is true.
+
+    Args:
+        predicate: is asked about modules.
+
+    Example:
+        >>> wide = matches_module_lambda(lambda module: getattr(module, "out_features", 0) > 64)
+    """
+    return Predicate(_callable(predicate, "matches_module_lambda"), of_module=True)
+
+
+def node_lambda(predicate: Callable[[Candidate], Any]) -> Selector:
+    """Mean nodes of which something is true.
+
+    Args:
+        predicate: is asked about nodes, as `Candidate`.
+    """
+    return Predicate(_callable(predicate, "node_lambda"))
+
+
+def matches_function(*functions: Callable[..., Any] | str) -> Selector:
+    """Mean calls of certain functions and methods, and of no others that do the same.
+
+    Args:
+        *functions: the functions (`F.relu`, `torch.Tensor.view`), or names under which any torch
+            function, method or operator is meant (`"relu"`).
+
+    Example:
+        >>> import torch
+        >>> matches_function(torch.nn.functional.relu, torch.Tensor.view, "add_")
+        matches_function(relu, view, 'add_')
+    """
+    for function in functions:
+        if not callable(function) and not isinstance(function, str):
+            raise InputError(f"matches_function() takes functions and names, not {function!r}")
+    return Functions(_some(functions, "matches_function() takes one function or several"))
+
+
+@dataclass(frozen=True, repr=False)
+class Text(Selector):
+    """Nodes of which an attribute is some text, or has something in it."""
+
+    attribute: Literal["name", "path", "qualified_name", "text"]
+    what: str | re.Pattern[str]
+
+    def matches(self, node: Candidate) -> bool:
+        """Whether a node is meant, going by the node alone."""
+        text: str = getattr(node, self.attribute)
+        if isinstance(self.what, str):
+            return text == self.what
+        return self.what.search(text) is not None
+
+    def __repr__(self) -> str:
+        made = "source_text" if self.attribute == "text" else f"matches_{self.attribute}"
+        return f"{made}({self.what!r})"
+
+
+@dataclass(frozen=True, repr=False)
+class ModuleClass(Selector):
+    """Calls of modules of some classes."""
+
+    classes: tuple[type[nn.Module], ...]
+
+    def matches(self, node: Candidate) -> bool:
+        """Whether a node is meant, going by the node alone."""
+        return isinstance(node.module, self.classes)
+
+    def __repr__(self) -> str:
+        return f"matches_module_class({', '.join(cls.__name__ for cls in self.classes)})"
+
+
+@dataclass(frozen=True, repr=False)
+class Modules(Selector):
+    """Calls of some modules."""
+
+    modules: tuple[nn.Module, ...]
+
+    def matches(self, node: Candidate) -> bool:
+        """Whether a node is meant, going by the node alone."""
+        return any(node.module is module for module in self.modules)
+
+    def __repr__(self) -> str:
+        return f"matches_module({', '.join(f'<{type(m).__name__}>' for m in self.modules)})"
+
+
+@dataclass(frozen=True, repr=False)
+class Functions(Selector):
+    """Calls of some functions."""
+
+    functions: tuple[Callable[..., Any] | str, ...]
+
+    def matches(self, node: Candidate) -> bool:
+        """Whether a node is meant, going by the node alone."""
+        function = node.function
+        if function is None:
+            return False
+        return any(
+            name_of(function) == one if isinstance(one, str) else function == one
+            for one in self.functions
+        )
+
+    def __repr__(self) -> str:
+        names = [repr(one) if isinstance(one, str) else name_of(one) for one in self.functions]
+        return f"matches_function({', '.join(names)})"
+
+
+@dataclass(frozen=True, repr=False)
+class Predicate(Selector):
+    """Nodes, or calls of modules, of which something is true."""
+
+    predicate: Callable[[Any], Any]
+    of_module: bool = False
+
+    def matches(self, node: Candidate) -> bool:
+        """Whether a node is meant, going by the node alone."""
+        if self.of_module:
+            return node.module is not None and bool(self.predicate(node.module))
+        return bool(self.predicate(node))
+
+    def __repr__(self) -> str:
+        made = "matches_module_lambda" if self.of_module else "node_lambda"
+        return f"{made}({getattr(self.predicate, '__name__', repr(self.predicate))})"
+
+
+@dataclass(frozen=True, repr=False)
+class _IsModule(Selector):
+    """Calls of modules. The model as a whole is not called by itself, and not among them."""
+
+    def matches(self, node: Candidate) -> bool:
+        """Whether a node is meant, going by the node alone."""
+        return node.is_module and node.path != ""
+
+    def __repr__(self) -> str:
+        return "is_module"
+
+
+@dataclass(frozen=True, repr=False)
+class _IsParametrized(Selector):
+    """Calls of modules with parametrizations, as torch calls what computes their parameters."""
+
+    def matches(self, node: Candidate) -> bool:
+        """Whether a node is meant, going by the node alone."""
+        return node.module is not None and _is_parametrized(node.module)
+
+    def __repr__(self) -> str:
+        return "is_parametrized"
+
+
+@dataclass(frozen=True, repr=False)
+class _HasParameters(Selector):
+    """Calls of modules with parameters of their own, and calls of functions that are given one.
+
+    Parameters of submodules are not counted; those that parametrizations compute are. The model as
+    a whole is not among the modules.
+    """
+
+    def matches(self, node: Candidate) -> bool:
+        """Whether a node is meant, going by the node alone."""
+        if node.module is None or node.path == "":
+            return node.uses_parameter
+        own = node.module.parameters(recurse=False)
+        return next(own, None) is not None or _is_parametrized(node.module)
+
+    def __repr__(self) -> str:
+        return "has_parameters"
+
+
+is_module: Selector = _IsModule()
+is_parametrized: Selector = _IsParametrized()
+has_parameters: Selector = _HasParameters()
+
+
+def _text_or_pattern(text: Any) -> str | re.Pattern[str]:
+    if isinstance(text, re.Pattern) and isinstance(text.pattern, str):
+        return text
+    if not isinstance(text, str):
+        raise InputError(f"give a str or a compiled regular expression, not {text!r}")
+    return text
+
+
+def _callable(predicate: Any, name: str) -> Callable[[Any], Any]:
+    if not callable(predicate):
+        raise InputError(f"{name}() takes a function that says yes or no, not {predicate!r}")
+    return predicate  # type: ignore[no-any-return]
+
+
+def _some(given: tuple[Any, ...], message: str) -> tuple[Any, ...]:
+    if not given:
+        raise InputError(message)
+    return given
+
+
+@as_selector.register
+def _(what: str) -> Selector:
+    return matches_path(what)
+
+
+@as_selector.register
+def _(what: Node) -> Selector:
+    node, whole = what._data, dug(what._tree.data, what._data) + what._suffix
+    if node.role not in ("op", "call"):
+        raise InputError(
+            f"{whole!r} is no node for selectors, which mean calls of modules and functions: give "
+            "the call that it belongs to"
+        )
+    return matches_path(whole)
+
+
+@as_selector.register(re.Pattern)
+def _(what: Any) -> Selector:
+    return matches_path(what) | matches_qualified_name(what)
+
+
+@as_selector.register
+def _(what: nn.Module) -> Selector:
+    return matches_module(what)
+
+
+@as_selector.register(type)
+def _(what: Any) -> Selector:
+    return matches_module_class(what)
+
+
+@as_selector.register(Callable)  # type: ignore[call-overload, untyped-decorator]
+def _(what: Any) -> Selector:
+    return matches_function(what) if is_torchs_function(what) else node_lambda(what)

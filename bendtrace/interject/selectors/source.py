@@ -1,0 +1,270 @@
+"""Selectors that go by where in the model's source something happens."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from bendtrace.errors import InputError
+from bendtrace.interject.candidate import Candidate
+from bendtrace.interject.selectors.algebra import Selector
+from bendtrace.interject.selectors.lines import Mark, mark
+from bendtrace.recording.sites import Place
+from bendtrace.recording.syntax import (
+    BRANCHES,
+    COMPREHENSIONS,
+    FUNCTIONS,
+    SourceFile,
+    closes_block,
+    source_file,
+    span_of,
+)
+
+__all__ = ["at_line", "in_loop", "under_branch"]
+
+
+def under_branch(
+    test: str | re.Pattern[str] | int | None = None,
+    *,
+    side: bool | None = None,
+    file: str | None = None,
+) -> Selector:
+    """Mean nodes that stand under a condition in the model's source.
+
+    Conditions are the tests of `if`, `elif`, `while`, conditional expressions and filters of
+    comprehensions, the operands of `and` and `or` before another one, and the patterns of `case`.
+    What follows an `if` that returns, raises, continues or breaks is under the other side of it.
+
+    All code counts that led to the op from the forward of the module that it is in. Of what happens
+    inside another module that is called there, only the call is meant.
+
+    Args:
+        test: source of the condition (`"x.norm() > 3"`), a regular expression that is searched
+            for in it, its line, `"model.py:41"`, or None for any condition.
+        side: True for what runs if it is true, False for what runs if not; None for both.
+        file: the source file, or the end of its path.
+
+    Example:
+        >>> under_branch("x.norm() > 3", side=True) & under_branch(side=False)
+        under_branch('x.norm() > 3', side=True) & under_branch(side=False)
+    """
+    if side not in (None, True, False):
+        raise InputError(f"under_branch() takes True, False or None as side=, not {side!r}")
+    return UnderBranch(mark(test, file, "under_branch"), side)
+
+
+def in_loop(
+    loop: str | re.Pattern[str] | int | None = None, *, file: str | None = None
+) -> Selector:
+    """Mean nodes that stand in a loop of the model's source: `for`, `while` or a comprehension.
+
+    All code counts that led to the op from the forward of the module that it is in. Of what happens
+    inside another module that is called there, only the call is meant.
+
+    Args:
+        loop: source of what is walked (`"range(n)"`) or of the test of a `while`, a regular
+            expression that is searched for in it, the line, `"model.py:41"`, or None for any loop.
+        file: the source file, or the end of its path.
+
+    Example:
+        >>> in_loop() & ~in_loop("range(3)")
+        in_loop() & ~in_loop('range(3)')
+    """
+    return InLoop(mark(loop, file, "in_loop"))
+
+
+def at_line(line: int | str, file: str | None = None) -> Selector:
+    """Mean nodes by the line of the source.
+
+    Nodes are at the first and the last line of their expression. What happens in a function that
+    is called there is at the line of the call, too.
+
+    Args:
+        line: the line, counted from 1, or `"model.py:41"`.
+        file: the source file, or the end of its path; None for any.
+
+    Example:
+        >>> at_line("model.py:41")
+        at_line(41, file='model.py')
+    """
+    found = mark(line, file, "at_line")
+    if found.line is None:
+        raise InputError(f"at_line() takes a line counted from 1, or 'model.py:41'; not {line!r}")
+    return AtLine(found)
+
+
+@dataclass(frozen=True, repr=False)
+class UnderBranch(Selector):
+    """Nodes under a condition."""
+
+    test: Mark
+    side: bool | None = None
+
+    def matches(self, node: Candidate) -> bool:
+        """Whether a node is meant, going by the node alone."""
+        return any(
+            self.side in (None, branch.side)
+            and self.test.means(branch.text, branch.lines, place.file)
+            for place in _places(node)
+            for branch in branches_around(place)
+        )
+
+    def __repr__(self) -> str:
+        side = "" if self.side is None else f"side={self.side}"
+        return f"under_branch({', '.join(filter(None, [str(self.test), side]))})"
+
+
+@dataclass(frozen=True, repr=False)
+class InLoop(Selector):
+    """Nodes in a loop."""
+
+    loop: Mark
+
+    def matches(self, node: Candidate) -> bool:
+        """Whether a node is meant, going by the node alone."""
+        return any(
+            self.loop.means(text, lines, place.file)
+            for place in _places(node)
+            for text, lines in _loops_around(place)
+        )
+
+    def __repr__(self) -> str:
+        return f"in_loop({self.loop})"
+
+
+@dataclass(frozen=True, repr=False)
+class AtLine(Selector):
+    """Nodes at a line."""
+
+    line: Mark
+
+    def matches(self, node: Candidate) -> bool:
+        """Whether a node is meant, going by the node alone."""
+        return any(
+            self.line.means("", range(line, line + 1), place.file)
+            for place in _places(node)
+            for line in (place.span.line, place.span.end_line)
+        )
+
+    def __repr__(self) -> str:
+        return f"at_line({self.line})"
+
+
+class Branch(NamedTuple):
+    """A condition, as seen from something that it decides on.
+
+    Attributes:
+        text: its source.
+        lines: the lines that it is on.
+        side: whether it has to be true.
+    """
+
+    text: str
+    lines: range
+    side: bool
+
+
+def _places(node: Candidate) -> Iterator[Place]:
+    """Yield the places outside torch that led to a node, innermost first."""
+    if node.site is not None:
+        yield from (place for place in node.site.places if not place.in_torch)
+
+
+def _node_at(file: SourceFile, place: Place) -> ast.AST | None:
+    found = file.expressions.get(place.span)
+    if found is not None:
+        return found
+    # A method that is called on a line of its own begins there (Python 3.11 to 3.14).
+    around = [
+        span for span in file.expressions if span[2:] == place.span[2:] and span.holds(place.span)
+    ]
+    if around:
+        return file.expressions[max(around)]
+    # Some code stands for a whole statement, such as the setting of `x += 1`.
+    return file.statements.get(place.span) or file.statement_at(place.span)
+
+
+@functools.cache
+def _loops_around(place: Place) -> tuple[tuple[str, range], ...]:
+    """Return what is walked by the loops around a place, and on which lines they begin."""
+    file = source_file(place.file)
+    node = _node_at(file, place)
+    found = []
+    for loop in () if node is None else file.loops_around(node):
+        last = loop.span.line if loop.head is None else loop.header.end_line
+        found.append((loop.text, range(loop.span.line, last + 1)))
+    return tuple(found)
+
+
+@functools.cache
+def branches_around(place: Place) -> tuple[Branch, ...]:
+    """Return the conditions that something in the source is under, innermost first."""
+    file = source_file(place.file)
+    node = _node_at(file, place)
+    return () if node is None else tuple(_branches(file, node))
+
+
+def _branches(file: SourceFile, node: ast.AST) -> Iterator[Branch]:
+    for child, parent in file.ancestors(node):
+        if isinstance(child, ast.stmt):
+            yield from _left_before(file, child, parent)
+        if isinstance(parent, FUNCTIONS):
+            return
+        if isinstance(parent, BRANCHES) and child is not parent.test:
+            body = parent.body if isinstance(parent.body, list) else [parent.body]
+            yield _branch(file, parent.test, child in body)
+        elif isinstance(parent, ast.BoolOp):
+            for operand in parent.values[: parent.values.index(child)]:  # type: ignore[arg-type]
+                yield _branch(file, operand, isinstance(parent.op, ast.And))
+        elif isinstance(parent, ast.comprehension) and child in parent.ifs:
+            for test in parent.ifs[: parent.ifs.index(child)]:
+                yield _branch(file, test, True)
+        elif isinstance(parent, COMPREHENSIONS):
+            walked = parent.generators
+            if isinstance(child, ast.comprehension):
+                walked = walked[: walked.index(child)]
+            for test in (test for generator in walked for test in generator.ifs):
+                yield _branch(file, test, True)
+        elif isinstance(parent, ast.Match) and isinstance(child, ast.match_case):
+            yield from (
+                _case(file, case, False) for case in parent.cases[: parent.cases.index(child)]
+            )
+            yield _case(file, child, True)
+
+
+def _left_before(file: SourceFile, child: ast.stmt, parent: ast.AST) -> Iterator[Branch]:
+    """Yield the conditions under which what comes before a statement has not left its block."""
+    for name in ("body", "orelse", "finalbody"):
+        block = getattr(parent, name, None)
+        if isinstance(block, list) and child in block:
+            for statement in block[: block.index(child)]:
+                yield from _passed(file, statement)
+
+
+def _passed(file: SourceFile, statement: ast.stmt) -> Iterator[Branch]:
+    if isinstance(statement, ast.If):
+        for block, other, side in (
+            (statement.body, statement.orelse, False),
+            (statement.orelse, statement.body, True),
+        ):
+            if closes_block(block):
+                yield _branch(file, statement.test, side)
+                if other:
+                    yield from _passed(file, other[-1])
+
+
+def _branch(file: SourceFile, test: ast.expr, side: bool) -> Branch:
+    span = span_of(test)
+    return Branch(file.text(test), range(span.line, span.end_line + 1), side)
+
+
+def _case(file: SourceFile, case: ast.match_case, side: bool) -> Branch:
+    guard = "" if case.guard is None else f" if {file.text(case.guard)}"
+    span = span_of(case.pattern)
+    return Branch(
+        f"case {file.text(case.pattern)}{guard}", range(span.line, span.end_line + 1), side
+    )

@@ -1,0 +1,271 @@
+"""Values taken apart into tensors and numbers, and put together again."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor, nn
+
+from bendtrace.recording.objects import build, can_build
+from bendtrace.recording.parts import PLAIN_TYPES, attributes_of, identical
+from bendtrace.recording.scalars import TRACED, plain
+
+__all__ = [
+    "Leaf",
+    "Mismatch",
+    "Shape",
+    "assemble",
+    "collect",
+    "describe",
+    "refilled",
+    "take_apart",
+]
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaf:
+    """Stands for a value in a shape: a tensor, a number, or an object that stays what it is.
+
+    Attributes:
+        kind: what it is.
+        number: its position among the values that are handed over; -1 for none.
+    """
+
+    kind: type
+    number: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """A container: its type, and what is in it.
+
+    Attributes:
+        kind: its type.
+        keys: keys of a dict, else indices.
+        items: what is under them.
+        names: names of attributes.
+        attributes: what they hold.
+        mirrored: attributes that are also items of the same name.
+    """
+
+    kind: type
+    keys: tuple[Any, ...]
+    items: tuple[Any, ...]
+    names: tuple[Any, ...] = ()
+    attributes: tuple[Any, ...] = ()
+    mirrored: tuple[Any, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class _Constant:
+    value: Any
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Constant) and identical(self.value, other.value)
+
+    def __hash__(self) -> int:
+        return hash(type(self.value))
+
+
+class Mismatch(Exception):
+    """A value is not of the shape that it should be of: where, and how."""
+
+
+def take_apart(value: Any, objects: bool = True) -> tuple[Any, list[Any]]:
+    """Return the shape of a value, and the tensors, traced numbers and objects in it.
+
+    Args:
+        value: anything.
+        objects: whether other objects are among what is handed over, or left out.
+    """
+    found: list[Any] = []
+    return _shape(value, found, objects), found
+
+
+def _shape(value: Any, found: list[Any], objects: bool) -> Any:
+    kind = type(value)
+    if kind in TRACED:
+        found.append(value)
+        return Leaf(type(plain(value)), len(found) - 1)
+    if isinstance(value, Tensor):
+        found.append(value)
+        return Leaf(Tensor, len(found) - 1)
+    if kind in PLAIN_TYPES:
+        return _Constant(value)
+    if _is_container(value):
+        items = tuple(_items(value))
+        inner = tuple(_shape(item, found, objects) for _, item in items)
+        keys = tuple(key for key, _ in items)
+        if kind in (tuple, list, dict):
+            return Shape(kind, keys, inner)
+        held = dict(items)
+        attributes = attributes_of(value)
+        mirrored = tuple(n for n in attributes if n in held and held[n] is attributes[n])
+        own = {name: item for name, item in attributes.items() if name not in mirrored}
+        below = tuple(_shape(item, found, objects) for item in own.values())
+        return Shape(kind, keys, inner, tuple(own), below, mirrored)
+    if not objects:
+        return Leaf(kind, -1)
+    found.append(value)
+    return Leaf(kind, len(found) - 1)
+
+
+def _is_container(value: Any) -> bool:
+    kind = type(value)
+    if kind in (tuple, list, dict):
+        return True
+    if isinstance(value, (nn.Module, type)) or not can_build(kind):
+        return False
+    return isinstance(value, (tuple, list, dict)) or dataclasses.is_dataclass(value)
+
+
+def _items(value: Any) -> Iterator[tuple[Any, Any]]:
+    if isinstance(value, dict):
+        yield from dict.items(value)
+    elif isinstance(value, (tuple, list)):
+        yield from enumerate(value)
+
+
+def assemble(shape: Any, values: list[Any]) -> Any:
+    """Put a value together from its shape and what is in it."""
+    if type(shape) is Leaf:
+        return values[shape.number] if shape.number >= 0 else Missing(shape.kind)
+    if type(shape) is _Constant:
+        return shape.value
+    items = [assemble(item, values) for item in shape.items]
+    if shape.kind is tuple:
+        return tuple(items)
+    if shape.kind is list:
+        return items
+    held = dict(zip(shape.keys, items, strict=True))
+    if shape.kind is dict:
+        return held
+    attributes = {
+        name: assemble(item, values)
+        for name, item in zip(shape.names, shape.attributes, strict=True)
+    }
+    attributes.update((name, held[name]) for name in shape.mirrored)
+    return build(shape.kind, held if issubclass(shape.kind, dict) else items, attributes)
+
+
+def refilled(value: Any, shape: Any, values: list[Any]) -> Any:
+    """Put a value together anew, with other tensors and numbers and the same objects.
+
+    Args:
+        value: what it was.
+        shape: its shape.
+        values: what is in it now.
+    """
+    if type(shape) is Leaf:
+        return values[shape.number] if shape.number >= 0 else value
+    if type(shape) is not Shape:
+        return value
+    held = dict(_items(value))
+    items = [
+        refilled(held[key], item, values) for key, item in zip(shape.keys, shape.items, strict=True)
+    ]
+    if shape.kind in (tuple, list):
+        return shape.kind(items)
+    named = dict(zip(shape.keys, items, strict=True))
+    if shape.kind is dict:
+        return named
+    own = attributes_of(value)
+    attributes = {
+        name: refilled(own[name], item, values)
+        for name, item in zip(shape.names, shape.attributes, strict=True)
+    }
+    attributes.update((name, named[name]) for name in shape.mirrored)
+    return build(shape.kind, named if issubclass(shape.kind, dict) else items, attributes)
+
+
+class Missing:
+    """Stands for an object that is not handed over."""
+
+    def __init__(self, kind: type) -> None:
+        self._kind = kind
+
+    def __repr__(self) -> str:
+        return f"<a {self._kind.__qualname__}, not handed over>"
+
+
+def collect(shape: Any, value: Any, found: list[Any], where: str = "") -> None:
+    """Fill in the tensors and numbers of a value that has to be of a shape.
+
+    Args:
+        shape: the shape.
+        value: the value.
+        found: has a place for each leaf of the shape.
+        where: what leads to the value.
+
+    Raises:
+        Mismatch: the value is of another shape.
+    """
+    if type(shape) is Leaf:
+        _collect_leaf(shape, value, found, where)
+    elif type(shape) is _Constant:
+        if not identical(value, shape.value):
+            raise Mismatch(f"{_at(where)}{shape.value!r} became {_short(value)}")
+    else:
+        _collect_items(shape, value, found, where)
+
+
+def _collect_leaf(leaf: Leaf, value: Any, found: list[Any], where: str) -> None:
+    if leaf.kind is Tensor:
+        if not isinstance(value, Tensor):
+            raise Mismatch(f"{_at(where)}expected a tensor, got {_short(value)}")
+    elif leaf.kind in (int, float, bool):
+        if type(value) is not leaf.kind:
+            raise Mismatch(f"{_at(where)}expected a {leaf.kind.__name__}, got {_short(value)}")
+    elif leaf.number < 0:
+        if not isinstance(value, Missing):
+            raise Mismatch(f"{_at(where)}a {leaf.kind.__qualname__} cannot be exchanged")
+        return
+    elif value is not found[leaf.number]:
+        raise Mismatch(f"{_at(where)}a {leaf.kind.__qualname__} cannot be exchanged")
+    found[leaf.number] = value
+
+
+def _collect_items(shape: Shape, value: Any, found: list[Any], where: str) -> None:
+    if type(value) is not shape.kind:
+        raise Mismatch(f"{_at(where)}expected a {_named(shape)}, got {_short(value)}")
+    items = dict(_items(value))
+    if len(items) != len(shape.keys) or any(key not in items for key in shape.keys):
+        raise Mismatch(f"{_at(where)}expected a {_named(shape)}, got {_short(value)}")
+    for key, item in zip(shape.keys, shape.items, strict=True):
+        collect(item, items[key], found, f"{where}[{key!r}]")
+    attributes = attributes_of(value) if shape.names else {}
+    for name, item in zip(shape.names, shape.attributes, strict=True):
+        if name not in attributes:
+            raise Mismatch(f"{_at(where)}the attribute {name} is gone")
+        collect(item, attributes[name], found, f"{where}.{name}")
+
+
+def _at(where: str) -> str:
+    return f"at {where}: " if where else ""
+
+
+def _named(shape: Shape) -> str:
+    if issubclass(shape.kind, dict):
+        return f"{shape.kind.__name__} with the keys {', '.join(map(repr, shape.keys))}"
+    if shape.names:
+        return shape.kind.__name__
+    return f"{shape.kind.__name__} of {len(shape.items)}"
+
+
+def _short(value: Any) -> str:
+    return describe(value)
+
+
+def describe(value: Any) -> str:
+    """Say in a few words what a value is."""
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    if isinstance(value, dict):
+        return f"a {type(value).__name__} with the keys {', '.join(map(repr, value))}"
+    if isinstance(value, (tuple, list)):
+        return f"a {type(value).__name__} of {len(value)}"
+    if type(value) in PLAIN_TYPES:
+        return repr(value)
+    return f"a {type(value).__qualname__}"

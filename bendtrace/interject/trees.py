@@ -1,0 +1,68 @@
+"""The trace trees of one model: one for each set of places that things are inserted at."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Hashable
+
+from bendtrace.interject.plan import Plan
+from bendtrace.outline.folding import most_divergent
+from bendtrace.recording.recorder import Recording
+from bendtrace.replay.tree import TraceTree
+
+__all__ = ["Trees"]
+
+_MOST = 64  # sets of places that paths are kept for
+
+
+class Trees:
+    """The paths without insertions, and those with insertions at some places.
+
+    What is inserted at a place is not part of a path: another patch at the same node goes along
+    the same ones. Where there are too many sets of places, the paths of those are forgotten that
+    were used least of late.
+
+    Args:
+        limit: how many paths each tree keeps; None for all.
+
+    Attributes:
+        limit: as given.
+        plain: the paths without insertions.
+        latest: the tree that was asked for last.
+    """
+
+    def __init__(self, limit: int | None) -> None:
+        self.limit = limit
+        self.plain = self.latest = self._new()
+        self._inserted: OrderedDict[Hashable, TraceTree] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def of(self, plan: Plan | None) -> TraceTree:
+        """Return the tree for some insertions."""
+        if plan is None:
+            return self.plain
+        with self._lock:
+            tree = self._inserted.get(plan.key)
+            if tree is None:
+                tree = self._inserted[plan.key] = self._new()
+            self._inserted.move_to_end(plan.key)
+            while len(self._inserted) > _MOST:
+                self._inserted.popitem(last=False)
+            self.latest = tree
+        return tree
+
+    def plain_runs(self) -> list[Recording]:
+        """Return the runs without insertions, the latest first."""
+        return _runs(self.plain)
+
+    def inserted_runs(self) -> list[Recording]:
+        """Return the runs with insertions."""
+        return [run for tree in list(self._inserted.values()) for run in _runs(tree)]
+
+    def _new(self) -> TraceTree:
+        return TraceTree(self.limit, most_divergent)
+
+
+def _runs(tree: TraceTree) -> list[Recording]:
+    return [run for program in tree.programs() for run in program.recordings()]

@@ -1,0 +1,324 @@
+"""Where an insertion is: everything that can be said, and the places that it comes to."""
+
+from __future__ import annotations
+
+import builtins
+import math
+import operator
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
+from typing import Any, ClassVar, Protocol
+
+from torch import nn
+
+from bendtrace.errors import InputError
+from bendtrace.interject.candidate import Candidate, CandidateGraph
+from bendtrace.interject.plan import Place, State
+from bendtrace.interject.selector import NodeSelector
+from bendtrace.paths.nodes import TreeNode
+from bendtrace.paths.strings import NodePathError, dug, find
+from bendtrace.paths.view import Node, Tree
+from bendtrace.recording.functions import SHAPES, VALUES
+
+__all__ = ["AtPath", "Known", "OfModule", "Said", "Want", "describe_where", "wants_of"]
+
+
+@dataclass(frozen=True)
+class AtPath:
+    """The node of a path."""
+
+    needs_output: ClassVar[bool] = False
+    path: str
+
+    def matches(self, node: Candidate) -> bool:
+        """Whether it is the node."""
+        return node.path == self.path
+
+
+@dataclass(frozen=True)
+class AtPaths:
+    """The nodes of some paths."""
+
+    needs_output: ClassVar[bool] = False
+    paths: frozenset[str]
+
+    def matches(self, node: Candidate) -> bool:
+        """Whether it is one of the nodes."""
+        return node.path in self.paths
+
+
+@dataclass(frozen=True)
+class ByName:
+    """Nodes whose path, or qualified name, has a match of a pattern somewhere in it."""
+
+    needs_output: ClassVar[bool] = False
+    pattern: re.Pattern[str]
+
+    def matches(self, node: Candidate) -> bool:
+        """Whether a name of the node is meant."""
+        return any(self.pattern.search(name) for name in (node.path, node.qualified_name))
+
+
+@dataclass(frozen=True, eq=False)
+class OfModule:
+    """The calls of one module."""
+
+    needs_output: ClassVar[bool] = False
+    module: nn.Module
+
+    def matches(self, node: Candidate) -> bool:
+        """Whether it is a call of the module."""
+        return node.module is self.module
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, OfModule) and other.module is self.module
+
+    def __hash__(self) -> int:
+        return id(self.module)
+
+
+@dataclass(frozen=True)
+class OfClass:
+    """The calls of modules of a class."""
+
+    needs_output: ClassVar[bool] = False
+    cls: type[nn.Module]
+
+    def matches(self, node: Candidate) -> bool:
+        """Whether it is a call of such a module."""
+        return isinstance(node.module, self.cls)
+
+
+@dataclass(frozen=True)
+class BySelector:
+    """What a selector means."""
+
+    selector: NodeSelector
+
+    @property
+    def needs_output(self) -> bool:
+        """Whether the output has to be known to tell."""
+        return self.selector.needs_output
+
+    def matches(self, node: Candidate) -> bool:
+        """Whether the selector means the node."""
+        return self.selector.matches(node)
+
+
+@dataclass(frozen=True)
+class ByPredicate:
+    """What a function says yes to."""
+
+    needs_output: ClassVar[bool] = False
+    predicate: Callable[[Candidate], Any]
+
+    def matches(self, node: Candidate) -> bool:
+        """Whether the function says yes."""
+        return bool(self.predicate(node))
+
+
+class Known(Protocol):
+    """What is known of a model."""
+
+    @property
+    def model(self) -> Callable[..., Any]:
+        """The model."""
+
+    def trees(self) -> Iterable[Tree]:
+        """The trees of the runs without insertions, the one looked at most first."""
+
+    def mirror_path(self, name: str) -> str:
+        """Return the path of the node of the latest mirror that has a name; "" if none has."""
+
+    def hint(self, name: str) -> str:
+        """Say under which branch that was not taken something of a name may be."""
+
+
+class Said(str):
+    """What a copy of a model has instead of what was said of where an insertion is."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+@dataclass(frozen=True)
+class Want:
+    """One thing that was said of where an insertion is.
+
+    Attributes:
+        said: as it was said.
+        place: where that is, if it can be told without a run.
+        passes: which passes it names, counted from 0; None for all.
+    """
+
+    said: Any
+    place: Place | None = None
+    passes: tuple[int, ...] | None = None
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether a run without insertions has to tell, each time."""
+        return isinstance(self.said, NodeSelector) and self.said.looks_ahead
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it has to be looked for in the first run."""
+        return self.place is None and not self.is_ahead
+
+    def said_in_words(self) -> Want:
+        """Return the same, without nodes of trees, which belong to one model."""
+        return replace(self, said=self.said._path) if isinstance(self.said, Node) else self
+
+    def ahead(self, graph: CandidateGraph) -> Place:
+        """Return where a selector is in a run."""
+        return Place("node", AtPaths(frozenset(self.said.select(graph))))
+
+
+def wants_of(where: Any, known: Known) -> tuple[Want, ...]:
+    """Read what was said.
+
+    Raises:
+        InputError: it is nothing that can say where something is.
+        NodePathError: there is nothing by a name.
+    """
+    if isinstance(where, (list, tuple, set, frozenset)):
+        if not where:
+            raise InputError("where= is empty: say at which nodes")
+        return tuple(want for item in where for want in wants_of(item, known))
+    return (_want(where, known),)
+
+
+def _want(where: Any, known: Known) -> Want:
+    if isinstance(where, Node):
+        return _named(where._path, known, where)
+    if isinstance(where, str):
+        return _named(where, known, where)
+    if isinstance(where, State):
+        return Want(where, Place("state", where, shown=where.name))
+    if isinstance(where, re.Pattern):
+        return Want(where, Place("node", ByName(where)))
+    if isinstance(where, nn.Module):
+        inside = known.model.modules() if isinstance(known.model, nn.Module) else ()
+        if isinstance(known.model, nn.Module) and all(where is not module for module in inside):
+            raise InputError(
+                f"the module {type(where).__name__} is not one of the model's: give one of its "
+                "own submodules, a path or a class"
+            )
+        return Want(where, Place("node", OfModule(where)))
+    if isinstance(where, type):
+        if not issubclass(where, nn.Module):
+            raise InputError(f"of classes only those of modules can be given, not {where!r}")
+        return Want(where, Place("node", OfClass(where)))
+    if isinstance(where, NodeSelector):
+        return Want(where, None if where.looks_ahead else Place("node", BySelector(where)))
+    if callable(where):
+        return Want(where, Place("node", ByPredicate(where)))
+    raise InputError(
+        "where= takes a node path, a node, a regular expression, a module, a class of modules, a "
+        f"selector, a function of a node, or several of these; not {where!r}"
+    )
+
+
+def _named(text: str, known: Known, said: Any) -> Want:
+    """Find what a string names: a node, a module, a parameter, or a node of the mirror."""
+    first: NodePathError | None = None
+    seen = False
+    for tree in known.trees():
+        seen = True
+        try:
+            node, chosen = find(tree.data, text)
+        except NodePathError as error:
+            first = first or error
+            continue
+        passes = None if chosen is None or node.role == "state" else tuple(chosen)
+        return Want(said, _place(tree.data, node), passes)
+    model = known.model
+    if isinstance(model, nn.Module):
+        if text and text in (modules := dict(model.named_modules(remove_duplicate=False))):
+            return Want(said, Place("node", OfModule(modules[text])))
+        if text in dict(_states(model)):
+            return Want(said, Place("state", State(text), shown=text))
+    if (path := known.mirror_path(text)) and path != text:
+        return _named(path, known, said)
+    if not seen:
+        return Want(said)
+    assert first is not None
+    hint = known.hint(text)
+    if not hint:
+        raise first
+    raise NodePathError(f"{first}; {hint}", first.path, first.completions)
+
+
+def _states(model: nn.Module) -> list[tuple[str, Any]]:
+    return [
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
+    ]
+
+
+def _place(root: TreeNode, node: TreeNode) -> Place:
+    """Return the place that a node of a tree is."""
+    shown = dug(root, node)
+    if node.role == "call":
+        return Place("node", AtPath(node.path), shown=shown)
+    chain = [root]
+    for name in node.path.split("."):
+        chain.append(chain[-1].children[name])
+    graph = max(i for i, item in enumerate(chain) if item.kind == "graph")
+    holder, whole = chain[graph], chain[graph + 1]
+    dig = tuple(item.key if item.key is not None else item.name for item in chain[graph + 2 :])
+    if whole.role == "output":
+        return Place("node", AtPath(holder.path), dig=dig, shown=shown)
+    if whole.role == "input":
+        return Place("input", AtPath(holder.path), whole.name, dig, shown)
+    if whole.role == "state":
+        key = str(whole.key)
+        name = f"{holder.module}.{key}" if holder.module else key
+        return Place("state", State(name, holder.path), shown=shown)
+    if whole.kind == "number" and _is_taken(whole):
+        raise NodePathError(
+            f"{shown!r} is a number that Python computes with: nobody can exchange it; take the "
+            "tensor that it comes from",
+            shown,
+        )
+    return Place("node", AtPath(whole.path), dig=dig, shown=shown)
+
+
+_TAKEN = frozenset({*VALUES.values(), *SHAPES.values(), *dir(operator), *dir(builtins), *dir(math)})
+
+
+def _is_taken(node: TreeNode) -> bool:
+    """Whether Python takes a number as soon as it is there."""
+    base = re.sub(r"(_\d+)+$", "", node.label or node.name)
+    return base in _TAKEN
+
+
+def near_misses(text: str, paths: Sequence[str]) -> str:
+    """Say what there is that looks like a name."""
+    by_end = {path.rpartition(".")[2]: path for path in paths}
+    close = get_close_matches(text, paths, n=3, cutoff=0.6)
+    close += [by_end[name] for name in get_close_matches(text, list(by_end), n=3, cutoff=0.6)]
+    listed = list(dict.fromkeys(close)) or list(paths[:8])
+    word = "did you mean" if close else "there are"
+    return f"{word} {', '.join(map(repr, listed))}" if listed else "there are no nodes at all"
+
+
+def describe_where(where: Any) -> str:
+    """Say in a few words where something is."""
+    if isinstance(where, (list, tuple, set, frozenset)):
+        return ", ".join(map(describe_where, where))
+    if isinstance(where, Node):
+        return repr(where._path)
+    if isinstance(where, re.Pattern):
+        return f"/{where.pattern}/"
+    if isinstance(where, nn.Module):
+        return f"the module {type(where).__name__}"
+    if isinstance(where, type):
+        return where.__name__
+    if callable(where) and not isinstance(where, NodeSelector):
+        return getattr(where, "__qualname__", repr(where))
+    return repr(where)

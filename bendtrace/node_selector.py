@@ -1,0 +1,235 @@
+"""Node selectors: which nodes an insertion is for, said as a value.
+
+>>> from torch import nn
+>>> Activations.ReLU & ~in_loop()
+Activations.ReLU & ~in_loop()
+>>> first(Convolutions | matches_module_class(nn.Linear))
+first(Convolutions | matches_module_class(Linear))
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from bendtrace.interject.candidate import Candidate, CandidateGraph
+from bendtrace.interject.graphs import candidate_graph
+from bendtrace.interject.selector import NodeSelector
+from bendtrace.interject.selectors.algebra import Nth, Selector, Slice, as_selector
+from bendtrace.interject.selectors.dataflow import between, has_following, has_preceding
+from bendtrace.interject.selectors.layers import Family, Layers
+from bendtrace.interject.selectors.naming import (
+    has_parameters,
+    is_module,
+    is_parametrized,
+    matches_function,
+    matches_module,
+    matches_module_class,
+    matches_module_lambda,
+    matches_name,
+    matches_path,
+    matches_qualified_name,
+    node_lambda,
+    source_text,
+)
+from bendtrace.interject.selectors.source import at_line, in_loop, under_branch
+from bendtrace.interject.selectors.values import with_dtype, with_shape
+
+if TYPE_CHECKING:
+    from bendtrace._trace import Trace
+
+__all__ = [
+    "Activations",
+    "Candidate",
+    "CandidateGraph",
+    "Convolutions",
+    "Distance",
+    "Dropout",
+    "Family",
+    "Layers",
+    "Linear",
+    "Loss",
+    "NodeSelector",
+    "Normalization",
+    "Padding",
+    "Pooling",
+    "Recurrent",
+    "Selector",
+    "Shuffle",
+    "Sparse",
+    "Transformer",
+    "Utility",
+    "Vision",
+    "as_selector",
+    "at_line",
+    "between",
+    "find",
+    "first",
+    "has_following",
+    "has_parameters",
+    "has_preceding",
+    "in_loop",
+    "is_act",
+    "is_activ",
+    "is_activation",
+    "is_conv",
+    "is_convolution",
+    "is_convolutional",
+    "is_dist",
+    "is_distance",
+    "is_drop",
+    "is_dropout",
+    "is_embed",
+    "is_embedding",
+    "is_lin",
+    "is_linear",
+    "is_loss",
+    "is_module",
+    "is_norm",
+    "is_normalisation",
+    "is_normalization",
+    "is_pad",
+    "is_padding",
+    "is_parametrised",
+    "is_parametrized",
+    "is_pool",
+    "is_pooling",
+    "is_recurrent",
+    "is_shuffle",
+    "is_sparse",
+    "is_transformer",
+    "is_util",
+    "is_utility",
+    "is_vis",
+    "is_vision",
+    "is_visual",
+    "last",
+    "match_slice",
+    "matches_function",
+    "matches_module",
+    "matches_module_class",
+    "matches_module_lambda",
+    "matches_name",
+    "matches_path",
+    "matches_qualified_name",
+    "node_lambda",
+    "nth",
+    "select_all",
+    "source_text",
+    "under_branch",
+    "with_dtype",
+    "with_shape",
+]
+
+Activations = Family("Activations")
+Convolutions = Family("Convolutions")
+Distance = Family("Distance")
+Dropout = Family("Dropout")
+Linear = Family("Linear")
+Loss = Family("Loss")
+Normalization = Family("Normalization")
+Padding = Family("Padding")
+Pooling = Family("Pooling")
+Recurrent = Family("Recurrent")
+Shuffle = Family("Shuffle")
+Sparse = Family("Sparse")
+Transformer = Family("Transformer")
+Utility = Family("Utility")
+Vision = Family("Vision")
+
+# The names that TorchWatcher has for them.
+is_act = is_activ = is_activation = Activations
+is_conv = is_convolution = is_convolutional = Convolutions
+is_dist = is_distance = Distance
+is_drop = is_dropout = Dropout
+is_embed = is_embedding = is_sparse = Sparse
+is_lin = is_linear = Linear
+is_loss = Loss
+is_norm = is_normalisation = is_normalization = Normalization
+is_pad = is_padding = Padding
+is_parametrised = is_parametrized
+is_pool = is_pooling = Pooling
+is_recurrent = Recurrent
+is_shuffle = Shuffle
+is_transformer = Transformer
+is_util = is_utility = Utility
+is_vis = is_vision = is_visual = Vision
+
+
+def nth(selector: Any, index: int) -> Selector:
+    """Mean one of the nodes that a selector means, in the order in which they begin.
+
+    Args:
+        selector: a selector, or what stands for one.
+        index: which one, from 0; negative ones count from the end. Where there are not so many,
+            none is meant.
+    """
+    return Nth(as_selector(selector), index)
+
+
+def first(selector: Any) -> Selector:
+    """Mean the first of the nodes that a selector means.
+
+    Args:
+        selector: a selector, or what stands for one.
+    """
+    return nth(selector, 0)
+
+
+def last(selector: Any) -> Selector:
+    """Mean the last of the nodes that a selector means.
+
+    Args:
+        selector: a selector, or what stands for one.
+    """
+    return nth(selector, -1)
+
+
+def match_slice(
+    selector: Any,
+    start: slice | int | None = None,
+    stop: int | None = None,
+    step: int | None = None,
+) -> Selector:
+    """Mean some of the nodes that a selector means, in the order in which they begin.
+
+    Args:
+        selector: a selector, or what stands for one.
+        start: the first of them, from 0; negative ones count from the end. Or a `slice`.
+        stop: the first of them that is not meant any more.
+        step: how far it is from one to the next.
+
+    Example:
+        >>> match_slice(Activations, slice(1, None)) == match_slice(Activations, 1)
+        True
+    """
+    part = start if isinstance(start, slice) else slice(start, stop, step)
+    return Slice(as_selector(selector), part.start, part.stop, part.step)
+
+
+def select_all(selector: Any) -> NodeSelector:
+    """Mean all the nodes that a selector means.
+
+    Args:
+        selector: a selector, or what stands for one.
+    """
+    return as_selector(selector)
+
+
+def find(selector: Any, trace: Trace) -> list[Candidate]:
+    """Return the nodes of a recorded run that a selector means, in the order in which they began.
+
+    Args:
+        selector: a selector, or what stands for one.
+        trace: the run.
+
+    Example:
+        >>> import torch, bendtrace as bt
+        >>> trace = bt.trace(lambda x: (x.relu() + 1).relu(), torch.ones(2))
+        >>> find(Activations, trace)
+        [<node relu: relu>, <node relu_1: relu>]
+        >>> find(has_following(Activations), trace)
+        [<node add: add>]
+    """
+    graph = candidate_graph(trace.recording, trace.function, trace._registry)
+    meant = as_selector(selector).select(graph)
+    return [node for node in graph if node.path in meant]

@@ -1,0 +1,151 @@
+"""Names of nodes while a run goes on: the same that the tree of paths will give them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch import Tensor, nn
+
+from bendtrace.graph.names import base_name_of
+from bendtrace.paths.events import bound, parameters_of
+from bendtrace.paths.holders import Holders
+from bendtrace.paths.naming import Registry, identifier
+from bendtrace.recording.parts import PLAIN_TYPES
+from bendtrace.recording.scalars import TRACED
+from bendtrace.recording.sites import Site
+from bendtrace.recording.tape import ModuleCall
+
+__all__ = ["LiveNames"]
+
+
+class LiveNames:
+    """Gives nodes their paths as they come up.
+
+    Args:
+        registry: gives the names, shared with the trees of other runs.
+        function: what is run.
+        root: the scope around the run.
+    """
+
+    def __init__(self, registry: Registry, function: Callable[..., Any], root: ModuleCall) -> None:
+        self._registry = registry
+        self._function = function
+        self._root = root
+        self._holders = Holders(function if isinstance(function, nn.Module) else None)
+        # By identity; all of these are kept by the tape.
+        self._paths: dict[int, str] = {id(root): ""}
+        self._parameters: dict[int, list[tuple[str, Any]]] = {}
+        self._numbers: dict[int, tuple[Site, int]] = {}
+        self._named: dict[tuple[str, int, Any], str] = {}
+
+    def path(self, scope: ModuleCall) -> str:
+        """Return the path of a call that was named."""
+        return self._paths[id(scope)]
+
+    def call(self, scope: ModuleCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+        """Name a call of a module, and what it is given."""
+        outer = scope.parent
+        if outer is None or (outer is self._root and isinstance(self._function, nn.Module)):
+            path = ""
+        else:
+            path = self._below(self._paths[id(outer)], scope)
+        self._paths[id(scope)] = path
+        known = self._parameters.get(id(scope.module))
+        if known is None:
+            known = self._parameters[id(scope.module)] = parameters_of(scope.module)
+        self._inputs(path, bound(known, args, kwargs))
+        return path
+
+    def function(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Name what a function that is no module is given."""
+        self._inputs("", bound(parameters_of(self._function), args, kwargs))
+
+    def arguments(
+        self, scope: ModuleCall, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> dict[str, Any]:
+        """Return what a call is given, by the names of the inputs in the tree."""
+        owner = self._function if scope is self._root else scope.module
+        known = self._parameters.get(id(owner))
+        if known is None:
+            known = self._parameters[id(owner)] = parameters_of(owner)
+        path = self._paths[id(scope)]
+        with self._registry.lock:
+            return {
+                self._registry.reserve(path, ("input", name), identifier(name)): value
+                for name, value in bound(known, args, kwargs).items()
+                if not isinstance(value, _NO_NODES)
+            }
+
+    def op(
+        self, scope: ModuleCall, site: Site | None, function: Any, states: Iterable[str]
+    ) -> tuple[str, str]:
+        """Name a call of a function.
+
+        Args:
+            scope: the call of a module that it happens in.
+            site: where it happens.
+            function: what is called.
+            states: what the surroundings call the parameters and buffers among its arguments.
+
+        Returns:
+            Its path, and what it is called by itself.
+        """
+        base = base_name_of(function)
+        path, number = self._paths[id(scope)], self._number(site)
+        name = self._named.get((path, number, base))
+        if name is None:
+            with self._registry.lock:
+                for state in states:
+                    label = self._holders.state(state, scope)
+                    self._registry.reserve(path, ("state", label), identifier(label))
+                name = self._registry.reserve(path, ("op", number, base), identifier(base))
+            self._named[path, number, base] = name
+        return (f"{path}.{name}" if path else name), base
+
+    def knows(self, scope: ModuleCall, site: Site | None, function: Any) -> bool:
+        """Whether `op` has named such a call already."""
+        key = self._paths[id(scope)], self._number(site), base_name_of(function)
+        return key in self._named
+
+    def relative(self, scope: ModuleCall) -> str:
+        """Return what the code around a call knows the module as."""
+        return self._holders.module(scope)
+
+    def _below(self, outer: str, scope: ModuleCall) -> str:
+        relative = self._holders.module(scope)
+        key = "call", self._number(scope.site), relative
+        with self._registry.lock:
+            name = self._registry.name(outer, key, identifier(relative or "forward"))
+        return f"{outer}.{name}" if outer else name
+
+    def _inputs(self, path: str, given: dict[str, Any]) -> None:
+        with self._registry.lock:
+            for name, value in given.items():
+                if not isinstance(value, _NO_NODES) and _may_hold_values(value):
+                    self._registry.reserve(path, ("input", name), identifier(name))
+
+    def _number(self, site: Site | None) -> int:
+        if site is None:
+            return 0
+        known = self._numbers.get(id(site))
+        if known is None:
+            with self._registry.lock:
+                known = self._numbers[id(site)] = site, self._registry.site(site)
+        return known[1]
+
+
+def _may_hold_values(value: Any) -> bool:
+    kind = type(value)
+    if kind in TRACED or isinstance(value, Tensor):
+        return True
+    if kind in PLAIN_TYPES:
+        return False
+    if isinstance(value, (tuple, list)):
+        return any(map(_may_hold_values, value))
+    if isinstance(value, dict):
+        return any(map(_may_hold_values, value.values()))
+    return True
+
+
+_NO_NODES = (type(None), str, bytes, type, nn.Module)
