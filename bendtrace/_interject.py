@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from bendtrace.interject.interjection import Interjection
-from bendtrace.interject.leaves import without_leaves
+from bendtrace.interject.leaves import leaves_in, outside
 from bendtrace.interject.native import interject_natively
 from bendtrace.interject.selectors.naming import matches_module, matches_module_class
 from bendtrace.module import BendedModule
@@ -66,7 +66,7 @@ def interject_by_match(
         (tensor([0.5000, 0.5000]), tensor([0.7311, 0.7311]))
     """
     bended = _bended(model)
-    where = without_leaves(selector, bended.model, tracer_kwargs)
+    where = outside(selector, bended.model, leaves_in(tracer_kwargs))
     bended.interject(where, interjection, passes=passes, every=every, allow_none=allow_none)
     return bended
 
@@ -170,7 +170,7 @@ def interject_by_name(
         InputError: something given makes no sense.
         NodePathError: there is no such node; without a run so far, the first call says so.
     """
-    without_leaves(name, model, tracer_kwargs)  # refuses what no tracer takes
+    leaves_in(tracer_kwargs)  # refuses what no tracer takes
     bended = _bended(model)
     bended.interject(name, interjection, passes=passes, every=every, allow_none=allow_none)
     return bended

@@ -10,7 +10,7 @@ from torch import nn
 from bendtrace.errors import InputError
 from bendtrace.interject.candidate import Candidate, CandidateGraph
 from bendtrace.interject.graphs import candidate_graph
-from bendtrace.interject.leaves import without_leaves
+from bendtrace.interject.leaves import leaves_in, outside
 from bendtrace.interject.selector import NodeSelector
 from bendtrace.interject.sharing import replaced, shared_copy
 from bendtrace.interject.where import describe_where, near_misses
@@ -71,7 +71,7 @@ def replace_module(
     root: Any = model if bended is None else bended.model
     if not isinstance(root, nn.Module):
         raise InputError(f"only a module has modules to replace; {root!r} is none")
-    where = without_leaves(selector, root, tracer_kwargs)
+    where = outside(selector, root, leaves_in(tracer_kwargs))
     names = _meant(root, where, [] if bended is None else _graphs(bended))
     if not names and not allow_none:
         known = [name for name, _ in root.named_modules() if name]

@@ -574,6 +574,12 @@ class BendedModule(StandIn):
         )
         if call.plan is not None:
             call.plan.ran(recording)
+        if inserter is not None and recording.changes and inserter.looks_around:
+            change = recording.changes[0]
+            recording.tape.block(
+                f"what is inserted may look at {change.label}, which the run assigns and a replay "
+                "assigns at its end"
+            )
         return recording
 
     def _kept(self, recording: Recording, program: Program) -> Any:

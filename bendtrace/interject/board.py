@@ -298,24 +298,23 @@ class _Rehearsed:
         return ""
 
 
+_AROUND = frozenset({"before", "instead", "backward"})
+
+
 def _require_possible(place: Place, what: Interjection) -> None:
     """Refuse what cannot be done at a place."""
     forms = forms_of(what)
-    if place.role != "node" and not forms <= {"after", "observes", "inputs"}:
+    if place.role != "node" and forms & _AROUND:
         kind = "an input" if place.role == "input" else "a parameter or buffer"
         raise InputError(
             f"{what.label} works around a node, and {place.shown!r} is {kind}, which there is only "
             "a value of"
         )
-    if place.dig and not forms <= {"after", "observes", "inputs"}:
+    if place.dig and forms & _AROUND:
         raise InputError(
             f"{what.label} works around a node, and {place.shown!r} is a part of what one gives"
         )
-    if (
-        place.role == "node"
-        and place.matcher.needs_output
-        and forms & {"before", "instead", "backward"}
-    ):
+    if place.role == "node" and place.matcher.needs_output and forms & _AROUND:
         raise InputError(
             f"{what.label} is called before the node, and {describe_where(place.matcher)} needs to "
             "know what the node gives"

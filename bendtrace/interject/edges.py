@@ -5,18 +5,21 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Iterator
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 from torch import Tensor
 
-from bendtrace.interject import gates
+from bendtrace.interject.board import Board
 from bendtrace.interject.errors import NeverFiredWarning
+from bendtrace.interject.gates import of_this_run
 from bendtrace.interject.insertion import Insertion
 from bendtrace.interject.interjection import Inputs, Interjection, NodePass
+from bendtrace.interject.report import Report
 from bendtrace.interject.structure import assemble, take_apart
 from bendtrace.interject.where import describe_where
 
-__all__ = ["Edge", "Sent"]
+__all__ = ["Between", "Edge", "Sent"]
 
 # What is kept of a tensor: itself, as long as there is one, and how often it was written to.
 _Known = tuple["weakref.ref[Tensor]", int]
@@ -93,10 +96,6 @@ class Edge(Interjection):
             )
 
 
-def of_this_run() -> dict[Any, Any]:
-    return gates._local.through  # TODO: what the gates offer
-
-
 def _tensors(value: Any) -> Iterator[Tensor]:
     for found in take_apart(value)[1]:
         if isinstance(found, Tensor):
@@ -105,3 +104,59 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 def _version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
+
+
+class Between:
+    """Something inserted on an edge, until it is removed. Also a context manager.
+
+    Attributes:
+        insertions: what is in the model for it: at the end of the edge, and at its beginning.
+    """
+
+    def __init__(self, board: Board, edge: Edge, end: Insertion, beginning: Insertion) -> None:
+        self._board = board
+        self._edge = edge
+        self.insertions = end, beginning
+
+    @property
+    def active(self) -> bool:
+        """Whether it is in the model."""
+        return self.insertions[0].active
+
+    @property
+    def applied(self) -> int:
+        """To how many values it was applied so far."""
+        return self._edge.applied
+
+    def remove(self) -> None:
+        """Take it out. Doing so twice is no error."""
+        self._board.remove(*self.insertions)
+
+    def report(self) -> Report:
+        """Say how often the node at the end came up, and whether it was given another value."""
+        return self.insertions[0].report()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        try:
+            if kind is None:
+                for insertion in self.insertions:
+                    insertion.warn_if_never_fired(3)
+                self._edge.warn_if_never_applied(3, *self.insertions)
+        finally:
+            self.remove()
+
+    def __repr__(self) -> str:
+        end, beginning = self.insertions
+        state = "" if self.active else ", removed"
+        return (
+            f"<{end.what.label} between {describe_where(beginning.where)} and "
+            f"{describe_where(end.where)}{state}>"
+        )

@@ -22,7 +22,7 @@ from bendtrace.interject.interjection import Inputs, NodePass
 from bendtrace.interject.plan import Entry, Plan, Slot
 from bendtrace.interject.structure import Leaf, Mismatch, Shape, assemble, collect, describe
 
-__all__ = ["AfterGate", "BeforeGate", "Gate", "InsteadGate", "of_this_run", "running"]
+__all__ = ["AfterGate", "BeforeGate", "Gate", "InsteadGate", "StateGate", "of_this_run", "running"]
 
 
 class _Local(threading.local):
@@ -106,12 +106,14 @@ class Gate:
             return self._through(values)
         except Exception as error:
             _local.error = _local.error or error
+            for entry in self._entries():
+                entry.insertion.failed()
             raise
 
     def _through(self, values: tuple[Any, ...]) -> Any:
         raise NotImplementedError
 
-    def _entries(self) -> Iterator[Entry]:
+    def _entries(self) -> tuple[Entry, ...]:
         """The insertions that are called in this pass, in the order in which they were made."""
         plan = _local.plan or self._plan()
         if plan is None:
@@ -119,10 +121,16 @@ class Gate:
                 f"what was inserted at {self.at.path or '<root>'} when this was recorded is gone",
                 self.at.path,
             )
-        total = plan.totals.get(self.at.path)
-        for entry in plan.entries_of(self.slots):
-            if entry.insertion.passes.admits(self.at.number, total):
-                yield entry
+        known = plan.called_at.get(id(self))
+        if known is None:
+            total = plan.totals.get(self.at.path)
+            entries = tuple(
+                entry
+                for entry in plan.entries_of(self.slots)
+                if entry.insertion.passes.admits(self.at.number, total)
+            )
+            known = plan.called_at[id(self)] = self, entries
+        return known[1]
 
 
 class AfterGate(Gate):
@@ -134,7 +142,8 @@ class AfterGate(Gate):
         shape: of what the node gave.
         plan: the insertions that the gate was recorded with.
         given: shape of what the node was given; None if nobody wants it.
-        writes: whether the node gives back what it was given, changed.
+        writes: whether the node has worked in place, on a copy of the tensor that is handed over
+            last, which is to get the value.
     """
 
     role = "after"
@@ -153,13 +162,21 @@ class AfterGate(Gate):
         self._writes = writes
         self._count = count_of(shape)
         self.exchanged = exchangeable(shape)
+        self._is_simple = shape == Leaf(Tensor, 0) and given is None and not writes
+        self._is_told = any("backward" in slot.forms for slot in slots)
 
     def _through(self, values: tuple[Any, ...]) -> Any:
         """Call the insertions; return the tensors and numbers of the new value."""
+        if self._is_simple and not self._is_told:
+            value = values[0]
+            for entry in self._entries():
+                value = self._exchange(entry, value, self.at)
+            return value
         found = list(values[: self._count])
-        through = _local.through.pop((self.at.path, self.at.number), None)
-        if through is not None:
-            through.watch([value for value in found if isinstance(value, Tensor)])
+        if self._is_told:
+            through = _local.through.pop((self.at.path, self.at.number), None)
+            if through is not None:
+                through.watch([value for value in found if isinstance(value, Tensor)])
         inputs = None
         for entry in self._entries():
             if not entry.after:
@@ -172,7 +189,22 @@ class AfterGate(Gate):
             if shape is not None:
                 self._call(entry, shape, at, inputs, found)
         given = [found[number] for number in self.exchanged]
+        if self._writes:
+            return self._written(values[-1], given[0])
         return given[0] if len(given) == 1 else tuple(given)
+
+    def _exchange(self, entry: Entry, value: Any, at: NodePass) -> Any:
+        """Call an insertion where a node gives one tensor."""
+        version = _version(value)
+        result = entry.what.after(at, _NOTHING, value)
+        if (result is None or result is value) and _version(value) == version:
+            entry.insertion.fired(at, False)
+            return value
+        found = [value]
+        if result is not None:
+            _collect(self.shape, result, found, at, entry)
+        entry.insertion.fired(at, _changed(entry, at, [value], found, [version]))
+        return found[0]
 
     def _call(
         self, entry: Entry, shape: Any, at: NodePass, inputs: Inputs, found: list[Any]
@@ -185,22 +217,37 @@ class AfterGate(Gate):
             result = value  # lists and dicts in it may have been changed
         if result is not None:
             _collect(shape, result, found, at, entry)
-        if self._writes:
-            self._write(before, found, at)
         entry.insertion.fired(at, _changed(entry, at, before, found, versions))
 
-    def _write(self, before: list[Any], found: list[Any], at: NodePass) -> None:
-        """Have whoever holds the tensor that the node has written to see the new value."""
-        for number, (old, new) in enumerate(zip(before, found, strict=True)):
-            if new is old or not isinstance(old, Tensor):
-                continue
-            if new.shape != old.shape:
-                raise InterjectionError(
-                    f"{at.path} works in place on a tensor of shape {tuple(old.shape)}, which "
-                    f"{describe(new)} cannot take the place of",
-                    at.path,
-                )
-            found[number] = old.copy_(new)
+    def _written(self, original: Tensor, value: Tensor) -> Tensor:
+        """Have whoever holds the tensor that the node works on see the value."""
+        if value.shape != original.shape:
+            raise InterjectionError(
+                f"{self.at.path} works in place on a tensor of shape {tuple(original.shape)}, "
+                f"which {describe(value)} cannot take the place of",
+                self.at.path,
+            )
+        return original.copy_(value)
+
+
+class StateGate(AfterGate):
+    """Is given a parameter or buffer, which has to stay as it is."""
+
+    def _exchange(self, entry: Entry, value: Any, at: NodePass) -> Any:
+        if entry.place.shown not in ("", at.path):
+            at = replace(at, path=entry.place.shown)
+        if entry.what.self_contained or entry.what.observes:
+            return super()._exchange(entry, value, at)
+        copied = value.clone()  # what a function does to its argument must not reach the model
+        version = _version(copied)
+        result = entry.what.after(at, _NOTHING, copied)
+        found = [copied]
+        if result is not None:
+            _collect(self.shape, result, found, at, entry)
+        elif _version(copied) == version:
+            found = [value]
+        entry.insertion.fired(at, _changed(entry, at, [value], found, [_version(value)]))
+        return found[0]
 
 
 class BeforeGate(Gate):
@@ -212,7 +259,7 @@ class BeforeGate(Gate):
         shape: of the arguments: a tuple of them, and a dict.
         plan: the insertions that the gate was recorded with.
         places: where inputs are that insertions are for: for each slot what leads to it.
-        writes: whether the node changes what it is given.
+        written: number of the tensor that the node works on in place; None if it does not.
     """
 
     role = "before"
@@ -224,17 +271,17 @@ class BeforeGate(Gate):
         shape: Any,
         plan: Plan,
         places: dict[Slot, tuple[Any, ...]],
-        writes: bool = False,
+        written: int | None = None,
     ) -> None:
         super().__init__(at, slots, shape, plan)
         self._places = places
-        self._writes = writes
+        self._written = written
         self.exchanged = exchangeable(shape)
 
     def _through(self, values: tuple[Any, ...]) -> Any:
         """Call the insertions; return the tensors and numbers that the node is given."""
         found = list(values)
-        entries = list(self._entries())
+        entries = self._entries()
         for entry in reversed(entries):
             if entry.slot in self._places:
                 shape = _part(self.shape, self._places[entry.slot])
@@ -246,10 +293,14 @@ class BeforeGate(Gate):
         if backward:
             through = Through(backward, self.at)
             tensors = [number for number, value in enumerate(found) if isinstance(value, Tensor)]
-            aliases = through.enter([found[number] for number in tensors], alias=not self._writes)
+            aliases = through.enter([found[number] for number in tensors])
             for number, alias in zip(tensors, aliases, strict=True):
                 found[number] = alias
             _local.through[self.at.path, self.at.number] = through
+        if self._written is not None:
+            # The original gets the value at the end: what autograd keeps for the op, and the
+            # aliases, must not be written to.
+            found[self._written] = found[self._written].clone()
         given = [found[number] for number in self.exchanged]
         return given[0] if len(given) == 1 else tuple(given)
 
@@ -374,7 +425,9 @@ def _collect(shape: Any, result: Any, found: list[Any], at: NodePass, entry: Ent
 
 
 def _version(value: Any) -> int:
-    return value._version if isinstance(value, Tensor) and not value.is_inference() else 0
+    if not isinstance(value, Tensor) or value.is_inference():
+        return 0
+    return value._version
 
 
 def _changed(

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import get_gradient_edge
 
 from bendtrace.interject.errors import InterjectionError
 from bendtrace.interject.interjection import NodePass
@@ -34,8 +33,7 @@ class Through:
     """One execution of a node, from its forward to its backward pass.
 
     The inputs are replaced by aliases, whose gradients autograd does not mix with those of other
-    uses. Where the node changes its input in place that is impossible; there the gradients are
-    taken at the autograd node of the op, if it has just one.
+    uses.
 
     Args:
         entries: the insertions that are told.
@@ -47,19 +45,16 @@ class Through:
         self._at = at
         self._count = 0
         self._aliased: list[int] = []
-        self._edges: list[tuple[int, Any]] | None = None
         self._outputs: list[Tensor | None] = []
 
-    def enter(self, tensors: Sequence[Tensor], alias: bool) -> list[Tensor]:
+    def enter(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Take note of the inputs; return what the node is to be given."""
         given = list(tensors)
         self._count = len(given)
         self._aliased = [
             i for i, tensor in enumerate(given) if torch.is_grad_enabled() and tensor.requires_grad
         ]
-        if not alias:
-            self._edges = [(i, get_gradient_edge(given[i])) for i in self._aliased]
-        elif self._aliased:
+        if self._aliased:
             aliases = _Alias.apply(self, *(given[i] for i in self._aliased))
             for i, tensor in zip(self._aliased, aliases, strict=True):
                 given[i] = tensor
@@ -70,9 +65,6 @@ class Through:
         self._outputs = [None] * len(outputs)
         watched = [tensor for tensor in outputs if tensor.requires_grad]
         if not watched:
-            return
-        if self._edges is not None:
-            self._hook_node(outputs)
             return
         for i, tensor in enumerate(outputs):
             if tensor.requires_grad:
@@ -108,38 +100,6 @@ class Through:
             watched[0].register_hook(ended)
             return
         torch.autograd.graph.register_multi_grad_hook(watched, ended)
-
-    def _hook_node(self, outputs: Sequence[Tensor]) -> None:
-        """Take the gradients where the one autograd node of an op in place has them."""
-        assert self._edges is not None
-        node = outputs[0].grad_fn if len(outputs) == 1 else None
-        following = () if node is None else node.next_functions
-        positions: dict[int, int] = {}
-        for i, edge in self._edges:
-            at = [
-                k
-                for k, (fn, nr) in enumerate(following)
-                if fn is edge.node and nr == edge.output_nr
-            ]
-            if len(at) != 1:
-                raise InterjectionError(
-                    f"the gradients through {self._at.path or '<root>'} cannot be told from others: "
-                    "it works in place on a view, or in several steps; have it work out of place "
-                    "(inplace=False), or place the interjection on the module around it",
-                    self._at.path,
-                )
-            positions[i] = at[0]
-
-        def passes(grad_inputs: Any, grad_outputs: Any) -> Any:
-            self._outputs[0] = grad_outputs[0]
-            changed = list(grad_inputs)
-            new = self.leaves([grad_inputs[positions[i]] for i in self._aliased])
-            for i, grad in zip(self._aliased, new, strict=True):
-                changed[positions[i]] = grad
-            return tuple(changed)
-
-        assert node is not None
-        node.register_hook(passes)
 
     def _checked(
         self, entry: Entry, result: Any, before: tuple[Tensor | None, ...]

@@ -182,12 +182,9 @@ class _Flow:
         """Yield where the values come from that an op computes with, those written included."""
         for ref in refs_in((op.args, op.kwargs)):
             writer = op.reads.get(ref.index)
-            if writer is None:
-                yield from self._carried[ref.index]
-                continue
-            yield from self._carried[writer]
-            if ref.index not in self._ops[writer].writes:  # else the writer had it
-                yield from self._latest(ref.index)
+            if writer is not None:  # perhaps under another name, as a view
+                yield from self._carried[writer]
+            yield from self._latest(ref.index)
 
     def _latest(self, index: int) -> tuple[int, ...]:
         return self._carried[self._written.get(index, index)]
@@ -225,12 +222,10 @@ class _Flow:
             giving, using = self._between(self._ops[source].scope, scope)
             for giver in (given, *giving):
                 yield from ((giver, user) for user in (*using, path) if user is not None)
-        around = self._chain(scope)
         for call in self._passed.get(source, ()):
-            if call not in around:
-                _, using = self._between(call, scope)
-                giver = self._nodes.of_call[id(call)]
-                yield from ((giver, user) for user in (*using, path) if user is not None)
+            giver = self._path(call)
+            _, using = self._between(call, scope)
+            yield from ((giver, user) for user in (*using, path) if user is not None)
 
     def _between(self, inner: ModuleCall, outer: ModuleCall) -> tuple[list[str], list[str]]:
         """Return the calls that a value leaves on its way between two, and those it enters."""

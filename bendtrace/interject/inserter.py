@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from bendtrace.interject.candidate import Candidate
 from bendtrace.interject.errors import InterjectionError
-from bendtrace.interject.gates import AfterGate, BeforeGate, Gate, InsteadGate
+from bendtrace.interject.gates import AfterGate, BeforeGate, Gate, InsteadGate, StateGate
 from bendtrace.interject.interjection import NodePass
 from bendtrace.interject.plan import Plan, Slot
 from bendtrace.interject.structure import Leaf, refilled, take_apart
@@ -21,7 +21,14 @@ from bendtrace.paths.events import bound, parameters_of
 from bendtrace.paths.live import LiveNames
 from bendtrace.paths.naming import Registry, identifier
 from bendtrace.recording.contexts import Context, current_context
-from bendtrace.recording.functions import CONTEXT, ESCAPES, METADATA, SHAPES, VALUES
+from bendtrace.recording.functions import (
+    CONTEXT,
+    ESCAPES,
+    METADATA,
+    RESHAPES_IN_PLACE,
+    SHAPES,
+    VALUES,
+)
 from bendtrace.recording.inserter import Stage
 from bendtrace.recording.tape import ModuleCall
 
@@ -79,6 +86,15 @@ class LiveInserter:
         )
 
     @property
+    def looks_around(self) -> bool:
+        """Whether the run came by something that may look at other things than it is handed."""
+        return any(
+            "looks around" in slot.forms
+            for spot in self._spots.values()
+            for slot in (*spot.slots, *spot.inputs, *spot.after)
+        ) or any("looks around" in slot.forms for _, slots, _ in self._exchanged for slot in slots)
+
+    @property
     def passes(self) -> dict[str, int]:
         """How often each node was come by."""
         return {path: spot.number for path, spot in self._spots.items()}
@@ -123,13 +139,14 @@ class LiveInserter:
             spot = self._spot(path, base, scope)
         number = spot.number
         spot.number += 1
-        if spot.before or spot.inputs:
-            args, kwargs = self._before(spot, scope, args, kwargs, frame)
+        written = _written(spot, args, kwargs)
+        if spot.before or spot.inputs or written is not None:
+            args, kwargs = self._before(spot, scope, args, kwargs, frame, written)
         if spot.instead:
             output = self._instead(spot, number, args, kwargs, frame)
         else:
             output = run(scope, args, kwargs)
-        return self._after(spot, number, args, kwargs, output, frame)
+        return self._after(spot, number, args, kwargs, output, frame, written)
 
     def op(
         self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType,
@@ -156,13 +173,14 @@ class LiveInserter:
             spot = self._spots[path] = _Spot(candidate, self.plan)
         number = spot.number
         spot.number += 1
-        if spot.before:
-            args, kwargs = self._before(spot, scope, args, kwargs, frame)
+        written = _written(spot, args, kwargs)
+        if spot.before or written is not None:
+            args, kwargs = self._before(spot, scope, args, kwargs, frame, written)
         if spot.instead:
             output = self._instead(spot, number, args, kwargs, frame)
         else:
             output = run(function, args, kwargs, frame)
-        return self._after(spot, number, args, kwargs, output, frame)
+        return self._after(spot, number, args, kwargs, output, frame, written)
 
     def scalar(self, function: Any, frame: FrameType) -> None:
         """Name arithmetic (see `recording.inserter.Inserter`)."""
@@ -205,22 +223,18 @@ class LiveInserter:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         frame: FrameType,
+        written: Tensor | None = None,
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Exchange what a node is given."""
         places = self._input_places(spot, scope, args, kwargs)
         slots = (*spot.before, *places)
-        if not slots:
+        if not slots and written is None:
             return args, kwargs
         whole = any("before" in slot.forms for slot in spot.before)
         shape, values = take_apart((args, kwargs), objects=whole)
-        gate = BeforeGate(
-            self._at(spot, spot.number - 1),
-            slots,
-            shape,
-            self.plan,
-            places,
-            _writes(spot, args, kwargs),
-        )
+        number = next((i for i, value in enumerate(values) if value is written), None)
+        at = self._at(spot, spot.number - 1)
+        gate = BeforeGate(at, slots, shape, self.plan, places, number)
         given = self._through(gate, shape, values, values, frame)
         if given is None:
             return args, kwargs
@@ -235,6 +249,7 @@ class LiveInserter:
         kwargs: dict[str, Any],
         output: Any,
         frame: FrameType,
+        written: Tensor | None = None,
     ) -> Any:
         """Exchange what a node gave."""
         slots = spot.after
@@ -243,7 +258,7 @@ class LiveInserter:
                 spot.seen = True
                 self._see(spot, output)
             slots = spot.after
-        if not slots or output is None:
+        if (not slots and written is None) or output is None:
             return output
         whole = any(not slot.place.dig for slot in slots if "after" in slot.forms)
         shape, values = take_apart(output, objects=whole)
@@ -251,12 +266,11 @@ class LiveInserter:
         if any("inputs" in slot.forms for slot in slots):
             wanted, inputs = take_apart((args, kwargs))
             handed += inputs
+        if written is not None:
+            handed.append(written)
         gate = AfterGate(
-            self._at(spot, number), slots, shape, self.plan, wanted,
-            spot.candidate.function is not None
-            and _writes(spot, args, kwargs)
-            and _gives_back(output, (*args, *kwargs.values())),
-        )  # fmt: skip
+            self._at(spot, number), slots, shape, self.plan, wanted, written is not None
+        )
         given = self._through(gate, shape, values, handed, frame)
         return output if given is None else refilled(output, shape, given)
 
@@ -347,7 +361,7 @@ class LiveInserter:
         known = self._exchanged.get(key) if slots else value
         if known is None:
             shown = next((slot.place.shown for slot in slots if slot.place.shown), name)
-            gate = AfterGate(NodePass(shown), slots, Leaf(Tensor, 0), self.plan)
+            gate = StateGate(NodePass(shown), slots, Leaf(Tensor, 0), self.plan)
             known = self._exchanged[key] = self._gate(gate, (value,), frame)
         return known
 
@@ -406,22 +420,32 @@ def _state_names(function: Callable[..., Any]) -> dict[int, tuple[str, ...]]:
     return found
 
 
-def _gives_back(output: Any, args: tuple[Any, ...]) -> bool:
-    return isinstance(output, Tensor) and any(output is arg for arg in args)
-
-
-def _writes(spot: _Spot, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a node, going by its name and flags, changes what it is given."""
+def _written(spot: _Spot, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+    """Return the tensor that a node works on in place, if what is inserted there has to know."""
+    if not spot.before and not spot.instead and all("observes" in s.forms for s in spot.after):
+        return None
     node = spot.candidate
     if node.module is not None:
-        return bool(getattr(node.module, "inplace", False))
-    name = getattr(node.function, "__name__", "")
+        if not getattr(node.module, "inplace", False):
+            return None
+    elif not _works_in_place(node.function, args, kwargs):
+        return None
+    given = args[0] if args else kwargs.get("input")
+    return given if isinstance(given, Tensor) else None
+
+
+def _works_in_place(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a function, going by its name and flags, gives back what it was given, changed."""
+    name = getattr(function, "__name__", "")
+    if name in RESHAPES_IN_PLACE:
+        return False
     if name.endswith("_") and (not name.endswith("__") or name.startswith("__i")):
         return True
-    if kwargs.get("inplace") or kwargs.get("out") is not None:
-        return True
-    position = _flag_position(node.function)
-    return position is not None and position < len(args) and args[position] is True
+    position = _flag_position(function)
+    if position is None:
+        return False
+    flag = args[position] if position < len(args) else kwargs.get("inplace", False)
+    return flag is True
 
 
 @functools.cache

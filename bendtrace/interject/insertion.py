@@ -119,6 +119,7 @@ class Insertion:
         self.runs: list[Recording] = []
         self._owner = owner
         self._tally = Tally()
+        self._has_failed = False
 
     @property
     def active(self) -> bool:
@@ -157,7 +158,7 @@ class Insertion:
         Args:
             stacklevel: as for `warnings.warn`: 1 for this method, 2 for who calls it.
         """
-        if not self.runs or self.allow_none or self._tally.rows():
+        if not self.runs or self.allow_none or self._has_failed or self._tally.rows():
             return
         report = self.report()
         why = "; ".join(report.notes)
@@ -184,6 +185,10 @@ class Insertion:
         """Note that a call took a path while it was in the model."""
         if len(self.runs) < _MOST_RUNS and all(run is not recording for run in self.runs):
             self.runs.append(recording)
+
+    def failed(self) -> None:
+        """Note that something has raised where it is called."""
+        self._has_failed = True
 
     def is_known_to_change(self, path: str) -> bool:
         """Whether it has changed a value at a node."""

@@ -59,12 +59,22 @@ class Interjection:
         wants_inputs: whether `after` is given what the node was given.
         late: whether it is called after all others at a node whenever it was inserted, and
             before them by `before`.
+        self_contained: whether it promises to look at nothing of the model but what it is handed.
+            Otherwise, where the model assigns attributes in its forward, calls are run live, since
+            a replay assigns them at its end.
         label: what reports and graphs call it.
     """
 
     observes: bool = False
     wants_inputs: bool = False
     late: bool = False
+    self_contained: bool = False
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        # What a class of ours promises need not hold for what others make of it.
+        if "self_contained" not in vars(cls) and not cls.__module__.startswith(_OURS):
+            cls.self_contained = False
 
     @property
     def label(self) -> str:
@@ -98,3 +108,6 @@ class Interjection:
     @classmethod
     def _overrides(cls, name: str) -> bool:
         return getattr(cls, name) is not getattr(Interjection, name)
+
+
+_OURS = __name__.rpartition(".")[0]

@@ -14,7 +14,7 @@ from bendtrace.interject.selector import NodeSelector
 from bendtrace.interject.selectors.algebra import Selector, as_selector
 from bendtrace.interject.selectors.naming import matches_path, matches_qualified_name
 
-__all__ = ["outside", "without_leaves"]
+__all__ = ["leaves_in", "outside"]
 
 # What fx's tracers take besides, and what a run on real inputs has no use for.
 _NOT_NEEDED = frozenset(
@@ -80,22 +80,20 @@ def outside(what: Any, model: Callable[..., Any], leaves: Iterable[Any]) -> Node
     return Outside(selector, frozenset(names)) if names else selector
 
 
-def without_leaves(
-    what: Any, model: Callable[..., Any], tracer_kwargs: Mapping[str, Any] | None
-) -> NodeSelector:
-    """Return what a selector means outside the `leaf_modules` of `tracer_kwargs`.
+def leaves_in(tracer_kwargs: Mapping[str, Any] | None) -> list[Any]:
+    """Return the `leaf_modules` of `tracer_kwargs`.
 
     Raises:
         InputError: there are other options that no tracer has.
     """
     options = dict(tracer_kwargs or {})
-    leaves = options.pop("leaf_modules", ())
+    leaves = options.pop("leaf_modules", None) or ()
     if unknown := options.keys() - _NOT_NEEDED:
         raise InputError(
             f"tracer_kwargs= has {', '.join(sorted(map(repr, unknown)))}, which no tracer takes; "
             "what can be said is 'leaf_modules'"
         )
-    return outside(what, model, leaves)
+    return list(leaves)
 
 
 def _named(name: str) -> NodeSelector:

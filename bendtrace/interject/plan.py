@@ -38,6 +38,9 @@ class Placed(Protocol):
     def fired_backward(self, at: NodePass) -> None:
         """Note that it was told of gradients."""
 
+    def failed(self) -> None:
+        """Note that something has raised where it is called."""
+
     def is_known_to_change(self, path: str) -> bool:
         """Whether it has changed a value at a node."""
 
@@ -125,6 +128,8 @@ def forms_of(what: Interjection) -> frozenset[str]:
         forms.add("inputs")
     if what.observes:
         forms.add("observes")
+    if not what.self_contained:
+        forms.add("looks around")
     return frozenset(forms)
 
 
@@ -141,6 +146,7 @@ class Plan:
         totals: as given.
         slots: their slots, without repetitions.
         key: what makes the traces of two plans interchangeable.
+        called_at: which entries the gates of traces call, as far as they were asked.
     """
 
     def __init__(self, entries: Sequence[Entry], totals: dict[str, int] | None = None) -> None:
@@ -148,6 +154,8 @@ class Plan:
         self.totals = totals or {}
         self.slots = tuple(dict.fromkeys(entry.slot for entry in self.entries))
         self.key = frozenset(self.slots)
+        # By the identity of gates, with the gate itself so that no identity is used twice.
+        self.called_at: dict[int, tuple[Any, tuple[Entry, ...]]] = {}
         self._entries_of: dict[tuple[Slot, ...], tuple[Entry, ...]] = {}
 
     def ran(self, recording: Recording) -> None:

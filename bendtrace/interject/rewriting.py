@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Protocol
 
-import torch
 from torch import Tensor, nn
 
 from bendtrace.errors import InputError
 from bendtrace.interject.board import Board
-from bendtrace.interject.edges import Edge, Sent
+from bendtrace.interject.edges import Between, Edge, Sent
 from bendtrace.interject.errors import InterjectionError
 from bendtrace.interject.insertion import Insertion, as_interjection
 from bendtrace.interject.interjection import Inputs, Interjection, NodePass
 from bendtrace.interject.plan import forms_of
-from bendtrace.interject.report import Report
+from bendtrace.interject.splicing import Splice, Spliced
 from bendtrace.interject.structure import describe
-from bendtrace.interject.where import describe_where
 
-__all__ = ["Between", "Splice", "between", "remove", "replace", "splice"]
+__all__ = ["between", "remove", "replace", "splice"]
 
 
 class Bended(Protocol):
@@ -162,62 +159,6 @@ def remove(
     )
 
 
-class Between:
-    """Something inserted on an edge, until it is removed. Also a context manager.
-
-    Attributes:
-        insertions: what is in the model for it: at the end of the edge, and at its beginning.
-    """
-
-    def __init__(self, board: Board, edge: Edge, end: Insertion, beginning: Insertion) -> None:
-        self._board = board
-        self._edge = edge
-        self.insertions = end, beginning
-
-    @property
-    def active(self) -> bool:
-        """Whether it is in the model."""
-        return self.insertions[0].active
-
-    @property
-    def applied(self) -> int:
-        """To how many values it was applied so far."""
-        return self._edge.applied
-
-    def remove(self) -> None:
-        """Take it out. Doing so twice is no error."""
-        self._board.remove(*self.insertions)
-
-    def report(self) -> Report:
-        """Say how often the node at the end came up, and whether it was given another value."""
-        return self.insertions[0].report()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        try:
-            if kind is None:
-                for insertion in self.insertions:
-                    insertion.warn_if_never_fired(3)
-                self._edge.warn_if_never_applied(3, *self.insertions)
-        finally:
-            self.remove()
-
-    def __repr__(self) -> str:
-        end, beginning = self.insertions
-        state = "" if self.active else ", removed"
-        return (
-            f"<{end.what.label} between {describe_where(beginning.where)} and "
-            f"{describe_where(end.where)}{state}>"
-        )
-
-
 def between(
     bended: Bended,
     a: Any,
@@ -272,152 +213,6 @@ def between(
     end = board.make(b, edge, passes=passes, every=every)
     board.add(beginning, end)
     return Between(board, edge, end, beginning)
-
-
-class Spliced(Interjection):
-    """Passes a value through a module.
-
-    Args:
-        module: the module.
-        keep_error: whether the value goes on as it is.
-        select: says which part of what the module gives is the value.
-    """
-
-    def __init__(self, module: Callable[..., Any], keep_error: bool, select: Any) -> None:
-        self.module = module
-        self.result: Any = None
-        self.error: Tensor | None = None
-        self._keep_error = keep_error
-        self._select = select
-
-    @property
-    def label(self) -> str:
-        """The class of the module."""
-        return str(getattr(self.module, "__name__", type(self.module).__name__))
-
-    def after(self, at: NodePass, inputs: Inputs, output: Any) -> Any:
-        """Pass the value through the module."""
-        result = self.module(output)
-        made = self._selected(result, at)
-        self.result, self.error = result, None
-        if not isinstance(output, Tensor):
-            if self._keep_error:
-                raise self._refusal(at, f"the value is {describe(output)}, of which there is none")
-            return made
-        if not isinstance(made, Tensor):
-            raise InterjectionError(
-                f"{self.label} at {at.path or '<root>'} gave {describe(made)}: say with select= "
-                "which part of it takes the place of the value",
-                at.path,
-            )
-        if made.shape == output.shape:
-            self.error = (output - made).detach()
-        elif self._keep_error:
-            shapes = f"{tuple(output.shape)} became {tuple(made.shape)}"
-            raise self._refusal(at, f"the value of shape {shapes}")
-        return _Kept.apply(made, output.detach()) if self._keep_error else made
-
-    def _selected(self, result: Any, at: NodePass) -> Any:
-        select = self._select
-        if select is None:
-            return result
-        try:
-            if callable(select):
-                return select(result)
-            if isinstance(select, str) and not isinstance(result, dict):
-                return getattr(result, select)
-            return result[select]
-        except (AttributeError, IndexError, KeyError, TypeError) as error:
-            raise InterjectionError(
-                f"{self.label} at {at.path or '<root>'} gave {describe(result)}, in which select= "
-                f"finds nothing ({type(error).__name__}: {error})",
-                at.path,
-            ) from error
-
-    def _refusal(self, at: NodePass, why: str) -> InterjectionError:
-        return InterjectionError(
-            f"{self.label} at {at.path or '<root>'}: keep_error= needs the error term, and {why}",
-            at.path,
-        )
-
-
-class _Kept(torch.autograd.Function):
-    """Goes on with a value, and hands the gradient to what was made of it.
-
-    The same as `made + (value - made).detach()`, but without the rounding.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, made: Tensor, value: Tensor) -> Tensor:
-        return value.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return grad, None
-
-
-class Splice:
-    """A module that is spliced in, until it is removed. Also a context manager.
-
-    Attributes:
-        insertion: what is in the model for it.
-    """
-
-    def __init__(self, insertion: Insertion, spliced: Spliced) -> None:
-        self.insertion = insertion
-        self._spliced = spliced
-
-    @property
-    def module(self) -> Any:
-        """What is spliced in."""
-        return self._spliced.module
-
-    @property
-    def error(self) -> Tensor | None:
-        """The value less the reconstruction, of the last pass; None if shapes or kinds differ."""
-        return self._spliced.error
-
-    @property
-    def result(self) -> Any:
-        """All that the module gave in the last pass, with the graph that leads to it.
-
-        A loss can be made of it: that of the features of a sparse autoencoder, for one.
-        """
-        return self._spliced.result
-
-    @property
-    def active(self) -> bool:
-        """Whether it is in the model."""
-        return self.insertion.active
-
-    def remove(self) -> None:
-        """Take it out, and forget what it gave. Doing so twice is no error."""
-        self.insertion.remove()
-        self._spliced.result = self._spliced.error = None
-
-    def report(self) -> Report:
-        """Say at which nodes and passes it was called, and whether it changed anything."""
-        return self.insertion.report()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        try:
-            if kind is None:
-                self.insertion.warn_if_never_fired(3)
-        finally:
-            self.insertion.remove()
-
-    def __repr__(self) -> str:
-        state = "" if self.active else ", removed"
-        where = describe_where(self.insertion.where)
-        return f"<{self._spliced.label} spliced in at {where}{state}>"
 
 
 def splice(

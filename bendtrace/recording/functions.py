@@ -17,6 +17,7 @@ __all__ = [
     "DESCEND",
     "ESCAPES",
     "METADATA",
+    "RESHAPES_IN_PLACE",
     "SHAPES",
     "UNINITIALIZED",
     "VALUES",
@@ -112,6 +113,15 @@ CONTEXT = frozenset({torch._C._set_grad_enabled, Tensor.__dir__, torch.device})
 
 # Ops after which the number of dimensions can depend on sizes.
 RANK_DEPENDS_ON_SIZES = frozenset({"squeeze", "squeeze_", "squeeze_copy", "apply", "solve"})
+
+# Ops that change the shape, or the memory, of the tensor that they are called on.
+RESHAPES_IN_PLACE = frozenset(
+    {
+        "as_strided_", "detach_", "rename_", "requires_grad_", "resize_", "resize_as_", "set_",
+        "squeeze_", "swapaxes_", "swapdims_", "t_", "transpose_", "unsqueeze_", "data",
+        "sparse_resize_",
+    }
+)  # fmt: skip
 
 # Names of functions that give memory as they find it: no two runs agree on its content.
 UNINITIALIZED = frozenset(

@@ -13,6 +13,7 @@ from bendtrace.recording.functions import (
     METADATA,
     RANK_DEPENDS_ON_SIZES,
     RANKS,
+    RESHAPES_IN_PLACE,
     SHAPES,
     is_torchs_function,
     name_of,
@@ -21,14 +22,6 @@ from bendtrace.recording.parts import Part
 from bendtrace.recording.tape import Guard, Op, OpKind, Tape, Test, refs_in
 
 __all__ = ["Analysis", "GuardKind", "counts", "is_read"]
-
-_RESHAPES_IN_PLACE = frozenset(
-    {
-        "as_strided_", "detach_", "rename_", "requires_grad_", "resize_", "resize_as_", "set_",
-        "squeeze_", "swapaxes_", "swapdims_", "t_", "transpose_", "unsqueeze_", "data",
-        "sparse_resize_",
-    }
-)  # fmt: skip
 
 
 class GuardKind(Enum):
@@ -54,7 +47,7 @@ class Analysis:
     def __init__(self, tape: Tape) -> None:
         self._ops = tape.ops
         self.fixed_metadata = not any(
-            op.kind is OpKind.CALL and name_of(op.target) in _RESHAPES_IN_PLACE for op in tape.ops
+            op.kind is OpKind.CALL and name_of(op.target) in RESHAPES_IN_PLACE for op in tape.ops
         )
         self._state: list[Part] = []
         # Per op, as bits: the state tensors that its value came from.

@@ -27,6 +27,8 @@ class Bias(Bend):
         tensor([1., 1.])
     """
 
+    self_contained = True
+
     def __init__(self, bias: Value | Expression = 0.0) -> None:
         self.bias = checked("bias", bias)
 
@@ -47,6 +49,8 @@ class Scale(Bend):
         >>> Scale(-2.0)(torch.ones(2))
         tensor([-2., -2.])
     """
+
+    self_contained = True
 
     def __init__(self, scale: Value | Expression = 1.0) -> None:
         self.scale = checked("scale", scale)
@@ -69,6 +73,8 @@ class Affine(Bend):
         >>> Affine(bias=1.0, scale=3.0)(torch.ones(2))
         tensor([4., 4.])
     """
+
+    self_contained = True
 
     def __init__(self, bias: Value | Expression = 0.0, scale: Value | Expression = 1.0) -> None:
         self.bias = checked("bias", bias)

@@ -30,7 +30,8 @@ class Bend(Interjection):
     Subclasses override `bend`. Where a node gives a container, each tensor of floating or
     complex numbers in it is bent; other tensors, and what is no tensor, stay as they are. To be
     saved in files and shown, a callback keeps each argument of its constructor as an attribute
-    of that name.
+    of that name. One that looks at nothing of the model but the tensor says so by
+    `self_contained = True` (see `Interjection`).
 
     Called by itself, it bends a value right away:
 
@@ -146,6 +147,7 @@ class CallbackChain(Bend):
                 raise InputError(f"a chain is made of bending callbacks; {callback!r} is none")
         self.callbacks: tuple[Bend, ...] = tuple(_flat(callbacks))
         self.observes = all(callback.observes for callback in self.callbacks)
+        self.self_contained = all(callback.self_contained for callback in self.callbacks)
 
     def bend(self, tensor: Tensor, at: NodePass) -> Tensor:
         """Return what a tensor becomes."""

@@ -272,8 +272,7 @@ class Bending:
     def from_activations(self, activations: Mapping[str, Any], **inputs: Any) -> Any:
         """Call the model with values in the place of activations, and return its output.
 
-        They are bent as the model's own would be. What the model computes only for the sake of
-        these activations is left out once a path is known.
+        They are bent as the model's own would be. What leads up to them is computed all the same.
 
         Args:
             activations: for each node path, or other name of one activation, its value; a list

@@ -34,6 +34,7 @@ class Capture(Bend):
     """
 
     observes = True
+    self_contained = True
 
     def __init__(self) -> None:
         self.captured: dict[str, list[Tensor]] = {}

@@ -52,6 +52,8 @@ class DrawingBend(Bend):
         dim: the dimensions; None for all.
     """
 
+    self_contained = True
+
     def __init__(self, seed: int | None, dim: int | Sequence[int] | None) -> None:
         self.seed = _checked_seed(seed)
         self.dim = _checked_dim(dim)

@@ -31,6 +31,8 @@ class InterpolateActivation(Bend):
         tensor([[7.]])
     """
 
+    self_contained = True
+
     def __init__(
         self, interp_weights: Tensor | Expression | None = None, softmax: bool = False
     ) -> None:

@@ -102,6 +102,8 @@ class ThresholdActivation(Bend):
         tensor([[0., 4., 3., 0.]])
     """
 
+    self_contained = True
+
     def __init__(
         self,
         threshold: Value | Expression = 0.5,

@@ -12,6 +12,7 @@ from bendtrace.interject.bends.spec import BendSpec
 from bendtrace.interject.bends.versions import Versions
 from bendtrace.interject.insertion import Insertion
 from bendtrace.interject.interjection import Interjection
+from bendtrace.interject.plan import State
 from bendtrace.interject.where import describe_where
 
 __all__ = ["Owner", "Sources"]
@@ -110,7 +111,7 @@ class Sources:
             self._version.remove()
         needed, self._version = self._versions.needed, None
         if needed:
-            self._version = self._owner.interject(list(needed), self._versions)
+            self._version = self._owner.interject(list(map(State, needed)), self._versions)
         self._held = needed
         for source in self._sources:
             self._place(source)
@@ -143,7 +144,7 @@ class Sources:
         selector = self._catalogue.selector(spec, without)
         found: list[Any] = [] if selector is None else [selector]
         found += self._catalogue.inputs(spec, without)
-        return found + self._catalogue.weights(spec, without)
+        return found + [State(name) for name in self._catalogue.weights(spec, without)]
 
     def _place(self, source: Source) -> None:
         spec, owner = source.spec, self._owner

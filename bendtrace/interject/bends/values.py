@@ -18,6 +18,7 @@ class Snapshots(Interjection):
     """Takes snapshots of what nodes give."""
 
     observes = True
+    self_contained = True
 
     def __init__(self) -> None:
         self._taken: dict[str, list[Any]] = {}
@@ -40,6 +41,8 @@ class Given(Interjection):
     Args:
         values: for each node path its value, or a list of one for each pass.
     """
+
+    self_contained = True
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         self._values = dict(values)

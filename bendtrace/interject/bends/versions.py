@@ -32,6 +32,8 @@ class Versions(Interjection):
         mixture: how much of each version counts. The version "original" is the model itself.
     """
 
+    self_contained = True
+
     def __init__(self, model: Callable[..., Any]) -> None:
         self._model = model
         self._weights: dict[str, dict[str, Tensor]] = {}

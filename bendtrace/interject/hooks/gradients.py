@@ -7,10 +7,13 @@ that comes back to the outputs and leaves through the inputs then goes by these 
 An output is not exchanged for a view, as torch's own backward hooks do: autograd refuses to change
 such a view in place, and `nn.ReLU(inplace=True)` after a layer would be an error. It stays the
 tensor that it is, and the step is entered into its history as if it were changed in place. That
-does not do where other tensors have the same storage, so outputs that are (views of) inputs, or
-of one another, and those that were there before the call, do become views.
+does not do where several outputs have the same storage, nor for those that were there before the
+call; these do become views.
 
-An input that the module changes in place is given the history of what it was exchanged for.
+What an input was exchanged for has a history of its own from then on, although the two have the
+same storage. So an input that the module changes in place is given the history of what it was
+exchanged for; and if an output is (a view of) an input, changes in place after the call are
+watched, since the other of the two does not learn of them (see `_Watch`).
 """
 
 from __future__ import annotations
@@ -62,6 +65,7 @@ class CallGradients:
         self._entry: Node = None
         self._aliases: list[_Alias] = []
         self._exchange = Exchange({})
+        self._watches: list[tuple[int, _Watch]] = []
 
     # The call
 
@@ -141,15 +145,14 @@ class CallGradients:
         given = list(outputs)
         distinct = _by_identity(outputs)
         self._exits = len(distinct)
-        inputs = {_storage(alias.inside) for alias in self._aliases}
-        rebased = {id(alias.original()) for alias in self._aliases if alias.is_rebased}
         sharing = Counter(_storage(tensor) for tensor, _ in distinct)
         for tensor, places in distinct:
-            storage = _storage(tensor)
-            is_alone = sharing[storage] == 1 and (storage not in inputs or id(tensor) in rebased)
-            left = self._exit(tensor, places, is_alone)
+            left = self._exit(tensor, places, sharing[_storage(tensor)] == 1)
             for place in places:
                 given[place] = left
+        for index, alias in enumerate(self._aliases):
+            if not alias.is_rebased and _storage(alias.inside) in sharing:
+                self._watches.append((index, _Watch(alias, self._name)))
         # So as not to keep tensors as long as autograd's graph.
         self._aliases.clear()
         self._exchange = Exchange({})
@@ -195,10 +198,13 @@ class CallGradients:
 
     def entered(self, gradients: Gradients) -> Gradients:
         """Return what to pass on as gradients of the inputs; called in a backward pass."""
-        found = self._passes.get(torch._C._current_graph_task_id())
-        if found is None:  # gradients of gradients, which do not come by the outputs
-            return gradients
-        return self._call_hooks(found, gradients)
+        task = torch._C._current_graph_task_id()
+        found = self._passes.get(task)
+        if found is not None:  # else gradients of gradients, which do not come by the outputs
+            gradients = self._call_hooks(found, gradients)
+        for index, watch in self._watches:
+            watch.through[task] = gradients[index]
+        return gradients
 
     def _end(self, task: int) -> None:
         """Make up for hooks that still wait for the gradient of an output, or of the inputs."""
@@ -292,6 +298,49 @@ class _Alias:
         self.is_rebased = False
         if getattr(original, "__dict__", None):
             inside.__dict__.update(original.__dict__)
+
+
+class _Watch:
+    """Notices that an input, or an output that is (a view of) it, is changed in place later.
+
+    The history of the one does not show what is done to the other. No harm is done if the input
+    is not there any more by then, or if nothing else uses it.
+    """
+
+    def __init__(self, alias: _Alias, name: str) -> None:
+        self._name = name
+        # It has the count of changes of the two, and none of their memory.
+        self._probe = alias.inside.detach()
+        self._probe.data = self._probe.new_empty(0)
+        self._version = self._probe._version
+        self._was_changed: bool | None = None  # unknown as long as the input is there
+        self.through: dict[int, Tensor | None] = {}
+        original = alias.original()
+        assert original is not None  # the caller has it
+        root = _root(original)
+        self._is_leaf = root.is_leaf
+        self._root = weakref.ref(root, self._ends)
+        root.register_hook(self._check)
+
+    def _changed(self) -> bool:
+        return self._probe._version != self._version
+
+    def _ends(self, root: Any) -> None:
+        self._was_changed = self._changed()
+
+    def _check(self, gradient: Tensor) -> None:
+        """See to it that a changed input gets no gradient but that through the call."""
+        through = self.through.pop(torch._C._current_graph_task_id(), None)
+        if not (self._changed() if self._was_changed is None else self._was_changed):
+            return
+        is_all = through is not None and torch.equal(through.flatten(), gradient.flatten())
+        if self._is_leaf or not is_all:
+            raise InputError(
+                f"module {self._name!r} returns its input, or a view of it, which was changed in "
+                "place after the call while the input was used elsewhere, so that the gradients "
+                "that pass through the call cannot be told from others: deactivate its backward "
+                "hooks"
+            )
 
 
 def _by_identity(tensors: Iterable[Tensor]) -> list[tuple[Tensor, list[int]]]:

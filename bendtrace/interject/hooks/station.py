@@ -171,10 +171,13 @@ class _Call:
         # To tell an ordinary end from that by an error, which torch reports in the same way.
         self._handled = sys.exception()
         self._thread = threading.get_ident()
-        self._frame = id(sys._getframe(3))  # in which torch calls the hooks
+        frame = sys._getframe(3)  # in which torch calls the hooks, if it is not compiled
+        self._frame = id(frame) if frame.f_code.co_name == "inner" else None
 
     def is_running(self) -> bool:
-        """Whether the call has not been ended by an interrupt."""
+        """Whether the call has not been ended by an interrupt, as far as can be told."""
+        if self._frame is None:
+            return True
         frame = sys._current_frames().get(self._thread)
         while frame is not None and id(frame) != self._frame:
             frame = frame.f_back

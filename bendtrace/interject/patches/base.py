@@ -42,9 +42,10 @@ class Patch(Interjection, Generic[Target]):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         # An `op` of its own does not keep what its parent class promised of another one.
-        if "op" in vars(cls) and not {"requires_clone", "observes"} & vars(cls).keys():
-            cls.requires_clone = Patch.requires_clone
-            cls.observes = Interjection.observes
+        if "op" in vars(cls):
+            for promise in ("requires_clone", "observes", "self_contained"):
+                if promise not in vars(cls):
+                    setattr(cls, promise, getattr(Patch, promise))
 
     def op(self, original_output: Target) -> Target | None:
         """Return the value to go on with, of the same type; None keeps the one there is."""

@@ -37,6 +37,7 @@ class ProbePatch(Patch[Any]):
 
     requires_clone = False
     observes = True
+    self_contained = True
 
     def op(self, original_output: Any) -> Any:
         """Keep a copy of the value."""
@@ -69,6 +70,7 @@ class RecordPatch(Patch[Any]):
 
     requires_clone = False
     observes = True
+    self_contained = True
 
     def op(self, original_output: Any) -> Any:
         """Keep a copy of the value."""

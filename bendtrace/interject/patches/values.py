@@ -41,6 +41,7 @@ class ZeroPatch(Patch[Patchable]):
     slice: Index = None
 
     requires_clone = False
+    self_contained = True
 
     def __post_init__(self) -> None:
         check_index(self.slice)
@@ -71,6 +72,7 @@ class AddPatch(Patch[Patchable]):
     slice: Index = None
 
     requires_clone = False
+    self_contained = True
 
     def __post_init__(self) -> None:
         check_value(self.value)
@@ -105,6 +107,7 @@ class ReplacePatch(Patch[Patchable]):
     slice: Index = None
 
     requires_clone = False
+    self_contained = True
 
     def __post_init__(self) -> None:
         check_value(self.value)
