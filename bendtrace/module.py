@@ -172,11 +172,8 @@ class BendedModule(StandIn):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model, along recorded paths as far as they go."""
         if torch.compiler.is_dynamo_compiling():
-            if self._board:
-                raise InputError(
-                    "torch.compile does not see what is inserted in a BendedModule: remove the "
-                    "insertions, or do not compile the module around it"
-                )
+            if self._inserted:  # which torch.compile could not see: it goes on after the call
+                return _past_compiler(self._called_inside, args, kwargs)
             return call_itself(self._model, args, kwargs)
         if current_watcher() is not None:  # inside another trace, which wants to see it all
             if self._inserted:  # a plain attribute, so that the trace around depends on it
@@ -259,7 +256,7 @@ class BendedModule(StandIn):
             output = self._record_new(call)
         assert self._latest is not None
         trace = copy.copy(self._latest)
-        trace.output = output
+        trace.output, trace.keeps = output, plan
         return (trace, output) if _return_out else trace
 
     def graph(self) -> Graph:
@@ -678,6 +675,11 @@ class _Call:
 _SURFACES = ("reset", "update")
 # After this many runs that filled a cache, a cache is taken to be filled by every call.
 _PASSING = 4
+
+
+@torch._disable_dynamo  # type: ignore[attr-defined, untyped-decorator]
+def _past_compiler(call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return call(*args, **kwargs)
 
 
 def _wrap(

@@ -145,6 +145,7 @@ def assert_promise(
     calls: Iterable[Callable[[], Inputs]],
     *,
     mode: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    insert: Callable[[bt.BendedModule], object] = lambda bended: None,
 ) -> bt.BendedModule:
     """Call a model and its `BendedModule` in turn and compare everything after each call.
 
@@ -152,6 +153,7 @@ def assert_promise(
         make: builds the model, twice the same under the same seed.
         calls: makes the inputs of each call.
         mode: a context to call in, such as `torch.no_grad`.
+        insert: inserts in the `BendedModule` what is to make no difference.
 
     Returns:
         The `BendedModule`, with the statistics of the calls.
@@ -161,6 +163,7 @@ def assert_promise(
     torch.manual_seed(0)
     model = make()
     bended = bt.BendedModule(model)
+    insert(bended)
     for seed, inputs in enumerate(calls):
         with mode():
             wanted = outcome(eager, inputs(), seed)

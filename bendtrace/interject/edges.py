@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any, Self
 
@@ -25,11 +25,17 @@ __all__ = ["Between", "Edge", "Sent"]
 _Known = tuple["weakref.ref[Tensor]", int]
 
 
+# A tensor that an edge has made, and the one that it was made of.
+_Made = tuple[Callable[[], Tensor | None], Callable[[], Tensor | None]]
+_NOTHING: _Made = (lambda: None, lambda: None)
+
+
 class Sent(Interjection):
     """Notes which tensors a node gives, after whatever else is inserted there."""
 
     observes = True
     late = True
+    self_contained = True
 
     def after(self, at: NodePass, inputs: Inputs, output: Any) -> None:
         """Note the tensors."""
@@ -62,6 +68,7 @@ class Edge(Interjection):
 
     def __init__(self, sent: Sent, what: Interjection) -> None:
         self.applied = 0
+        self.self_contained = what.self_contained
         self._sent = sent
         self._what = what
 
@@ -73,14 +80,23 @@ class Edge(Interjection):
     def before(self, at: NodePass, inputs: Inputs) -> Inputs | None:
         """Exchange the inputs that come from the node."""
         shape, found = take_apart((tuple(inputs), inputs.kwargs))
+        # What other edges to this node have made in this pass, and of what.
+        former: dict[int, _Made] = of_this_run().setdefault((Edge, at.path, at.number), {})
         made: dict[int, Any] = {}
         for number, value in enumerate(found):
-            if isinstance(value, Tensor) and self._sent.has(value):
-                if id(value) not in made:
-                    self.applied += 1
-                    made[id(value)] = self._what.after(at, Inputs(()), value)
-                if made[id(value)] is not None:
-                    found[number] = made[id(value)]
+            if not isinstance(value, Tensor):
+                continue
+            new, original = former.get(id(value), _NOTHING)
+            sent = original() if new() is value else value
+            if sent is None or not self._sent.has(sent):
+                continue
+            if id(value) not in made:
+                self.applied += 1
+                result = self._what.after(at, Inputs(()), value)
+                made[id(value)] = value if result is None else result
+                if isinstance(result, Tensor):
+                    former[id(result)] = weakref.ref(result), weakref.ref(sent)
+            found[number] = made[id(value)]
         return Inputs(*assemble(shape, found)) if made else None
 
     def warn_if_never_applied(self, stacklevel: int, end: Insertion, beginning: Insertion) -> None:

@@ -241,11 +241,11 @@ class StateGate(AfterGate):
         copied = value.clone()  # what a function does to its argument must not reach the model
         version = _version(copied)
         result = entry.what.after(at, _NOTHING, copied)
-        found = [copied]
-        if result is not None:
+        found = [value]
+        if result is None or result is copied:
+            found = [value if _version(copied) == version else copied]
+        else:
             _collect(self.shape, result, found, at, entry)
-        elif _version(copied) == version:
-            found = [value]
         entry.insertion.fired(at, _changed(entry, at, [value], found, [_version(value)]))
         return found[0]
 

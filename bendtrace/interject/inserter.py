@@ -79,7 +79,7 @@ class LiveInserter:
         self._spots: dict[str, _Spot] = {}
         self._recomputed = 0  # how many checkpointed blocks the run is in
         self._states = plan.states()
-        self._exchanged: dict[tuple[str, tuple[Slot, ...], Context], Tensor] = {}
+        self._exchanged: dict[tuple[tuple[Slot, ...], Context], Tensor] = {}
         self._state_names = _state_names(function) if self._states else {}
         self._has_output_slots = any(
             slot.place.matcher.needs_output for slot in plan.slots if slot.place.role == "node"
@@ -92,7 +92,7 @@ class LiveInserter:
             "looks around" in slot.forms
             for spot in self._spots.values()
             for slot in (*spot.slots, *spot.inputs, *spot.after)
-        ) or any("looks around" in slot.forms for _, slots, _ in self._exchanged for slot in slots)
+        ) or any("looks around" in slot.forms for slots, _ in self._exchanged for slot in slots)
 
     @property
     def passes(self) -> dict[str, int]:
@@ -346,28 +346,35 @@ class LiveInserter:
             return dict(zip(value, items, strict=True))
         if not isinstance(value, Tensor):
             return value
-        names = self._state_names.get(id(value)) or self._label(value)
-        if not names:
+        slots = self._state_slots(value)
+        if not slots:
             return value
-        # Of a tensor with several names, the one counts by which the running module knows it.
-        scope = self._stage.scope.path
-        name = next((n for n in names if n.rpartition(".")[0] == scope), names[0])
-        listed = self._states.get(name)
-        if listed is None:
-            return value
-        here = self._names.path(self._stage.scope)
-        slots = tuple(slot for slot in listed if slot.place.matcher.holder in (None, here))
-        key = name, slots, current_context()
-        known = self._exchanged.get(key) if slots else value
+        key = slots, current_context()
+        known = self._exchanged.get(key)
         if known is None:
-            shown = next((slot.place.shown for slot in slots if slot.place.shown), name)
-            gate = StateGate(NodePass(shown), slots, Leaf(Tensor, 0), self.plan)
+            shown = next((slot.place.shown for slot in slots if slot.place.shown), "")
+            at = NodePass(shown or slots[0].place.matcher.name)
+            gate = StateGate(at, slots, Leaf(Tensor, 0), self.plan)
             known = self._exchanged[key] = self._gate(gate, (value,), frame)
         return known
 
-    def _label(self, tensor: Tensor) -> tuple[str, ...]:
+    def _state_slots(self, tensor: Tensor) -> tuple[Slot, ...]:
+        """Return the slots at a parameter or buffer, where it is used now."""
+        names = self._state_names.get(id(tensor), ())
         part = self._stage.state(tensor)
-        return () if part is None else (str(part.label).removeprefix("self."),)
+        if names:
+            # Of several names, the one counts by which the running module knows it.
+            scope = self._stage.scope.path
+            names = (next((n for n in names if n.rpartition(".")[0] == scope), names[0]),)
+        if part is not None:
+            names = (*names, str(part.label).removeprefix("self."))
+        here = self._names.path(self._stage.scope)
+        return tuple(
+            slot
+            for name in dict.fromkeys(names)
+            for slot in self._states.get(name, ())
+            if slot.place.matcher.holder in (None, here)
+        )
 
     def _labels(self, value: Any) -> list[str]:
         """What the surroundings call the parameters and buffers in arguments."""

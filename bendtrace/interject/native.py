@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -53,8 +53,7 @@ def interject_natively(
     model.register_forward_pre_hook(counts.begin)
     for name, module in targets.items():
         hooks = _Hooks(name, interjection, counts)
-        if hooks.is_entered:
-            module.register_forward_pre_hook(hooks.enter, with_kwargs=True)
+        module.register_forward_pre_hook(hooks.enter, with_kwargs=True, prepend=True)
         module.register_forward_hook(hooks.leave, with_kwargs=True, always_call=True)
     return model
 
@@ -85,6 +84,9 @@ class _Untold:
     def fired(self, at: NodePass, changed: bool) -> None:
         """Note nothing."""
 
+    def failed(self) -> None:
+        """Note nothing."""
+
     def fired_backward(self, at: NodePass) -> None:
         """Note nothing."""
 
@@ -94,6 +96,20 @@ class _Untold:
     def is_known_to_change(self, path: str) -> bool:
         """Say that nothing is known."""
         return False
+
+
+class _Call(NamedTuple):
+    """A call that has begun.
+
+    Attributes:
+        at: which.
+        through: what takes note of its gradients; None if nobody wants them.
+        written: for a module that works in place, the tensor that it was given a copy of.
+    """
+
+    at: NodePass
+    through: Through | None = None
+    written: Tensor | None = None
 
 
 class _Hooks:
@@ -112,51 +128,52 @@ class _Hooks:
         self._entry = Entry(_Untold(), what, Place("node", name))
         # By thread: the calls that have begun, the innermost last. No threading.local, since
         # models are copied and pickled.
-        self._running: dict[int, list[tuple[NodePass, Through | None]]] = {}
-        self.is_entered = self._entry.before or self._entry.backward
+        self._running: dict[int, list[_Call]] = {}
 
     def enter(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Called before the module's forward."""
-        at = NodePass(self._name, self._counts.next(self._name), module)
-        through = None
+        """Called before all else that a call of the module does."""
+        running = self._running.setdefault(threading.get_ident(), [])
+        call = _Call(NodePass(self._name, self._counts.next(self._name), module))
+        running.append(call)  # first of all: whatever is raised, `leave` is called
         if self._entry.before:
-            given = self._what.before(at, Inputs(args, kwargs))
+            given = self._what.before(call.at, Inputs(args, kwargs))
             if given is not None:
                 args, kwargs = tuple(given), getattr(given, "kwargs", kwargs)
         if self._entry.backward:
-            through = Through([self._entry], at)
+            through = Through([self._entry], call.at)
             shape, found = take_apart((args, kwargs))
             numbers = [i for i, value in enumerate(found) if isinstance(value, Tensor)]
-            alias = not getattr(module, "inplace", False)
-            aliases = through.enter([found[i] for i in numbers], alias)
-            for i, tensor in zip(numbers, aliases, strict=True):
+            first = found[numbers[0]] if numbers else None
+            for i, tensor in zip(numbers, through.enter([found[i] for i in numbers]), strict=True):
                 found[i] = tensor
+            written = None
+            if getattr(module, "inplace", False) and numbers:
+                # No alias can be written to.
+                written, found[numbers[0]] = first, found[numbers[0]].clone()
+            running[-1] = _Call(call.at, through, written)
             args, kwargs = assemble(shape, found)
-        self._running.setdefault(threading.get_ident(), []).append((at, through))
         return args, kwargs
 
     def leave(self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
-        """Called after it, without an output if it raised."""
-        if self.is_entered:
-            at, through = self._running[threading.get_ident()].pop()
-        else:
-            at, through = NodePass(self._name, self._counts.next(self._name), module), None
+        """Called after all else, without an output if something was raised."""
+        at, through, written = self._running[threading.get_ident()].pop()
         if output is None:
             return None
         shape, found = take_apart(output)
         if through is not None:
             through.watch([value for value in found if isinstance(value, Tensor)])
-        if not self._entry.after:
-            return None
-        given = self._what.after(at, Inputs(args, kwargs), output)
-        if given is None:
-            return None
-        try:
-            collect(shape, given, found)
-        except Mismatch as error:
-            raise InterjectionError(
-                f"{self._what.label} at {at.path or '<root>'} gave what cannot take the place of "
-                f"the module's value: {error}",
-                at.path,
-            ) from None
+        given = None
+        if self._entry.after:
+            given = self._what.after(at, Inputs(args, kwargs), output)
+        if given is not None:
+            try:
+                collect(shape, given, found)
+            except Mismatch as error:
+                raise InterjectionError(
+                    f"{self._what.label} at {at.path or '<root>'} gave what cannot take the place "
+                    f"of the module's value: {error}",
+                    at.path,
+                ) from None
+        if written is not None:
+            return written.copy_(output if given is None else given)
         return given

@@ -16,6 +16,7 @@ from bendtrace.interject.interjection import Inputs, Interjection, NodePass
 from bendtrace.interject.plan import forms_of
 from bendtrace.interject.splicing import Splice, Spliced
 from bendtrace.interject.structure import describe
+from bendtrace.recording.functions import is_torchs_function
 
 __all__ = ["between", "remove", "replace", "splice"]
 
@@ -31,6 +32,7 @@ class Replacement(Interjection):
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
+        self.self_contained = is_torchs_function(function)
 
     @property
     def label(self) -> str:
@@ -49,6 +51,7 @@ class Removal(Interjection):
 
     def __init__(self, keep: int | str | Callable[[Inputs], Any]) -> None:
         self._keep = keep
+        self.self_contained = not callable(keep)
 
     def instead(self, at: NodePass, call: Callable[..., Any], inputs: Inputs) -> Any:
         """Give the input through."""
@@ -201,7 +204,7 @@ def between(
         tensor([1., 1.])
     """
     inner = as_interjection(what)
-    if not forms_of(inner) <= {"after", "observes"}:
+    if forms_of(inner) & {"before", "instead", "backward", "inputs"}:
         raise InputError(
             f"{inner.label} works around a node, and between two nodes there is only a value: give "
             "a function of it, or an interjection that overrides nothing but after()"

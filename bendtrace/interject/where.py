@@ -14,6 +14,8 @@ from typing import Any, ClassVar, Protocol
 from torch import nn
 
 from bendtrace.errors import InputError
+from bendtrace.graph.mirror import NodeRef
+from bendtrace.history.entries import LayerEntry, ModuleEntry
 from bendtrace.interject.candidate import Candidate, CandidateGraph
 from bendtrace.interject.plan import Place, State
 from bendtrace.interject.selector import NodeSelector
@@ -197,6 +199,15 @@ def _want(where: Any, known: Known) -> Want:
         return _named(where._path, known, where)
     if isinstance(where, str):
         return _named(where, known, where)
+    if isinstance(where, NodeRef):
+        if not (path := known.mirror_path(where.name)):
+            raise NodePathError(f"no mirror of the model has a node {where.name!r}", where.name)
+        return _named(path, known, where)
+    if isinstance(where, (LayerEntry, ModuleEntry)):
+        path = where.name if isinstance(where, ModuleEntry) else where.node_path
+        if not path:
+            raise InputError(f"{where!r} has no path that could be inserted at")
+        return _named(path, known, where)
     if isinstance(where, State):
         return Want(where, Place("state", where, shown=where.name))
     if isinstance(where, re.Pattern):
@@ -219,7 +230,8 @@ def _want(where: Any, known: Known) -> Want:
         return Want(where, Place("node", ByPredicate(where)))
     raise InputError(
         "where= takes a node path, a node, a regular expression, a module, a class of modules, a "
-        f"selector, a function of a node, or several of these; not {where!r}"
+        "selector, a function of a node, a node of a mirror or an entry of a log, or several of "
+        f"these; not {where!r}"
     )
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from bendtrace.recording.functions import FLEETING, name_of
+from bendtrace.recording.functions import FLEETING, is_gate, name_of
 from bendtrace.recording.parts import Access, Change, Part, PartKind
 from bendtrace.recording.recorder import Recording
 from bendtrace.recording.tape import Guard, ModuleCall, Op, OpKind, Ref, Test, refs_in
@@ -17,7 +17,7 @@ from bendtrace.replay.analysis import Analysis, GuardKind, is_read
 from bendtrace.replay.codegen import _HARMLESS as HARMLESS
 from bendtrace.replay.codegen import _existing_in as existing_in
 
-__all__ = ["Cut", "Lack", "Rest"]
+__all__ = ["Cut", "Lack", "Rest", "argument_of"]
 
 _IDENTITY = (Test.SAME, Test.OTHER)
 _OUTSIDE = (OpKind.INPUT, OpKind.STATE)
@@ -162,7 +162,7 @@ class Rest:
         for op in self._ops:
             mask, lacks = 0, False
             if op.kind is OpKind.INPUT:
-                lacks = _argument_of(op.target) in self._missing
+                lacks = argument_of(op.target) in self._missing
             for index in _used_by(op):
                 cut = self.cut_at(index, op.index)
                 mask |= slots[index] if cut is None else 1 << cut.slot
@@ -174,7 +174,7 @@ class Rest:
         return slots, lacking
 
     def _is_missing(self, existing: Any) -> bool:
-        return _argument_of(existing.part) in self._missing
+        return argument_of(existing.part) in self._missing
 
     def _mask(self, index: int, position: int, scope: ModuleCall | None = None) -> int:
         cut = self.cut_at(index, position, scope)
@@ -253,7 +253,7 @@ class Rest:
                 waiting.append((ref.index, index, None, index, op.reads.get(ref.index)))
 
     def _use(self, part: Part, by: int) -> None:
-        if _argument_of(part) in self._missing:
+        if argument_of(part) in self._missing:
             chain = []
             while by >= 0:
                 chain.append(by)
@@ -416,6 +416,10 @@ class Rest:
 
     # What has to be done with care
 
+    def is_after_cuts(self, index: int) -> bool:
+        """Whether the value of an op comes from a given one."""
+        return self._slots[index] > 0
+
     def late(self) -> list[Op] | None:
         """Return the ops before `start` to carry out now; None if it is too late for some.
 
@@ -460,7 +464,7 @@ class Rest:
     def has_effects(self, done: Collection[int]) -> bool:
         """Whether some ops have changed something besides what they gave, or may have."""
         return any(
-            getattr(op.target, "is_gate", False)
+            is_gate(op)
             or any(
                 self._ops[name].kind in _OUTSIDE
                 for name in self._written_names(op)
@@ -486,13 +490,20 @@ class Rest:
     def _written(self) -> Iterator[int]:
         """Yield the slots of given values that ops of the rest write to, or may."""
         for index in self.needed:
-            for name in self._ops[index].writes:
+            op = self._ops[index]
+            # Some change a tensor's shape, which does not count as writing.
+            named = [ref.index for ref in refs_in(op.args[:1])] if works_in_place(op) else []
+            for name in (*op.writes, *named):
                 mask = self._mask(name, index)
                 yield from (slot for slot in range(mask.bit_length()) if mask >> slot & 1)
 
     def _unclear(self, cut: Cut) -> str:
         """Say why it is unclear what is meant by the value of a cut; "" if it is not."""
         op, call = self._ops[cut.index], cut.call
+        if is_gate(op):
+            if op.index not in self._again:
+                return ""  # what is inserted made a tensor that nobody else has
+            op = self._ops[self._again[op.index]]
         if works_in_place(op) and self._ops[self._owner(op.index)].kind in _OUTSIDE:
             return "it writes to what was there before the run"
         first = self._first_name(op.index)
@@ -565,7 +576,7 @@ def _is_in(scope: ModuleCall | None, call: ModuleCall) -> bool:
     return scope is call
 
 
-def _argument_of(part: Part) -> int | None:
+def argument_of(part: Part) -> int | None:
     """Return the position of the argument that a part is in; None if it is in none."""
     inner: Part | None = part
     while inner is not None and inner.kind is PartKind.ALIAS:

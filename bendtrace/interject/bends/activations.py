@@ -20,6 +20,7 @@ from bendtrace.interject.bends.names import (
     names_of,
 )
 from bendtrace.interject.candidate import Candidate
+from bendtrace.paths.naming import Registry, identifier
 from bendtrace.paths.text import Text
 from bendtrace.recording.recorder import Recording
 from bendtrace.recording.tape import OpKind, TensorMeta
@@ -78,18 +79,22 @@ def of_candidate(node: Candidate, leaves: frozenset[str]) -> Activation | None:
     return Activation(node.path, op, shape, node.dtype, level, names_of(node))
 
 
-def inputs_in(recordings: Iterable[Recording]) -> Iterator[Activation]:
-    """Yield the inputs of the model that are tensors and can be bent, each once."""
-    seen = set()
-    for recording in recordings:
-        for op in recording.tape.ops:
-            name = str(op.target)
-            if op.kind is not OpKind.INPUT or name in seen or not name.isidentifier():
-                continue
-            if isinstance(op.meta, TensorMeta) and is_bendable_dtype(op.meta.dtype):
-                seen.add(name)
-                shape = torch.Size(op.meta.shape)
-                yield Activation(name, "placeholder", shape, op.meta.dtype, "whole", (name,))
+def inputs_in(recording: Recording, registry: Registry) -> Iterator[Activation]:
+    """Yield the inputs of the model that are tensors and can be bent.
+
+    Args:
+        recording: a run.
+        registry: gives the names of nodes.
+    """
+    for op in recording.tape.ops:
+        if op.kind is not OpKind.INPUT or not str(op.target).isidentifier():
+            continue
+        if isinstance(op.meta, TensorMeta) and is_bendable_dtype(op.meta.dtype):
+            label, shape = str(op.target), torch.Size(op.meta.shape)
+            with registry.lock:
+                name = registry.reserve("", ("input", label), identifier(label))
+            names = tuple(dict.fromkeys((name, label)))
+            yield Activation(name, "placeholder", shape, op.meta.dtype, "whole", names)
 
 
 def modules_of(model: Callable[..., Any], leaves: frozenset[str]) -> Iterator[Activation]:

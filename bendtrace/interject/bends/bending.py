@@ -269,7 +269,7 @@ class Bending:
             self._owner(**inputs)
         return found.taken
 
-    def from_activations(self, activations: Mapping[str, Any], **inputs: Any) -> Any:
+    def from_activations(self, activations: Mapping[str, Any], /, **inputs: Any) -> Any:
         """Call the model with values in the place of activations, and return its output.
 
         They are bent as the model's own would be. What leads up to them is computed all the same.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 from torch import Tensor, nn
@@ -54,7 +54,7 @@ class Catalogue:
     def __init__(self, known: Known) -> None:
         self._known = known
         # By identity, with the run itself so that no identity is used twice.
-        self._nodes: dict[int, tuple[Recording, list[Candidate]]] = {}
+        self._runs: dict[int, tuple[Recording, list[Candidate], list[Activation]]] = {}
 
     @property
     def model(self) -> Callable[..., Any]:
@@ -76,25 +76,30 @@ class Catalogue:
 
     def activations(self) -> list[Activation]:
         """Return the inputs and nodes of all runs, and the modules that no run has come by."""
-        runs, leaves = self._known.recordings(), leaves_of(self.model)
-        nodes = self._candidates(runs)
-        found = list(inputs_in(runs))
-        found += [a for node in nodes if (a := of_candidate(node, leaves)) is not None]
-        called = {node.module_path for node in nodes if node.is_module}
+        leaves = leaves_of(self.model)
+        nodes: dict[str, Candidate] = {}
+        inputs: dict[str, Activation] = {}
+        for _, run_nodes, run_inputs in self._looked_at():
+            for node in run_nodes:
+                nodes.setdefault(node.path, node)
+            for given in run_inputs:
+                inputs.setdefault(given.name, given)
+        found = list(inputs.values())
+        found += [a for node in nodes.values() if (a := of_candidate(node, leaves)) is not None]
+        called = {node.module_path for node in nodes.values() if node.is_module}
         return found + [a for a in modules_of(self.model, leaves) if a.name not in called]
 
-    def _candidates(self, runs: list[Recording]) -> list[Candidate]:
-        """Return the nodes of some runs, each once."""
-        living = {id(run) for run in runs}
-        self._nodes = {key: kept for key, kept in self._nodes.items() if key in living}
-        found: dict[str, Candidate] = {}
+    def _looked_at(self) -> Iterator[tuple[Recording, list[Candidate], list[Activation]]]:
+        """Yield all runs, with their nodes and inputs."""
+        runs, known = self._known.recordings(), self._runs
+        self._runs = {}
         for run in runs:
-            if id(run) not in self._nodes:
+            seen = known.get(id(run))
+            if seen is None:
                 graph = candidate_graph(run, self.model, self._known.registry)
-                self._nodes[id(run)] = run, list(graph)
-            for node in self._nodes[id(run)][1]:
-                found.setdefault(node.path, node)
-        return list(found.values())
+                seen = run, list(graph), list(inputs_in(run, self._known.registry))
+            self._runs[id(run)] = seen
+            yield seen
 
     def selector(self, spec: BendSpec, without: frozenset[str]) -> NamedActivations | None:
         """Return what selects the activations that are meant; None if only weights are.

@@ -83,7 +83,8 @@ class DrawingBend(Bend):
         if sizes != drawn.sizes:
             raise self._misfit(drawn, tensor, at)
         if drawn.numbers.device != tensor.device:
-            drawn.numbers = drawn.numbers.to(tensor.device)
+            with torch.inference_mode(False):
+                drawn.numbers = drawn.numbers.to(tensor.device)
         return along(drawn.numbers, tensor, self.dim)
 
     def once(self, tensor: Tensor, at: NodePass, draw: Draw, number: int) -> Tensor:

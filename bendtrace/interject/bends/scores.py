@@ -36,7 +36,7 @@ def chosen_by_score(
 
     Args:
         tensor: the tensor.
-        share: how many of them, from 0 to 1; rounded down to whole channels.
+        share: how many of them, from 0 to 1; rounded to whole channels.
         dim: the dimension of the channels; None for all elements as one row.
         invert: whether to choose those that are least.
         callback: who asks.
@@ -59,5 +59,5 @@ def chosen_by_score(
         scores = values.mean(after) if after else values
         wide = tuple(scores.shape) + (1,) * len(after)
     order = torch.argsort(scores, dim=-1, descending=not invert, stable=True)
-    count = int(float(share) * scores.shape[-1] + 1e-9)  # type: ignore[arg-type]
+    count = round(float(share) * scores.shape[-1])  # type: ignore[arg-type]
     return Chosen(order[..., :count], tuple(scores.shape), wide)

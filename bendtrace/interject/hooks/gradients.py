@@ -21,7 +21,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -58,7 +58,7 @@ class CallGradients:
         self._start: int = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
         self._originals = _by_identity(inputs)
         self._places = [places for _, places in self._originals]
-        self._shapes = [tensor.shape for tensor in inputs]
+        self._shapes = [_shape(tensor) for tensor in inputs]
         self._size_out = 0
         self._exits = 0
         self._passes: dict[int, _BackwardPass] = {}
@@ -163,7 +163,7 @@ class CallGradients:
         is_new = node is not None and node._sequence_nr() >= self._start
         _made.exits.append((self, places))
         try:
-            if is_alone and is_new:
+            if is_alone and is_new and not _overlaps_itself(tensor):
                 try:
                     return _in_place(_Exit, tensor)
                 except RuntimeError:
@@ -356,6 +356,26 @@ def _root(tensor: Tensor) -> Tensor:
     """What a tensor is a view of, or itself: whose history changes in place go into."""
     base = tensor._base if tensor._is_view() else None
     return tensor if base is None else base
+
+
+def _shape(tensor: Tensor) -> Sequence[int] | None:
+    try:
+        return tensor.shape
+    except RuntimeError:  # nested tensors have none
+        return None
+
+
+def _overlaps_itself(tensor: Tensor) -> bool:
+    """Whether an element may be in several places, as after `expand` and `unfold`."""
+    if not tensor._is_view() or tensor.layout is not torch.strided or tensor.is_nested:
+        return False
+    reach = 0  # how far apart the elements are that the dimensions so far lead to
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1:
+            if stride <= reach:
+                return True
+            reach += stride * (size - 1)
+    return False
 
 
 def _storage(tensor: Tensor) -> int:

@@ -6,6 +6,7 @@ import types
 from collections.abc import Callable, Iterable
 from typing import Any, Literal, Self, TypeAlias
 
+import torch
 from torch import nn
 
 from bendtrace.errors import InputError
@@ -516,6 +517,8 @@ def _rename(table: NameTable[Any], old: str, new: str) -> None:
 def _check_module(module: object, where: str) -> None:
     if not isinstance(module, nn.Module):
         raise InputError(f"hooks are registered on modules; {where} is a {type(module).__name__}")
+    if isinstance(module, torch.jit.ScriptModule):
+        raise InputError(f"a scripted module takes no hooks; {where} is one")
 
 
 def _check_category(category: object) -> None:

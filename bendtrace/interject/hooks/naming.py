@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
 
 from torch import nn
 
@@ -17,8 +13,7 @@ _lock = threading.Lock()
 _shown: dict[int, tuple[nn.Module, list[str]]] = {}
 
 
-@contextmanager
-def named(module: nn.Module, name: str) -> Iterator[None]:
+class named:
     """Let `module.name` be a name for a while, unless the module has a `name` of its own.
 
     An attribute, parameter, buffer, submodule or property `name` stays what it is, also for the
@@ -32,22 +27,29 @@ def named(module: nn.Module, name: str) -> Iterator[None]:
         >>> hasattr(linear, "name")
         False
     """
-    # No lock is held while the hook runs: it may start a backward pass in another thread that
-    # comes by hooks of the same module. So threads share what is shown.
-    with _lock:
-        found = _shown.get(id(module))
-        if found is None and _has_own_name(module):
-            names = None
-        else:
-            names = _shown.setdefault(id(module), (module, []))[1]
-            names.append(name)
-            vars(module)["name"] = name
-    try:
-        yield
-    finally:
-        if names is not None:
+
+    __slots__ = ("_module", "_name", "_names")
+
+    def __init__(self, module: nn.Module, name: str) -> None:
+        self._module = module
+        self._name = name
+        self._names: list[str] | None = None
+
+    def __enter__(self) -> None:
+        # No lock is held while the hook runs: it may start a backward pass in another thread that
+        # comes by hooks of the same module. So threads share what is shown.
+        with _lock:
+            found = _shown.get(id(self._module))
+            if found is None and _has_own_name(self._module):
+                return
+            self._names = _shown.setdefault(id(self._module), (self._module, []))[1]
+            self._names.append(self._name)
+            vars(self._module)["name"] = self._name
+
+    def __exit__(self, *error: object) -> None:
+        if self._names is not None:
             with _lock:
-                _leave(module, names, name)
+                _leave(self._module, self._names, self._name)
 
 
 def _leave(module: nn.Module, names: list[str], name: str) -> None:
@@ -65,10 +67,9 @@ def _leave(module: nn.Module, names: list[str], name: str) -> None:
 
 
 def _has_own_name(module: nn.Module) -> bool:
-    if "name" in vars(module) or inspect.getattr_static(type(module), "name", None) is not None:
+    if "name" in vars(module) or hasattr(type(module), "name"):
         return True
-    try:
-        _: Any = module.name  # parameters, and what a wrapper passes on from what it wraps
-    except AttributeError:
-        return False
-    return True
+    if type(module).__getattr__ is nn.Module.__getattr__:
+        tables = module._parameters, module._buffers, module._modules
+        return any("name" in table for table in tables)
+    return hasattr(module, "name")  # a wrapper may pass it on from what it wraps

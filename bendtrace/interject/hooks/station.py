@@ -76,7 +76,7 @@ class Station:
         """Register what the active hooks need, and remove the rest."""
         backward = bool(self.of("backward_hook"))
         # A call that has begun has to be ended; one that was interrupted has not.
-        self._open = [call for call in self._open if call.is_running()]
+        self._forget_interrupted()
         ending = backward or bool(self._open)
         self._install(_enter, backward or bool(self.of("forward_pre_hook")))
         self._install(_close, ending)
@@ -100,12 +100,15 @@ class Station:
 
     def begin(self, call: _Call) -> None:
         """Note that a call has begun."""
+        with _lock:
+            self._forget_interrupted()
+            self._open.append(call)
+        _local.calls.append(call)
+
+    def _forget_interrupted(self) -> None:
+        self._open = [call for call in self._open if call.is_running()]
         while _local.calls and not _local.calls[-1].is_running():
             _local.calls.pop()
-        _local.calls.append(call)
-        with _lock:
-            self._open = [one for one in self._open if one.is_running()]
-            self._open.append(call)
 
     def call_of(self, module: nn.Module) -> _Call | None:
         """The call of a module that the calling thread is in."""
@@ -118,7 +121,8 @@ class Station:
 
     def end(self, call: _Call) -> None:
         """Note that a call has ended."""
-        _local.calls.remove(call)
+        if call in _local.calls:
+            _local.calls.remove(call)
         with _lock:
             self._open = [one for one in self._open if one is not call]
             if not self.of("backward_hook"):
@@ -230,12 +234,16 @@ def _close(
         return None
     if call.has_failed:
         station.end(call)
-    with _unseen():
-        call.same = call.gradients.close(output)
-        if not call.same:
-            return None
-        outputs = tensors_of(output)
-        return with_tensors(output, [call.same.get(id(one), one) for one in outputs])
+    try:
+        with _unseen():
+            call.same = call.gradients.close(output)
+            if not call.same:
+                return None
+            outputs = tensors_of(output)
+            return with_tensors(output, [call.same.get(id(one), one) for one in outputs])
+    except BaseException:
+        station.end(call)
+        raise
 
 
 def _leave(

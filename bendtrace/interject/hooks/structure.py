@@ -24,15 +24,18 @@ def tensors_of(value: Any) -> list[Tensor]:
         >>> tensors_of({"a": torch.tensor(1), "b": [None, (torch.tensor(2), "text")]})
         [tensor(1), tensor(2)]
     """
-    return list(_tensors(value, frozenset()))
+    found: list[Tensor] = []
+    _collect(value, found, ())
+    return found
 
 
-def _tensors(value: Any, around: frozenset[int]) -> Iterator[Tensor]:
+def _collect(value: Any, found: list[Tensor], around: tuple[int, ...]) -> None:
     if isinstance(value, Tensor):
-        yield value
-    elif id(value) not in around:  # else a container inside itself
+        found.append(value)
+    elif type(value) not in _PLAIN and id(value) not in around:  # else a container inside itself
+        around = (*around, id(value))
         for _, item in _items(value):
-            yield from _tensors(item, around | {id(value)})
+            _collect(item, found, around)
 
 
 def with_tensors(value: Any, tensors: Iterable[Tensor]) -> Any:
@@ -45,15 +48,15 @@ def with_tensors(value: Any, tensors: Iterable[Tensor]) -> Any:
         >>> with_tensors({"a": torch.tensor(1), "b": [None]}, [torch.tensor(2)])
         {'a': tensor(2), 'b': [None]}
     """
-    return _with(value, iter(tensors), frozenset())
+    return _with(value, iter(tensors), ())
 
 
-def _with(value: Any, tensors: Iterator[Tensor], around: frozenset[int]) -> Any:
+def _with(value: Any, tensors: Iterator[Tensor], around: tuple[int, ...]) -> Any:
     if isinstance(value, Tensor):
         return next(tensors)
-    if id(value) in around:
+    if type(value) in _PLAIN or id(value) in around:
         return value
-    inside = around | {id(value)}
+    inside = (*around, id(value))
     changed = [
         (key, new)
         for key, item in _items(value)
@@ -87,15 +90,15 @@ class Exchange:
 
     def into(self, value: Any) -> Any:
         """Return a value with tensors exchanged: another one only if it is a tuple."""
-        return self._into(value, frozenset())
+        return self._into(value, ())
 
-    def _into(self, value: Any, around: frozenset[int]) -> Any:
+    def _into(self, value: Any, around: tuple[int, ...]) -> Any:
         if isinstance(value, Tensor):
             new = self._exchanged.get(id(value))
             return value if new is None else self._note(value, new)
-        if id(value) in around:
+        if type(value) in _PLAIN or id(value) in around:
             return value
-        inside = around | {id(value)}
+        inside = (*around, id(value))
         changed = [
             (key, new)
             for key, item in _items(value)
@@ -122,6 +125,9 @@ class Exchange:
                 if found is not None:
                     _set(container, key, found[1])
         self._touched.clear()
+
+
+_PLAIN = frozenset({type(None), bool, int, float, str, bytes})
 
 
 def _items(value: Any) -> Iterable[tuple[Any, Any]]:

@@ -150,7 +150,7 @@ def _check(board: Placing, known: Known, places: list[Where]) -> None:
 def _check_value(board: Placing, known: Known, where: Where) -> None:
     """Refuse a path that leads to nothing, or to no single value."""
     text = _text(where)
-    has_run = False
+    has_run = is_value = False
     for tree in known.trees():
         has_run = True
         try:
@@ -158,11 +158,15 @@ def _check_value(board: Placing, known: Known, where: Where) -> None:
         except NodePathError:
             continue
         require_leaf(tree.data, found, text)
-        return
+        is_value = True
+        break
     board.make(where, Patch())
     model = known.model
-    if has_run and isinstance(model, nn.Module) and text in dict(model.named_modules()):
-        raise NodePathError(f"{text!r} is a module, not a value, and no run has called it", text)
+    if has_run and not is_value and isinstance(model, nn.Module):
+        if text in dict(model.named_modules()):
+            raise NodePathError(
+                f"{text!r} is a module, not a value, and no run has called it", text
+            )
 
 
 def _text(where: Where) -> str:

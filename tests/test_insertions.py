@@ -1,0 +1,988 @@
+"""Insertions: one mechanism, in every kind of run."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import re
+import threading
+import warnings
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import bendtrace as bt
+from bendtrace.graph.mirror import NodeRef
+from tests.corpus import CASES
+from tests.corpus._case import Case
+from tests.promise import assert_promise, bits
+
+
+class Watch(bt.Interjection):
+    """Notes where it is called, and keeps every value."""
+
+    observes = True
+    wants_inputs = True
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[str, int]] = []
+
+    def after(self, at: bt.NodePass, inputs: bt.Inputs, output: Any) -> None:
+        self.seen.append((at.path, at.number))
+
+
+class Branching(nn.Module):
+    """Linear, a branch on the values, a loop until they are small."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(3, 3)
+        self.big = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.a(x)
+        if x.norm() > 3:
+            x = torch.sigmoid(self.big(x))
+        while x.sum() > 1:
+            x = torch.tanh(x) * 0.5
+        return x
+
+
+SMALL, LARGE = torch.zeros(2, 3), torch.full((2, 3), 50.0)
+
+
+def branching() -> Branching:
+    torch.manual_seed(3)
+    model = Branching()
+    nn.init.constant_(model.a.weight, 0.4)
+    nn.init.constant_(model.a.bias, 0.0)
+    nn.init.constant_(model.big.weight, 0.3)
+    return model
+
+
+def by_hand(
+    model: Branching,
+    x: Tensor,
+    sigmoid: Callable[[Tensor], Tensor] = lambda v: v,
+    tanh: Callable[[Tensor, int], Tensor] = lambda v, number: v,
+    big: Callable[[Tensor], Tensor] = lambda v: v,
+) -> Tensor:
+    x = model.a(x)
+    if x.norm() > 3:
+        x = sigmoid(torch.sigmoid(big(model.big(x))))
+    number = 0
+    while x.sum() > 1:
+        x = tanh(torch.tanh(x), number) * 0.5
+        number += 1
+    return x
+
+
+def assert_same(given: Any, wanted: Any) -> None:
+    assert bits(given) == bits(wanted)
+
+
+# Every run
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_an_observer_of_everything_changes_nothing_in_any_model(case: Case) -> None:
+    watch = Watch()
+    first, *rest = case.paths.values()
+    bended = assert_promise(
+        case.make, [first, first, *rest, first],
+        insert=lambda b: b.interject(lambda node: True, watch),
+    )  # fmt: skip
+    assert watch.seen
+    fired = bended.insertions[0].report()
+    assert fired.fired == len(watch.seen)
+    assert not fired.changed
+
+
+@pytest.mark.parametrize("case", CASES[::4], ids=lambda case: case.name)
+def test_functions_that_give_back_the_value_change_nothing_in_any_model(case: Case) -> None:
+    first, *rest = case.paths.values()
+    assert_promise(
+        case.make, [first, first, *rest, first],
+        insert=lambda b: b.interject(lambda node: True, lambda value: value),
+    )  # fmt: skip
+
+
+def test_a_changed_value_is_the_same_recorded_and_replayed() -> None:
+    model = branching()
+    bended = bt.BendedModule(model)
+    wanted = by_hand(model, LARGE, sigmoid=lambda v: v * 0.5)
+    bended(LARGE)
+    with bended.interject("sigmoid", lambda v: v * 0.5):
+        before = bended.stats.replays
+        for _ in range(3):
+            assert_same(bended(LARGE), wanted)
+        assert bended.stats.replays == before + 2
+    assert_same(bended(LARGE), by_hand(model, LARGE))
+
+
+def test_a_change_that_takes_another_branch_retraces_and_is_replayed_afterwards() -> None:
+    model = branching()
+    bended = bt.BendedModule(model)
+    bended(SMALL)
+    assert "sigmoid" not in list(bended.traces[0].tree)
+    with bended.interject("a", lambda v: v + 100) as handle:
+        wanted = by_hand_shifted(model, SMALL)
+        for _ in range(3):
+            assert_same(bended(SMALL), wanted)
+    assert handle.report().changed
+    assert bended.stats.live == 0
+
+
+def by_hand_shifted(model: Branching, x: Tensor) -> Tensor:
+    twin = copy.deepcopy(model)
+    twin.a.register_forward_hook(lambda module, args, output: output + 100)
+    result: Tensor = twin(x)
+    return result
+
+
+def test_an_insertion_holds_on_a_path_that_was_never_traced_before() -> None:
+    model = branching()
+    bended = bt.BendedModule(model)
+    with bended.interject(model.big, lambda v: v - 1) as handle:
+        bended(SMALL)
+        assert not handle.report().rows
+        wanted = by_hand(model, LARGE, big=lambda v: v - 1)
+        assert_same(bended(LARGE), wanted)
+        assert_same(bended(LARGE), wanted)
+    assert handle.report().paths == ("big",)
+
+
+def test_a_resumed_run_does_not_call_an_interjection_twice() -> None:
+    model = branching()
+    bended = bt.BendedModule(model)
+    watch = Watch()
+    with bended.interject("a", watch):
+        bended(SMALL)
+        before = bended.stats.resumes
+        bended(LARGE)
+    assert bended.stats.resumes == before + 1
+    assert watch.seen == [("a", 0), ("a", 0)]
+
+
+def test_a_model_that_has_to_run_live_calls_interjections_in_every_call() -> None:
+    class Live(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.relu() + torch.from_numpy(x.numpy().copy())
+
+    bended = bt.BendedModule(Live())
+    x = torch.tensor([-1.0, 2.0])
+    with bended.interject("relu", lambda v: v + 1) as handle:
+        for _ in range(3):
+            assert_same(bended(x), x.relu() + 1 + x)
+    assert bended.stats.live == 3
+    assert handle.report().fired == 3
+
+
+def test_traces_with_other_insertions_never_mix() -> None:
+    bended = bt.BendedModule(lambda x: x.relu().sin())
+    x = torch.tensor([-1.0, 2.0])
+    for _ in range(2):
+        assert_same(bended(x), x.relu().sin())
+        with bended.interject("relu", lambda v: v + 1):
+            assert_same(bended(x), (x.relu() + 1).sin())
+            with bended.interject("sin", lambda v: v * 2):
+                assert_same(bended(x), (x.relu() + 1).sin() * 2)
+        with bended.interject("sin", lambda v: v * 3):
+            assert_same(bended(x), x.relu().sin() * 3)
+
+
+def test_another_interjection_at_the_same_place_goes_along_the_same_trace() -> None:
+    bended = bt.BendedModule(lambda x: x.relu().sin())
+    x = torch.tensor([-1.0, 2.0])
+    for factor in (2.0, 3.0, 4.0):
+        with bended.interject("relu", lambda v, factor=factor: v * factor):
+            assert_same(bended(x), (x.relu() * factor).sin())
+    assert bended.stats.replays == 2
+
+
+def test_a_changed_shape_is_part_of_the_trace() -> None:
+    bended = bt.BendedModule(lambda x: x.relu().reshape(-1) * x.shape[0])
+    x = torch.randn(4, 3)
+    with bended.interject("relu", lambda v: v[:2]):
+        for _ in range(2):
+            assert_same(bended(x), x.relu()[:2].reshape(-1) * 4)
+        assert bended.stats.replays == 1
+    with bended.interject("relu", lambda v: v[:1]):  # the same place, another shape
+        assert_same(bended(x), x.relu()[:1].reshape(-1) * 4)
+
+
+def test_a_shape_that_python_reads_after_an_insertion_is_looked_at_in_each_replay() -> None:
+    def summed(x: Tensor) -> Tensor:
+        y = x.relu()
+        total = y[0]
+        for i in range(1, y.shape[0]):
+            total = total + y[i]
+        return total
+
+    bended = bt.BendedModule(summed)
+    x = torch.randn(4, 3)
+    rows = [2]
+    with bended.interject("relu", lambda v: v[: rows[0]]):
+        for count in (2, 3, 2, 1, 3):
+            rows[0] = count
+            wanted = x.relu()[0]
+            for i in range(1, count):
+                wanted = wanted + x.relu()[i]
+            assert_same(bended(x), wanted)
+    assert bended.stats.replays == 2
+
+
+def test_several_insertions_at_a_node_are_called_in_the_order_in_which_they_were_made() -> None:
+    bended = bt.BendedModule(lambda x: x.relu())
+    x = torch.tensor([-1.0, 2.0])
+    with bended.interject("relu", lambda v: v + 1), bended.interject("relu", lambda v: v * 10):
+        for _ in range(2):
+            assert_same(bended(x), (x.relu() + 1) * 10)
+    with bended.interject("relu", lambda v: v * 10), bended.interject("relu", lambda v: v + 1):
+        for _ in range(2):
+            assert_same(bended(x), x.relu() * 10 + 1)
+
+
+def test_what_is_called_before_a_node_nests_around_it() -> None:
+    calls = []
+
+    class Around(bt.Interjection):
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def before(self, at: bt.NodePass, inputs: bt.Inputs) -> None:
+            calls.append(f"before {self.name}")
+
+        def after(self, at: bt.NodePass, inputs: bt.Inputs, output: Any) -> None:
+            calls.append(f"after {self.name}")
+
+    bended = bt.BendedModule(nn.Sequential(nn.Linear(2, 2)))
+    for name in ("first", "second"):
+        bended.interject(bended[0], Around(name))
+    for _ in range(2):
+        calls.clear()
+        bended(torch.ones(1, 2))
+        assert calls == ["before second", "before first", "after first", "after second"]
+
+
+def test_removing_one_insertion_leaves_the_others_whatever_the_order() -> None:
+    bended = bt.BendedModule(lambda x: x.relu().sin())
+    x = torch.tensor([-1.0, 2.0])
+    first = bended.interject("relu", lambda v: v + 1)
+    second = bended.interject("sin", lambda v: v * 2)
+    assert bended.insertions == (first, second)
+    first.remove()
+    first.remove()
+    assert not first.active
+    assert_same(bended(x), x.relu().sin() * 2)
+    second.remove()
+    assert_same(bended(x), x.relu().sin())
+    assert bended.insertions == ()
+
+
+# Where
+
+
+def test_every_way_of_saying_where_means_the_same_node() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    bended = bt.BendedModule(model)
+    x = torch.randn(3, 2)
+    trace = bended.trace(x)
+    log = bt.trace(bended, x)
+    wanted = model(x) + 1
+    ways: list[Any] = [
+        "sub_1", "1", model[1], nn.ReLU, re.compile(r"^sub_1$"), bt.node_selector.Activations.ReLU,
+        lambda node: node.path == "sub_1", trace.tree.sub_1, ["sub_1"],
+    ]  # fmt: skip
+    for where in ways:
+        with bended.interject(where, lambda v: v + 1) as handle:
+            assert_same(bended(x), wanted)
+        assert handle.report().paths == ("sub_1",), where
+    for where in ("relu", NodeRef("relu"), "sub_1.relu", log["relu_1"], trace.tree.sub_1.relu):
+        with bended.interject(where, lambda v: v + 1) as handle:
+            assert_same(bended(x), wanted)
+        assert handle.report().paths == ("sub_1.relu",), where
+
+
+def test_inputs_outputs_parts_and_parameters_are_places() -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(2, 2)
+
+        def forward(self, x: Tensor, *, scale: Tensor) -> dict[str, Any]:
+            y = self.fc(x)
+            return {"y": y * scale, "pair": (y, x.max(0).values)}
+
+    model = Two()
+    bended = bt.BendedModule(model)
+    x, scale = torch.randn(3, 2), torch.tensor(2.0)
+    weight = model.fc.weight.detach().clone()
+
+    def run(**changes: Any) -> Any:
+        with_x = changes.get("x", lambda v: v)(x)
+        given = changes.get("input", lambda v: v)(with_x)
+        w = changes.get("weight", lambda v: v)(model.fc.weight)
+        y = F.linear(given, w, model.fc.bias)
+        values = changes.get("values", lambda v: v)(with_x.max(0).values)
+        out = y * changes.get("scale", lambda v: v)(scale)
+        out = changes.get("y", lambda v: v)(out)
+        return {"y": out, "pair": (y, values)}
+
+    bended(x, scale=scale)
+    places = {
+        "x": "x", "scale": "scale", "fc.input": "input", "fc.weight": "weight",
+        "output|y": "y", "max.values": "values", "output|pair.sub_1": "values",
+    }  # fmt: skip
+    for where, name in places.items():
+        with bended.interject(where, lambda v: v * 3) as handle:
+            for _ in range(2):
+                given = bended(x, scale=scale)
+                wanted = run(**{name: lambda v: v * 3})
+                if where == "max.values":
+                    wanted["pair"] = (wanted["pair"][0], wanted["pair"][1])
+                assert_same(given, wanted)
+        assert handle.report().fired == 2, where
+    assert_same(model.fc.weight.detach(), weight)
+
+
+def test_a_parameter_of_a_module_that_is_called_at_two_places_can_be_exchanged_at_one() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(2, 2)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return self.fc(x), self.fc(x + 1)
+
+    model = Twice()
+    bended = bt.BendedModule(model)
+    x = torch.randn(3, 2)
+    one, two = model(x)
+    bended(x)
+    other = F.linear(x + 1, model.fc.weight * 2, model.fc.bias)
+    with bended.interject("fc_1.weight", lambda w: w * 2):
+        for _ in range(2):
+            assert_same(bended(x), (one, other))
+    with bended.interject("fc.weight", lambda w: w * 2):
+        assert_same(bended(x)[1], two)
+
+
+def test_tied_parameters_are_told_apart_by_the_module_that_uses_them() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(2, 2, bias=False)
+            self.outer = nn.Linear(2, 2, bias=False)
+            self.outer.weight = self.inner.weight
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.outer(torch.sin(self.inner(x)))
+
+    model = Tied()
+    bended = bt.BendedModule(model)
+    x, w = torch.randn(3, 2), model.inner.weight
+    bended(x)
+    with bended.interject("outer.weight", lambda v: v * 2):
+        for _ in range(2):
+            assert_same(bended(x), F.linear(torch.sin(F.linear(x, w)), w * 2))
+    with bended.interject("inner.weight", lambda v: v * 2):
+        for _ in range(2):
+            assert_same(bended(x), F.linear(torch.sin(F.linear(x, w * 2)), w))
+
+
+def test_a_parameter_is_handed_out_as_a_copy() -> None:
+    model = nn.Linear(2, 2)
+    bended = bt.BendedModule(model)
+    x, weight = torch.randn(3, 2), model.weight.detach().clone()
+    wanted = F.linear(x, model.weight * 2, model.bias)
+    bended(x)
+    with bended.interject("weight", lambda w: w.mul_(2)):
+        for _ in range(2):
+            given = bended(x)
+            assert_same(given.detach(), wanted.detach())
+    assert_same(model.weight.detach(), weight)
+    given.sum().backward()
+    assert_same(model.weight.grad, 2 * x.sum(0).expand(2, 2))
+
+
+@pytest.mark.parametrize(
+    ("where", "message"),
+    [
+        ("sigmoyd", "did you mean 'sigmoid'"),
+        ("big.lin", "did you mean 'linear'"),
+        (re.compile("conv"), "/conv/ means no node that is known; there are 'a', "),
+        (nn.Conv1d, "Conv1d means no node that is known"),
+        (lambda node: False, "means no node that is known"),
+        (bt.node_selector.Activations.GELU, "means no node that is known"),
+    ],
+)
+def test_what_means_nothing_is_an_error_that_shows_near_misses(where: Any, message: str) -> None:
+    bended = bt.BendedModule(branching())
+    bended(LARGE)
+    with pytest.raises(bt.NodePathError, match=re.escape(message)):
+        bended.interject(where, lambda v: v)
+    assert bended.insertions == ()
+    with bended.interject(where, lambda v: v * 0, allow_none=True):
+        assert_same(bended(LARGE), by_hand(branching(), LARGE))
+
+
+def test_a_name_under_a_branch_not_taken_is_said_to_be_perhaps_there() -> None:
+    bended = bt.BendedModule(branching())
+    bended(SMALL)
+    with pytest.raises(bt.NodePathError, match=r"test_insertions.py:\d+ `x.norm\(\) > 3`"):
+        bended.interject("sigmoid", lambda v: v)
+
+
+def test_a_name_is_looked_for_before_the_first_call_does_anything() -> None:
+    model = nn.Sequential(nn.BatchNorm1d(2), nn.Dropout())
+    bended = bt.BendedModule(model)
+    handle = bended.interject("batch_norn", lambda v: v)
+    state = torch.get_rng_state()
+    with pytest.raises(bt.NodePathError, match="has no 'batch_norn'"):
+        bended(torch.randn(4, 2))
+    assert model[0].num_batches_tracked == 0
+    handle.remove()
+    torch.set_rng_state(state)
+    x = torch.randn(4, 2)
+    rng = torch.get_rng_state()
+    with bended.interject("sub_0.batch_norm", lambda v: v + 1):
+        given = bended(x)
+    torch.set_rng_state(rng)
+    twin = nn.Sequential(nn.BatchNorm1d(2), nn.Dropout())
+    assert_same(given, twin[1](twin[0](x) + 1))
+    assert model[0].num_batches_tracked == 1
+    assert_same(model[0].running_mean, twin[0].running_mean)
+
+
+@pytest.mark.parametrize(
+    ("where", "what", "message"),
+    [
+        (3, lambda v: v, "where= takes a node path"),
+        ([], lambda v: v, "where= is empty"),
+        (int, lambda v: v, "of classes only those of modules"),
+        (nn.ReLU(), lambda v: v, "is not one of the model's"),
+        ("a", 3, "has to be an interjection"),
+        ("a", nn.ReLU, "has to be an interjection"),
+        ("a", bt.Interjection(), "overrides none of"),
+        ("norm", lambda v: v, None),
+        ("bool", lambda v: v, "a number that Python computes with"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_at_the_door(
+    where: Any, what: Any, message: str | None
+) -> None:
+    bended = bt.BendedModule(branching())
+    bended(SMALL)
+    if message is None:
+        bended.interject(where, what).remove()
+        return
+    with pytest.raises(bt.BendtraceError, match=re.escape(message)):
+        bended.interject(where, what)
+    assert bended.insertions == ()
+
+
+def test_what_works_around_a_node_cannot_be_put_at_a_value() -> None:
+    class Before(bt.Interjection):
+        def before(self, at: bt.NodePass, inputs: bt.Inputs) -> None:
+            pass
+
+    bended = bt.BendedModule(nn.Linear(2, 2))
+    bended(torch.ones(1, 2))
+    for where, word in (("weight", "a parameter or buffer"), ("input", "an input")):
+        with pytest.raises(bt.InputError, match=word):
+            bended.interject(where, Before())
+
+
+# Passes
+
+
+@pytest.mark.parametrize(
+    ("options", "counts"),
+    [
+        ({}, [0, 1, 2, 3]),
+        ({"passes": 0}, [0]),
+        ({"passes": [0, -1]}, [0, 3]),
+        ({"passes": [-2]}, [2]),
+        ({"passes": range(1, 3)}, [1, 2]),
+        ({"passes": lambda number: number > 1}, [2, 3]),
+        ({"every": 2}, [0, 2]),
+        ({"passes": lambda number: number > 0, "every": 2}, [2]),
+    ],
+)
+def test_passes_say_in_which_executions_an_insertion_is_called(
+    options: dict[str, Any], counts: list[int]
+) -> None:
+    def looped(x: Tensor) -> Tensor:
+        for _ in range(4):
+            x = torch.sin(x) + 1
+        return x
+
+    bended = bt.BendedModule(looped)
+    x = torch.randn(3)
+    wanted = x
+    for number in range(4):
+        y = torch.sin(wanted)
+        wanted = (y * 2 if number in counts else y) + 1
+    with bended.interject("sin", lambda v: v * 2, **options) as handle:
+        for _ in range(2):
+            assert_same(bended(x), wanted)
+    assert list(handle.report().rows[0].passes) == counts
+
+
+def test_a_pass_can_be_named_in_the_path() -> None:
+    bended = bt.BendedModule(lambda x: [torch.sin(x * i) for i in range(3)])
+    x = torch.randn(3)
+    bended(x)
+    with bended.interject("sin:2", lambda v: v + 1):
+        for _ in range(2):
+            assert_same(bended(x), [torch.sin(x * 0), torch.sin(x) + 1, torch.sin(x * 2)])
+    with pytest.raises(bt.InputError, match="names passes"):
+        bended.interject("sin:2", lambda v: v, passes=[0])
+
+
+def test_the_last_pass_is_that_of_the_run_without_the_insertion() -> None:
+    model = branching()
+    bended = bt.BendedModule(model)
+    total = 0
+
+    def count(v: Tensor, number: int) -> Tensor:
+        nonlocal total
+        total = number + 1
+        return v
+
+    by_hand(model, LARGE, tanh=count)
+    assert total > 1
+    wanted = by_hand(model, LARGE, tanh=lambda v, number: v * 0 if number == total - 1 else v)
+    with bended.interject("tanh", lambda v: v * 0, passes=[-1]) as handle:
+        for _ in range(2):
+            assert_same(bended(LARGE), wanted)
+    assert handle.report().rows[0].passes == {total - 1: 2}
+
+
+@pytest.mark.parametrize("passes", ["last", 1.5, [True], [None]])
+def test_passes_that_are_no_numbers_are_refused(passes: Any) -> None:
+    bended = bt.BendedModule(lambda x: x.relu())
+    with pytest.raises(bt.InputError, match="passes="):
+        bended.interject("relu", lambda v: v, passes=passes)
+    with pytest.raises(bt.InputError, match="every="):
+        bended.interject("relu", lambda v: v, every=0)
+
+
+# Looking ahead
+
+
+def test_a_selector_that_looks_ahead_is_decided_by_a_run_without_insertions() -> None:
+    class Drops(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.BatchNorm1d(3)
+            self.layers = nn.ModuleList(nn.Linear(3, 3) for _ in range(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = F.dropout(self.norm(x), 0.5)
+            for layer in self.layers:
+                x = torch.tanh(layer(x))
+            return x
+
+    model, twin = Drops(), Drops()
+    twin.load_state_dict(model.state_dict())
+    twin.layers[2].register_forward_hook(lambda module, args, output: output * 2)
+    bended = bt.BendedModule(model)
+    bended.interject(bt.node_selector.last(nn.Linear), lambda v: v * 2)
+    x = torch.randn(4, 3)
+    for seed in range(3):
+        torch.manual_seed(seed)
+        wanted = twin(x)
+        torch.manual_seed(seed)
+        assert_same(bended(x), wanted)
+    assert_same(model.state_dict(), twin.state_dict())
+    assert bended.insertions[0].report().paths == ("layers_2",)
+
+
+def test_a_model_that_cannot_be_copied_cannot_be_looked_ahead_in() -> None:
+    class Locked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lock = threading.Lock()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x.relu()
+
+    bended = bt.BendedModule(Locked())
+    bended.interject("relu", lambda v: v + 1, passes=[-1])
+    with pytest.raises(bt.InputError, match="cannot be copied"):
+        bended(torch.ones(2))
+
+
+# Reports
+
+
+def test_a_report_says_where_how_often_and_whether_anything_changed() -> None:
+    bended = bt.BendedModule(lambda x: x.relu().sin())
+    x = torch.tensor([1.0, 2.0])
+    handle = bended.interject("relu", lambda v: v * 1.0)
+    assert handle.report().notes == ("no call was made",)
+    bended(x)
+    report = handle.report()
+    assert (report.fired, report.changed, report.paths) == (1, False, ("relu",))
+    assert str(report) == "function at 'relu': called once at 1 node\n  relu: once, no change"
+    handle.remove()
+    other = bended.interject("sin", lambda v: v * 2)
+    bended(x)
+    bended(x)
+    assert other.report().to_dict() == {
+        "label": "function", "where": "'sin'", "fired": 2, "notes": [],
+        "nodes": [{"path": "sin", "passes": {"0": 2}, "changed": 2, "backward": 0}],
+    }  # fmt: skip
+    other.clear_report()
+    assert other.report().fired == 0
+
+
+def test_values_that_are_not_numbers_count_as_unchanged_if_they_stay_so() -> None:
+    bended = bt.BendedModule(lambda x: x.relu())
+    with bended.interject("relu", lambda v: v.clone()) as handle:
+        bended(torch.tensor([float("nan"), 1.0]))
+    assert not handle.report().changed
+
+
+def test_a_value_that_is_written_into_counts_as_changed() -> None:
+    bended = bt.BendedModule(lambda x: x.relu() * 2)
+    x = torch.tensor([1.0, 2.0])
+
+    def add(value: Tensor) -> None:
+        value.add_(1)
+
+    with bended.interject("relu", add) as handle:
+        for _ in range(2):
+            assert_same(bended(x), (x + 1) * 2)
+    assert handle.report().changed
+
+
+def test_an_insertion_that_never_fired_warns_and_names_the_branch() -> None:
+    model = branching()
+    bended = bt.BendedModule(model)
+    bended(LARGE)
+    with (
+        pytest.warns(
+            bt.NeverFiredWarning,
+            match=r"branch at test_insertions.py:\d+ `x.norm\(\) > 3` was not taken for this input",
+        ) as caught,
+        bended.interject("sigmoid", lambda v: v),
+    ):
+        bended(SMALL)
+    assert caught[0].filename == __file__
+
+
+def test_there_is_no_warning_without_a_call_nor_where_the_block_raises() -> None:
+    bended = bt.BendedModule(branching())
+    bended(LARGE)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with bended.interject("sigmoid", lambda v: v):
+            pass
+        with pytest.raises(ZeroDivisionError):
+            raise_within(bended)
+    assert bended.insertions == ()
+
+
+def raise_within(bended: bt.BendedModule) -> None:
+    with bended.interject("sigmoid", lambda v: v):
+        bended(SMALL)
+        raise ZeroDivisionError
+
+
+# What goes wrong in an interjection
+
+
+@pytest.mark.parametrize(
+    ("model", "where", "what", "message"),
+    [
+        (lambda x: x.relu(), "relu", lambda v: (v,), "relu .* expected a tensor, got a tuple of 1"),
+        (lambda x: x.relu(), "relu", lambda v: 3, "expected a tensor, got 3"),
+        (lambda x: x.max(0), "max", lambda v: v[:1], "expected a max of 2, got a tuple of 1"),
+        (lambda x: x.sum().item() * x, "item", lambda v: 1, "expected a float, got 1"),
+        (lambda x: {"a": x}, "", lambda v: {"b": v["a"]}, "with the keys 'a', got a dict"),
+        (lambda x: [x, None], "", lambda v: [v[0], 1], r"at \[1\]: None became 1"),
+    ],
+)
+def test_a_value_of_another_structure_raises(
+    model: Any, where: str, what: Any, message: str
+) -> None:
+    bended = bt.BendedModule(model)
+    x = torch.ones(2, 2)
+    bended(x)
+    place: Any = where or (lambda node: node.path == "")
+    with bended.interject(place, what, allow_none=True):
+        for _ in range(2):
+            with pytest.raises(bt.InterjectionError, match=message) as caught:
+                bended(x)
+            assert caught.value.path == where
+    assert_same(bended(x), model(x))
+
+
+def test_what_an_interjection_raises_comes_out_as_it_is() -> None:
+    def careful(x: Tensor) -> Tensor:
+        try:
+            return torch.relu(x)
+        except ZeroDivisionError:
+            return -x
+
+    bended = bt.BendedModule(careful)
+    x = torch.tensor([1.0])
+    with bended.interject("relu", lambda v: v / (1 // 0)):
+        for _ in range(2):
+            with pytest.raises(ZeroDivisionError):
+                bended(x)
+    assert_same(bended(x), x)
+
+
+def test_an_observer_that_changes_a_value_raises() -> None:
+    class Liar(bt.Interjection):
+        observes = True
+
+        def after(self, at: bt.NodePass, inputs: bt.Inputs, output: Any) -> Any:
+            return output + 1
+
+    bended = bt.BendedModule(lambda x: x.relu())
+    with (
+        bended.interject("relu", Liar()),
+        pytest.raises(bt.InterjectionError, match="promised to observe"),
+    ):
+        bended(torch.ones(2))
+
+
+def test_numbers_that_decide_a_branch_can_be_exchanged() -> None:
+    def decided(x: Tensor) -> Tensor:
+        return x + 1 if x.sum().item() > 0 else x - 1
+
+    bended = bt.BendedModule(decided)
+    x = torch.ones(2)
+    with bended.interject("item", lambda v: -v):
+        for _ in range(3):
+            assert_same(bended(x), x - 1)
+            assert_same(bended(-x), -x + 1)
+    assert bended.stats.live == 0
+
+
+# What the model is part of, and copies
+
+
+def test_a_bended_module_inside_another_keeps_its_insertions() -> None:
+    inner = bt.BendedModule(nn.Sequential(nn.Linear(2, 2), nn.ReLU()))
+    model = nn.Sequential(inner, nn.Linear(2, 2))
+    outer = bt.BendedModule(model)
+    x = torch.randn(3, 2)
+    plain = model(x)
+    for _ in range(2):
+        assert_same(outer(x), plain)
+    with inner.interject(nn.ReLU, lambda v: v + 1):
+        wanted = model[1](inner.model(x) + 1)
+        for _ in range(3):
+            assert_same(model(x), wanted)
+            assert_same(outer(x), wanted)
+    for _ in range(2):
+        assert_same(outer(x), plain)
+    assert outer.stats.live == 0
+    assert outer.stats.traces == 2
+
+
+def test_torch_compile_around_a_bended_module_leaves_what_is_inserted_alone() -> None:
+    bended = bt.BendedModule(lambda x: x.relu())
+    compiled = torch.compile(lambda x: bended(x + 1) * 2, backend="eager")
+    x = torch.randn(3)
+    for _ in range(2):
+        assert_same(compiled(x), (x + 1).relu() * 2)
+    with bended.interject("relu", lambda v: v + 1):
+        for _ in range(2):
+            assert_same(compiled(x), ((x + 1).relu() + 1) * 2)
+    assert_same(compiled(x), (x + 1).relu() * 2)
+
+
+def doubled(value: Tensor) -> Tensor:
+    return value * 2
+
+
+def test_copies_have_the_insertions_and_are_independent() -> None:
+    bended = bt.BendedModule(nn.Sequential(nn.Linear(2, 2), nn.ReLU()))
+    x = torch.randn(3, 2)
+    bended(x)
+    bended.interject("sub_0.linear", doubled)
+    bended.interject(bended[1], doubled)
+    bended.interject("sub_0.weight", doubled)
+    bended.interject(bt.node_selector.Activations.ReLU, doubled, passes=[0])
+    wanted = bended(x)
+    for other in (copy.deepcopy(bended), pickle.loads(pickle.dumps(bended))):
+        assert len(other.insertions) == 4
+        for _ in range(2):
+            assert_same(other(x), wanted)
+        for insertion in other.insertions:
+            insertion.remove()
+        assert_same(other(x), other.model(x))
+    assert_same(bended(x), wanted)
+
+
+def test_a_trace_of_a_bended_module_has_what_is_inserted() -> None:
+    bended = bt.BendedModule(lambda x: x.relu().sin())
+    x = torch.randn(3)
+    plain = bt.trace(bended, x)
+    with bended.interject("relu", lambda v: v + 1):
+        for trace in (bt.trace(bended, x, save="all"), bended.trace(x)):
+            assert_same(trace.output, (x.relu() + 1).sin())
+            names = [name for name in trace.graph if "__" in name]
+            assert names == ["relu__function"]
+            assert list(trace.graph.predecessors("sin")) == names
+    assert_same(trace.replay(x), (x.relu() + 1).sin())  # a trace keeps what was inserted
+    assert list(trace.tree) == list(plain.tree)  # what is inserted is no node of the model
+
+
+def test_log_forward_pass_sees_the_inserted_value() -> None:
+    bended = bt.BendedModule(lambda x: x.relu().sin())
+    x = torch.randn(3)
+    bended.interject("relu", lambda v: v + 1)
+    log = bt.log_forward_pass(bended, x)
+    assert_same(log["relu_1"].tensor_contents, x.relu())
+    assert_same(log["sin_1"].tensor_contents, (x.relu() + 1).sin())
+
+
+def test_names_of_nodes_stay_put_whatever_is_inserted() -> None:
+    def relu(value: Tensor) -> Tensor:
+        return value + 1
+
+    def twice(x: Tensor) -> Tensor:
+        return torch.relu(torch.sin(torch.relu(x)) * 2)
+
+    plain = bt.BendedModule(twice)
+    x = torch.randn(3)
+    wanted = list(plain.trace(x).tree)
+    bended = bt.BendedModule(twice)
+    with bended.interject(bt.node_selector.matches_function(torch.relu), relu):
+        bended(x)
+        assert list(bended.trace(x).tree) == wanted
+    assert list(bended.trace(x).tree) == wanted
+    with bended.interject("relu_1", relu):
+        assert_same(bended(x), twice(x) + 1)
+
+
+# Others
+
+
+def test_nothing_that_was_inserted_is_kept_alive_by_the_paths() -> None:
+    bended = bt.BendedModule(lambda x: x.relu().sin())
+    x = torch.randn(3)
+    found = []
+    for where in ("relu", "sin"):
+        watch = Watch()
+        found.append(weakref.ref(watch))
+        with bended.interject(where, watch):
+            bended(x)
+            bended(x)
+        del watch
+    gc.collect()
+    assert [reference() for reference in found] == [None, None]
+
+
+def test_threads_have_their_own_runs_of_the_same_insertions() -> None:
+    bended = bt.BendedModule(branching())
+    counts = Watch()
+    bended.interject("a", counts)
+    model = branching()
+    inputs = [SMALL, LARGE] * 8
+    wanted = [model(x) for x in inputs]
+    given: list[Any] = [None] * len(inputs)
+
+    def work(number: int) -> None:
+        given[number] = bended(inputs[number])
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(len(inputs))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert_same(given, wanted)
+    assert len(counts.seen) == len(inputs)
+    assert bended.insertions[0].report().fired == len(inputs)
+
+
+def test_a_node_inside_torchs_checkpoint_is_refused_and_one_outside_is_not() -> None:
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(2, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Any = checkpoint(lambda x: torch.tanh(self.fc(x)), x, use_reentrant=False)
+            return y.sin()  # type: ignore[no-any-return]
+
+    model = Checkpointed()
+    bended = bt.BendedModule(model)
+    x = torch.randn(3, 2)
+    bended(x)
+    with (
+        bended.interject("fc", lambda v: v + 1),
+        pytest.raises(bt.InterjectionError, match=r"fc is inside torch.utils.checkpoint"),
+    ):
+        bended(x)
+    with bended.interject("sin", lambda v: v + 1):
+        given = bended(x)
+        assert_same(given.detach(), (model(x) + 1).detach())
+        given.sum().backward()
+    grads = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    model.zero_grad()
+    (model(x) + 1).sum().backward()
+    assert_same(grads, [p.grad for p in model.parameters()])
+
+
+def test_the_users_own_hooks_stay_and_fire_inside_what_is_inserted() -> None:
+    model = nn.Sequential(nn.Linear(2, 2))
+    calls = []
+    model[0].register_forward_hook(lambda module, args, output: calls.append(1) or output + 1)
+    bended = bt.BendedModule(model)
+    x = torch.randn(3, 2)
+    with bended.interject(model[0], lambda v: v * 2):
+        for _ in range(2):
+            assert_same(bended(x), model(x) * 2)
+    assert len(calls) == 4
+
+
+def test_what_the_run_assigns_can_be_looked_at_by_an_interjection() -> None:
+    class Notes(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            self.note = x * 2
+            return torch.relu(x)
+
+    model = Notes()
+    bended = bt.BendedModule(model)
+    with bended.interject("relu", lambda v: v + model.note):
+        for value in (1.0, 2.0, 3.0):
+            assert_same(bended(torch.tensor(value)), torch.tensor(value * 3))
+    assert any("self.note" in reason for reason in bended.why_live) or bended.stats.live == 3
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_ops_in_place_take_values_from_what_is_inserted(inplace: bool) -> None:
+    def model(x: Tensor) -> tuple[Tensor, Tensor]:
+        y = x * 2
+        z = F.relu(y, inplace=inplace)
+        return y * 3, z
+
+    def changed(x: Tensor) -> tuple[Tensor, Tensor]:
+        y = x * 2
+        z = F.relu(y) + 1
+        return (z if inplace else y) * 3, z
+
+    bended = bt.BendedModule(model)
+    x = torch.randn(4, requires_grad=True)
+    with bended.interject("relu", lambda v: v + 1):
+        for _ in range(2):
+            given, wanted = bended(x), changed(x)
+            assert_same([v.detach() for v in given], [v.detach() for v in wanted])
+            grads = [torch.autograd.grad(sum(v.sum() for v in pair), x) for pair in (given, wanted)]
+            assert_same(grads[0], grads[1])
