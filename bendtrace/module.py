@@ -30,6 +30,7 @@ from bendtrace.interject.insertion import Insertion
 from bendtrace.interject.knowledge import Knowledge
 from bendtrace.interject.patches.context import PatchContext, Patches
 from bendtrace.interject.plan import Plan
+from bendtrace.interject.reading import read_and_changed
 from bendtrace.interject.trees import Trees
 from bendtrace.outline.coverage import Coverage, coverage
 from bendtrace.outline.program import Outline
@@ -133,8 +134,9 @@ class BendedModule(StandIn):
         self._latest: Trace | None = None
         self._registry = Registry()
         self._known = Knowledge(
-            model, self._registry, self._trees.plain_runs, self._trees.inserted_runs, self.coverage
-        )
+            model, self._registry, self._trees.plain_runs, self._trees.inserted_runs, self.coverage,
+            self._settled,
+        )  # fmt: skip
         self._inserted = False
         self._board = Board(self._known, self._note_inserted)
         self._bending = Bending(self, self._known)
@@ -216,6 +218,9 @@ class BendedModule(StandIn):
             tree.ran_live(program)
             if plan is None:
                 return call_itself(self._model, args, kwargs)
+            return self._recorded(call).result
+        if plan is not None and plan.looks_at_changes(program.recordings(), read_and_changed):
+            self.stats.live += 1
             return self._recorded(call).result
         result = tree.replay(names, program, arguments)
         if isinstance(result, Finished):
@@ -561,6 +566,14 @@ class BendedModule(StandIn):
         self.last_mismatch = mismatch
         return self._kept(recording, program)
 
+    def _settled(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Recording | None:
+        """Return the run without insertions that some inputs are bound to repeat, if it is known."""
+        bound = self._signature.bind(args, kwargs)
+        program = self._trees.plain.find(tuple(bound), tuple(bound.values()))
+        if program is None or program.live_only or program.analysis.needs_values:
+            return None
+        return program.recording
+
     def _recorded(self, call: _Call, prefix: Prefix | None = None) -> Recording:
         """Run the model under the tracer, with what is inserted in it."""
         inserter = None
@@ -571,12 +584,11 @@ class BendedModule(StandIn):
         )
         if call.plan is not None:
             call.plan.ran(recording)
-        if inserter is not None and recording.changes and inserter.looks_around:
-            change = recording.changes[0]
-            recording.tape.block(
-                f"what is inserted may look at {change.label}, which the run assigns and a replay "
-                "assigns at its end"
-            )
+            if looked_at := read_and_changed(call.plan, recording):
+                recording.tape.block(
+                    "what is inserted may look at what the run changes, and a replay changes at its "
+                    f"end: {', '.join(sorted(looked_at))}"
+                )
         return recording
 
     def _kept(self, recording: Recording, program: Program) -> Any:

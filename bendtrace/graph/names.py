@@ -18,7 +18,7 @@ def base_name(op: Op) -> str:
         return _spelled(str(op.target).removeprefix("self.").rstrip("'\"]"))
     if op.kind is OpKind.UNKNOWN:
         return "unknown"
-    return base_name_of(op.target)
+    return base_name_of(getattr(op.target, "stands_for", None) or op.target)
 
 
 def base_name_of(function: Any) -> str:

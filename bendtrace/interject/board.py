@@ -14,7 +14,7 @@ from bendtrace.interject.insertion import Insertion, as_interjection
 from bendtrace.interject.interjection import Interjection
 from bendtrace.interject.passes import Passes
 from bendtrace.interject.plan import Entry, Place, Plan, forms_of
-from bendtrace.interject.rehearsal import Rehearsal, rehearse
+from bendtrace.interject.rehearsal import Rehearsal
 from bendtrace.interject.where import (
     AtPath,
     Known,
@@ -54,6 +54,9 @@ class Model(Known, Protocol):
 
     def modules(self) -> list[Candidate]:
         """Return the modules as nodes, those included that no run has come by."""
+
+    def rehearsal(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Rehearsal:
+        """Return what a run without insertions shows."""
 
 
 class Board:
@@ -199,7 +202,7 @@ class Board:
             if plan is None:
                 plan = self._plan = self._made(insertions, None)
             return plan
-        rehearsal = rehearse(self._model.model, args, kwargs, self._model.registry)
+        rehearsal = self._model.rehearsal(args, kwargs)
         for insertion in opened:
             insertion.wants = tuple(
                 self._found(insertion, want, rehearsal) for want in insertion.wants

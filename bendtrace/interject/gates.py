@@ -341,6 +341,11 @@ class InsteadGate(Gate):
 
     role = "instead"
 
+    @property
+    def stands_for(self) -> Callable[..., Any] | None:
+        """The function that it takes the place of, whose node it is."""
+        return self.at.function
+
     def _through(self, values: tuple[Any, ...]) -> Any:
         """Return what the outermost insertion gives."""
         args, kwargs = assemble(self.shape, list(values))

@@ -18,6 +18,7 @@ from bendtrace.interject.interjection import NodePass
 from bendtrace.interject.plan import Plan, Slot
 from bendtrace.interject.structure import Leaf, refilled, take_apart
 from bendtrace.paths.events import bound, parameters_of
+from bendtrace.paths.holders import dotted
 from bendtrace.paths.live import LiveNames
 from bendtrace.paths.naming import Registry, identifier
 from bendtrace.recording.contexts import Context, current_context
@@ -84,15 +85,6 @@ class LiveInserter:
         self._has_output_slots = any(
             slot.place.matcher.needs_output for slot in plan.slots if slot.place.role == "node"
         )
-
-    @property
-    def looks_around(self) -> bool:
-        """Whether the run came by something that may look at other things than it is handed."""
-        return any(
-            "looks around" in slot.forms
-            for spot in self._spots.values()
-            for slot in (*spot.slots, *spot.inputs, *spot.after)
-        ) or any("looks around" in slot.forms for slots, _ in self._exchanged for slot in slots)
 
     @property
     def passes(self) -> dict[str, int]:
@@ -367,7 +359,7 @@ class LiveInserter:
             scope = self._stage.scope.path
             names = (next((n for n in names if n.rpartition(".")[0] == scope), names[0]),)
         if part is not None:
-            names = (*names, str(part.label).removeprefix("self."))
+            names = (*names, dotted(str(part.label).removeprefix("self.")))
         here = self._names.path(self._stage.scope)
         return tuple(
             slot

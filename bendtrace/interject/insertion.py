@@ -39,21 +39,24 @@ class Function(Interjection):
 
     Args:
         function: called with the value, and if it takes two arguments with the `NodePass` as well.
+
+    Attributes:
+        function: as given.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
-        self._function = function
+        self.function = function
         self._takes_pass = not isinstance(function, nn.Module) and _takes_two(function)
 
     @property
     def label(self) -> str:
         """The name of the function."""
-        name = getattr(self._function, "__name__", type(self._function).__name__)
+        name = getattr(self.function, "__name__", type(self.function).__name__)
         return "function" if name == "<lambda>" else str(name)
 
     def after(self, at: NodePass, inputs: Inputs, output: Any) -> Any:
         """Call the function."""
-        return self._function(output, at) if self._takes_pass else self._function(output)
+        return self.function(output, at) if self._takes_pass else self.function(output)
 
 
 def _takes_two(function: Callable[..., Any]) -> bool:

@@ -60,8 +60,8 @@ class Interjection:
         late: whether it is called after all others at a node whenever it was inserted, and
             before them by `before`.
         self_contained: whether it promises to look at nothing of the model but what it is handed.
-            Otherwise, where the model assigns attributes in its forward, calls are run live, since
-            a replay assigns them at its end.
+            Otherwise, where the model's forward assigns attributes whose names are in its code,
+            calls are run live, since a replay assigns them at its end.
         label: what reports and graphs call it.
     """
 

@@ -15,6 +15,7 @@ from bendtrace.flow import flow_steps
 from bendtrace.graph.names import node_names
 from bendtrace.interject.candidate import Candidate
 from bendtrace.interject.graphs import candidate_graph
+from bendtrace.interject.rehearsal import Rehearsal, rehearse
 from bendtrace.outline.coverage import BranchCoverage, Coverage
 from bendtrace.paths.naming import Registry, identifier
 from bendtrace.paths.strings import NodePathError, find
@@ -35,6 +36,7 @@ class Knowledge:
         runs: returns the runs without insertions, the latest first.
         inserted: returns those with insertions.
         coverage: lists the branches of which a side was not seen.
+        settled: returns the run without insertions that inputs are bound to repeat, if one is known.
     """
 
     def __init__(
@@ -44,6 +46,7 @@ class Knowledge:
         runs: Callable[[], list[Recording]],
         inserted: Callable[[], list[Recording]],
         coverage: Callable[[], Coverage],
+        settled: Callable[[tuple[Any, ...], dict[str, Any]], Recording | None],
     ) -> None:
         self.model = model
         self.registry = registry
@@ -51,6 +54,7 @@ class Knowledge:
         self._runs = runs
         self._inserted = inserted
         self._coverage = coverage
+        self._settled = settled
         # By identity, with the run itself so that no identity is used twice.
         self._trees: dict[int, tuple[Recording, Tree]] = {}
         self._nodes: dict[int, tuple[Recording, list[Candidate]]] = {}
@@ -131,6 +135,15 @@ class Knowledge:
             if guard is not None:
                 return _told(guard, run)
         return ""
+
+    def rehearsal(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Rehearsal:
+        """Return what a run without insertions shows; a copy of the model is run if it has to be."""
+        recording = self._settled(args, kwargs)
+        if recording is None:
+            return rehearse(self.model, args, kwargs, self.registry)
+        tree = self._tree(recording)
+        totals = {node.path: len(node.passes) for node in tree.data.walk()}
+        return Rehearsal(candidate_graph(recording, self.model, self.registry), tree, totals)
 
     def _tree(self, recording: Recording) -> Tree:
         known = self._trees.get(id(recording))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -128,8 +128,6 @@ def forms_of(what: Interjection) -> frozenset[str]:
         forms.add("inputs")
     if what.observes:
         forms.add("observes")
-    if not what.self_contained:
-        forms.add("looks around")
     return frozenset(forms)
 
 
@@ -156,7 +154,26 @@ class Plan:
         self.key = frozenset(self.slots)
         # By the identity of gates, with the gate itself so that no identity is used twice.
         self.called_at: dict[int, tuple[Any, tuple[Entry, ...]]] = {}
+        self._looked: dict[int, tuple[Recording, bool]] = {}
         self._entries_of: dict[tuple[Slot, ...], tuple[Entry, ...]] = {}
+
+    def looks_at_changes(
+        self, recordings: list[Recording], looks: Callable[[Plan, Recording], object]
+    ) -> bool:
+        """Whether something of the plan might look at what one of some runs changes.
+
+        Args:
+            recordings: the runs.
+            looks: says so for one run.
+        """
+        for recording in recordings:
+            if recording.changes:
+                known = self._looked.get(id(recording))
+                if known is None:
+                    known = self._looked[id(recording)] = recording, bool(looks(self, recording))
+                if known[1]:
+                    return True
+        return False
 
     def ran(self, recording: Recording) -> None:
         """Note on all insertions that a call took a path."""

@@ -19,6 +19,7 @@ from bendtrace.history.entries import LayerEntry, ModuleEntry
 from bendtrace.interject.candidate import Candidate, CandidateGraph
 from bendtrace.interject.plan import Place, State
 from bendtrace.interject.selector import NodeSelector
+from bendtrace.paths.holders import dotted
 from bendtrace.paths.nodes import TreeNode
 from bendtrace.paths.strings import NodePathError, dug, find
 from bendtrace.paths.view import Node, Tree
@@ -290,7 +291,7 @@ def _place(root: TreeNode, node: TreeNode) -> Place:
     if whole.role == "state":
         key = str(whole.key)
         name = f"{holder.module}.{key}" if holder.module else key
-        return Place("state", State(name, holder.path), shown=shown)
+        return Place("state", State(dotted(name), holder.path), shown=shown)
     if whole.kind == "number" and _is_taken(whole):
         raise NodePathError(
             f"{shown!r} is a number that Python computes with: nobody can exchange it; take the "
@@ -300,7 +301,9 @@ def _place(root: TreeNode, node: TreeNode) -> Place:
     return Place("node", AtPath(whole.path), dig=dig, shown=shown)
 
 
-_TAKEN = frozenset({*VALUES.values(), *SHAPES.values(), *dir(operator), *dir(builtins), *dir(math)})
+_TAKEN = frozenset(
+    {"tolist", *VALUES.values(), *SHAPES.values(), *dir(operator), *dir(builtins), *dir(math)}
+)
 
 
 def _is_taken(node: TreeNode) -> bool:

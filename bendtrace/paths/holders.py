@@ -9,7 +9,7 @@ from torch import nn
 
 from bendtrace.recording.tape import ModuleCall
 
-__all__ = ["Holders"]
+__all__ = ["Holders", "dotted"]
 
 
 class Holders:
@@ -80,6 +80,11 @@ def _tensors_of(module: nn.Module) -> list[tuple[str, Any]]:
         *module.named_parameters(remove_duplicate=False),
         *module.named_buffers(remove_duplicate=False),
     ]
+
+
+def dotted(label: str) -> str:
+    """Return a label with dots before all parts of it: `layers[0].weight` is `layers.0.weight`."""
+    return ".".join(_split(label))
 
 
 def _relative(path: str, base: str) -> str:

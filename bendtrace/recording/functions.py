@@ -171,8 +171,11 @@ def is_torchs_function(function: object) -> bool:
 
 
 def is_gate(op: Op) -> bool:
-    """Whether an op is not the model's own, but was put in by an inserter."""
-    return getattr(op.target, "is_gate", False) is True
+    """Whether an op is not the model's own, nor in the place of one, but was put in besides."""
+    return (
+        getattr(op.target, "is_gate", False) is True
+        and getattr(op.target, "stands_for", None) is None
+    )
 
 
 _TRANSFORMS = ("vmap_impl", "grad_impl", "grad_and_value_impl", "_jvp_with_argnums")

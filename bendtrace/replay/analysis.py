@@ -67,6 +67,11 @@ class Analysis:
         self.typed_state = frozenset(self._parts(typed))
         self.ranked_state = frozenset(self._parts(ranked))
 
+    @property
+    def needs_values(self) -> bool:
+        """Whether there are guards that only the run itself can test."""
+        return GuardKind.DATA in self.kinds
+
     def _parts(self, bits: int) -> Iterable[Part]:
         return (part for i, part in enumerate(self._state) if bits >> i & 1)
 

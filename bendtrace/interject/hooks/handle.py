@@ -125,7 +125,7 @@ class HookHandle:
         returned: Any,
         given: tuple[_T, ...],
         what: str,
-        shapes: Sequence[Sequence[int] | None] | None = None,
+        shapes: Sequence[Sequence[int]] | None = None,
     ) -> tuple[_T, ...]:
         """Return what a hook returned, or what it was given if that is None.
 
@@ -155,7 +155,7 @@ class HookHandle:
             )
         for place, shape in enumerate(shapes or ()):
             new = returned[place]
-            if new is not None and shape is not None and new.shape != shape:
+            if new is not None and new.shape != shape:
                 raise InputError(
                     f"{self.described} returned a gradient of shape {tuple(new.shape)} for input "
                     f"{place}, which has shape {tuple(shape)}"

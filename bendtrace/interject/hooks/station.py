@@ -182,7 +182,8 @@ class _Call:
         """Whether the call has not been ended by an interrupt, as far as can be told."""
         if self._frame is None:
             return True
-        frame = sys._current_frames().get(self._thread)
+        is_own = self._thread == threading.get_ident()
+        frame = sys._getframe() if is_own else sys._current_frames().get(self._thread)
         while frame is not None and id(frame) != self._frame:
             frame = frame.f_back
         return frame is not None
@@ -216,7 +217,7 @@ def _enter(
         if handle.active:
             returned = handle.call(module, tuple(changed))
             changed = list(handle.checked(returned, tuple(changed), "inputs"))
-    new: Any = with_tensors(given, changed)
+    new: Any = given if changed is inputs else with_tensors(given, changed)
     backward = station.of("backward_hook")
     if backward and torch.is_grad_enabled():
         with _unseen():
@@ -262,5 +263,7 @@ def _leave(
     if call is not None:
         with _unseen():
             changed = call.gradients.leave(changed)
+    if changed is outputs:
+        return None
     new = with_tensors(output, changed)
-    return None if new is output else new
+    return None if new is output else new  # so that the containers are the module's own

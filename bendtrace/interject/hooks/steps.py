@@ -1,0 +1,190 @@
+"""Steps of autograd that change nothing: what passes back through them can be seen.
+
+They are entered where a call of a module begins and ends. A recorder sees them as ops.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+
+__all__ = [
+    "NOT_NUMBERED",
+    "Gradients",
+    "Node",
+    "enter",
+    "leave_as_view",
+    "leave_in_place",
+    "overlaps_itself",
+    "rebase",
+    "root",
+    "storage",
+]
+
+Gradients = tuple[Tensor | None, ...]
+Node = Any  # the nodes of autograd's graph have no common class
+NOT_NUMBERED = 2**64 - 1  # the sequence number of what accumulates the gradients of leaves
+
+
+class Traffic(Protocol):
+    """What is told of gradients, in backward passes."""
+
+    def left(self, places: Sequence[int], gradient: Tensor | None) -> None:
+        """Note the gradient of an output."""
+
+    def entered(self, gradients: Gradients) -> Gradients:
+        """Return what to pass on as gradients of inputs."""
+
+
+def enter(traffic: Traffic, tensors: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], Node]:
+    """Return tensors with the values and the storage of others, and the node of the step.
+
+    They are not views of the others, and can be changed in place.
+    """
+    inside: tuple[Tensor, ...] = _Entry.apply(*tensors)
+    node: Node = inside[0].grad_fn
+    # Not held strongly: what leads from the outputs to here holds it, and refers to this node.
+    node.traffic = weakref.ref(traffic)
+    return inside, node
+
+
+def leave_in_place(traffic: Traffic, places: Sequence[int], tensor: Tensor) -> bool:
+    """Enter a step into a tensor's own history; return False if torch refuses that."""
+    _made.exits.append((traffic, places))
+    try:
+        _in_place(_Exit, tensor)
+    except RuntimeError:  # several views that were made at once cannot be changed in place
+        return False
+    finally:
+        _made.exits.pop()
+    return True
+
+
+def leave_as_view(traffic: Traffic, places: Sequence[int], tensor: Tensor) -> Tensor:
+    """Return a view that comes after a step; autograd will not let it be changed in place."""
+    _made.exits.append((traffic, places))
+    try:
+        view: Tensor = _ExitView.apply(tensor)
+    finally:
+        _made.exits.pop()
+    return view
+
+
+def rebase(tensor: Tensor, other: Tensor) -> None:
+    """Give a tensor the history of another of the same storage.
+
+    Raises:
+        RuntimeError: if autograd does not allow it to be changed in place.
+    """
+    _in_place(_Rebase, tensor, other)
+
+
+class _Made(threading.local):
+    """What the step is of that is being made: no argument, or a recorder would look into it."""
+
+    def __init__(self) -> None:
+        self.exits: list[tuple[Traffic, Sequence[int]]] = []
+
+
+_made = _Made()
+
+
+class _Entry(Function):
+    @staticmethod
+    def forward(ctx: Any, *tensors: Tensor) -> Any:
+        ctx.set_materialize_grads(False)
+        # A detached tensor is no view to autograd, so that it can be changed in place, and shares
+        # the count of such changes, so that they are noticed. Seen in torch 2.13;
+        # test_hook_gradients.py would notice a change.
+        return tuple(tensor.detach() for tensor in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+        traffic: Traffic | None = ctx.traffic()
+        return gradients if traffic is None else traffic.entered(gradients)
+
+
+class _Exit(Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.mark_dirty(tensor)
+        ctx.traffic, ctx.places = _made.exits[-1]
+        return tensor
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor | None) -> Any:
+        ctx.traffic.left(ctx.places, gradient)
+        return gradient
+
+
+class _ExitView(Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.traffic, ctx.places = _made.exits[-1]
+        return tensor.view_as(tensor)
+
+    backward = staticmethod(_Exit.backward)
+
+
+class _Rebase(Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, other: Tensor) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.mark_dirty(tensor)
+        return tensor
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor | None) -> Any:
+        return None, gradient
+
+
+def _in_place(step: type[Function], tensor: Tensor, *others: Tensor) -> None:
+    """Enter a step into a tensor's history.
+
+    To autograd it is a change in place, which would spoil what ops have saved for their backward
+    pass. Nothing is changed, so they may go on to use it.
+    """
+    with _unsafe_preserve_version_counter(tensor):
+        step.apply(tensor, *others)
+    # A view looks up its history again if the count of changes is another than when it did so
+    # last. It has to do that now: at the next change the count will be what it was in between.
+    _: Node = tensor.grad_fn
+
+
+# What steps can be entered into
+
+
+def root(tensor: Tensor) -> Tensor:
+    """What a tensor is a view of, or itself: whose history changes in place go into."""
+    base = tensor._base if tensor._is_view() else None
+    return tensor if base is None else base
+
+
+def storage(tensor: Tensor) -> int:
+    """Something that is equal for tensors of the same storage."""
+    try:
+        found: int = tensor.untyped_storage()._cdata
+    except (NotImplementedError, RuntimeError):  # tensors that consist of others
+        return id(tensor)
+    return found
+
+
+def overlaps_itself(tensor: Tensor) -> bool:
+    """Whether an element may be in several places, as after `expand` and `unfold`."""
+    if not tensor._is_view() or tensor.is_sparse or tensor.is_nested:
+        return False
+    reach = 0  # how far apart the elements are that the dimensions so far lead to
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1:
+            if stride <= reach:
+                return True
+            reach += stride * (size - 1)
+    return False
