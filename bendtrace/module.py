@@ -689,7 +689,7 @@ _SURFACES = ("reset", "update")
 _PASSING = 4
 
 
-@torch._disable_dynamo  # type: ignore[attr-defined, untyped-decorator]
+@torch._disable_dynamo  # type: ignore[attr-defined]
 def _past_compiler(call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return call(*args, **kwargs)
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
@@ -20,13 +22,14 @@ from bendtrace.interject.structure import assemble, take_apart
 from bendtrace.paths.strings import NodePathError
 from bendtrace.paths.view import Node
 
-__all__ = ["OPTIONS", "Activations", "get_activations"]
+__all__ = ["Activations", "get_activations", "inputs_of"]
 
 # What no node path has in it, and regular expressions have.
 _PATTERN = re.compile(r"[\\^$*+?(){}]")
-OPTIONS = frozenset(
+_OPTIONS = frozenset(
     {"allow_none", "args", "bended", "detach", "kwargs", "passes", "return_output"}
-)  # fmt: skip
+)
+_OWN = os.path.dirname(os.path.dirname(__file__)) + os.sep
 
 
 class Board(Protocol):
@@ -51,6 +54,7 @@ class Bended(Protocol):
 
     _board: Any
     _model: Callable[..., Any]
+    _signature: Any
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call it."""
@@ -194,11 +198,11 @@ def get_activations(
         ...     return torch.relu(x)
         >>> bended = bt.BendedModule(halved)
         >>> _ = bended(torch.tensor([4.0, -3.0]))
-        >>> found = get_activations(bended, ["truediv", "relu"], (torch.tensor([2.0, 0.0]),))
+        >>> found = get_activations(bended, ["div", "relu"], (torch.tensor([2.0, 0.0]),))
         >>> found
-        {'truediv': tensor([1., 0.]), 'relu': tensor([1., 0.])}
-        >>> list(get_activations(bended, "truediv", (torch.tensor([4.0, -3.0]),)))
-        ['truediv:1', 'truediv:2', 'truediv:3']
+        {'div': tensor([1., 0.]), 'relu': tensor([1., 0.])}
+        >>> list(get_activations(bended, "div", (torch.tensor([4.0, -3.0]),)))
+        ['div:1', 'div:2', 'div:3']
     """
     board: Board = model._board
     items = list(where) if isinstance(where, (list, tuple, set, frozenset)) else [where]
@@ -222,9 +226,42 @@ def get_activations(
         board.remove(*insertions)
     if not allow_none:
         for insertion in insertions:
-            insertion.warn_if_never_fired(3)
+            insertion.warn_if_never_fired(_users_level())
     found = _gathered(made)
     return (found, output) if return_output else found
+
+
+def inputs_of(
+    model: Bended, kwargs: Mapping[str, Any] | None, inputs: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the model's keyword arguments, some of which came among options.
+
+    Args:
+        model: the `BendedModule`.
+        kwargs: those that came as a dict.
+        inputs: those that came as they are.
+
+    Raises:
+        InputError: the model has an argument by the name of an option, or one was given twice.
+    """
+    taken = _OPTIONS & model._signature.parameters
+    if taken and inputs:
+        raise InputError(
+            f"the model has an argument of its own called {min(taken)}, which would be taken for "
+            "an option: give its arguments in args=(...) and kwargs={...}"
+        )
+    twice = inputs.keys() & (kwargs or {}).keys()
+    if twice:
+        raise InputError(f"{min(twice)!r} is given twice, also in kwargs=")
+    return {**(kwargs or {}), **inputs}
+
+
+def _users_level() -> int:
+    """The `stacklevel` by which a warning of what is called here names the line of the user."""
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_OWN):
+        frame, level = frame.f_back, level + 1
+    return level
 
 
 def _gathered(made: Iterable[tuple[Any, _Observer, Insertion]]) -> Activations:

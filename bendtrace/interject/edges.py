@@ -34,7 +34,6 @@ class Sent(Interjection):
     """Notes which tensors a node gives, after whatever else is inserted there."""
 
     observes = True
-    late = True
     self_contained = True
 
     def after(self, at: NodePass, inputs: Inputs, output: Any) -> None:

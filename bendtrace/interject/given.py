@@ -40,7 +40,7 @@ from bendtrace.replay.rest import Cut, Lack, Rest, argument_of
 from bendtrace.replay.source import Code
 from bendtrace.replay.tree import TraceTree
 
-__all__ = ["from_activations"]
+__all__ = ["from_activations", "told"]
 
 _MOST = 64  # prepared rests that are kept for each model
 
@@ -98,10 +98,50 @@ def from_activations(
                 [0.5000, 0.5000],
                 [0.5000, 0.5000]])
     """
+    if not isinstance(activations, Mapping):
+        raise InputError(f"activations are given as a dict by node path, not as {activations!r}")
     given = {_text(where): value for where, value in activations.items()}
     if not given:
         raise InputError("no activations are given")
     return _Run(model, given, tuple(args), dict(kwargs or {}), bended).output()
+
+
+def told(
+    args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[Mapping[Any, Any], tuple[Any, ...], dict[str, Any]]:
+    """Read `from_activations({path: value}, *args, **kwargs)`, or torchbend's form of it.
+
+    In that form come the names first, and the values by keyword, among the model's arguments.
+
+    Args:
+        args: the positional arguments.
+        kwargs: the keyword arguments.
+
+    Returns:
+        The activations, and the model's positional and keyword arguments.
+
+    Raises:
+        InputError: it is neither.
+
+    Example:
+        >>> told(({"relu": 1}, 2), {"mask": 3})
+        ({'relu': 1}, (2,), {'mask': 3})
+        >>> told(("relu",), {"relu": 1, "mask": 3})
+        ({'relu': 1}, (), {'mask': 3})
+    """
+    if args and isinstance(args[0], Mapping):
+        return args[0], args[1:], dict(kwargs)
+    if not args or not all(isinstance(name, (str, Node)) for name in args):
+        raise InputError(
+            "from_activations is given a dict of activations by path first, and then the model's "
+            "arguments; or names of activations alone, with all values by keyword"
+        )
+    names = list(map(_text, args))
+    absent = [name for name in names if name not in kwargs]
+    if absent:
+        raise InputError(f"no value is given for {', '.join(map(repr, absent))}")
+    rest = {name: value for name, value in kwargs.items() if name not in names}
+    return {name: kwargs[name] for name in names}, (), rest
 
 
 def _text(where: Any) -> str:

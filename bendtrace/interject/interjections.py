@@ -148,8 +148,8 @@ class WrappedForwardBackwardInterjection(_Module):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        # What nobody looks at is not asked for.
-        cls.wants_inputs = cls._overrides("after")
+        if "wants_inputs" not in vars(cls):  # what nobody looks at is not asked for
+            cls.wants_inputs = cls._overrides("after")
 
     @classmethod
     def _overrides(cls, name: str) -> bool:

@@ -56,7 +56,8 @@ class Spliced(Interjection):
                 at.path,
             )
         if made.shape == output.shape:
-            self.error = (output - made).detach()
+            if torch.bool not in (made.dtype, output.dtype):  # of which there is no difference
+                self.error = (output - made).detach()
         elif self._keep_error:
             shapes = f"{tuple(output.shape)} became {tuple(made.shape)}"
             raise self._refusal(at, f"the value of shape {shapes}")

@@ -13,6 +13,7 @@ import functools
 import random
 import sys
 import threading
+import types
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -356,7 +357,13 @@ def _add_numpys() -> None:
         _ENTRY_POINTS.append(_EntryPoint(numpy, "seed", ours, numpy.seed))
 
 
-BOUNDARY_CODES = frozenset({nn.Module._wrapped_call_impl.__code__, nn.Module._call_impl.__code__})
+BOUNDARY_CODES = frozenset(
+    {
+        nn.Module._wrapped_call_impl.__code__, nn.Module._call_impl.__code__,
+        # The function in it that calls forward where there are hooks.
+        *(c for c in nn.Module._call_impl.__code__.co_consts if isinstance(c, types.CodeType)),
+    }
+)  # fmt: skip
 
 
 def _enter() -> None:

@@ -188,6 +188,8 @@ class Finish:
         if not changed:
             return
         for op in self.tape.ops:
+            if getattr(op.target, "role", "") == "hook":
+                self.tape.block(f"{op.target!r} may look at {', '.join(sorted(changed))}")
             if op.kind is OpKind.CALL and not is_torchs_function(op.target):
                 read = changed & self._names_read(op)
                 if read:

@@ -455,6 +455,13 @@ class Recorder(TorchFunctionMode):
         for tensor in tensors:
             self._writer.known.pop(id(tensor), None)
 
+    def hooks(self, function: Callable[..., Any], tensors: tuple[Tensor, ...]) -> Any:
+        """Run what hooks do with tensors as one op (see `watcher.Watcher`)."""
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and frame.f_code not in BOUNDARY_CODES:
+            frame = frame.f_back
+        return self.gate(function, tensors, frame or sys._getframe(1))
+
     def recomputed(self, entering: bool) -> None:
         """Tell the inserter of a checkpointed block (see `watcher.Watcher`)."""
         if self._inserter is not None:

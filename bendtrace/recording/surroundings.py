@@ -366,12 +366,14 @@ class Surroundings:
         """
         if name not in ("_forward_hooks", "_forward_pre_hooks"):
             return False
-        if any(getattr(hook, "calls_user_code", None) is not None for hook in hooks.values()):
+        # Those that call a user's functions as ops of their own are called so in replays as well.
+        others = [hook for hook in hooks.values() if not hasattr(hook, "is_replayable")]
+        if not all(hook.is_replayable for hook in hooks.values() if hook not in others):
             return False
-        codes = list(map(code_of, hooks.values()))
+        codes = list(map(code_of, others))
         if any(code is None or not is_installed_file(code.co_filename) for code in codes):
             return False
-        for hook in hooks.values():
+        for hook in others:
             self._walk_callable(hook)
         return True
 

@@ -21,6 +21,9 @@ class Watcher(Protocol):
     def opaque_call(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run `function(*args, **kwargs)` as one op."""
 
+    def hooks(self, function: Callable[..., Any], tensors: tuple[torch.Tensor, ...]) -> Any:
+        """Run what hooks do with tensors as one op that is not the model's own."""
+
     def unseen(self, what: str) -> None:
         """Note that the run comes by something that a replay could not repeat."""
 

@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-import types
-from collections.abc import Callable, Iterable
-from typing import Any, Literal, Self, TypeAlias
+from typing import Self
 
-import torch
 from torch import nn
 
 from bendtrace.errors import InputError
 from bendtrace.interject.hooks.context import HookContext
-from bendtrace.interject.hooks.function import CATEGORIES, Category, HookFunction
+from bendtrace.interject.hooks.function import Category, HookFunction
 from bendtrace.interject.hooks.handle import HookHandle
-from bendtrace.interject.hooks.tables import NameTable, free_name
+from bendtrace.interject.hooks.registry import (
+    Filter,
+    Function,
+    HookTypes,
+    Registry,
+    check_category,
+)
+from bendtrace.interject.hooks.tables import NameTable
 
 __all__ = ["HookManager"]
-
-Function = Callable[..., Any]
-# One or several functions, as they were registered or as `HookFunction`s.
-HookTypes: TypeAlias = Function | Iterable[Function] | None
-Filter = Literal["all"] | Category
 
 
 class HookManager:
@@ -43,11 +42,6 @@ class HookManager:
     Args:
         model: modules that are given without a name are called by their names in this.
 
-    Attributes:
-        name_to_module: the registered modules.
-        name_to_hookfn: the registered functions.
-        name_to_hookhandle: what is registered where, by `function[module]`.
-
     Example:
         >>> import torch, bendtrace as bt
         >>> model = nn.Sequential(nn.Linear(2, 3), nn.ReLU(inplace=True))
@@ -63,13 +57,22 @@ class HookManager:
     def __init__(self, model: nn.Module | None = None) -> None:
         if model is not None and not isinstance(model, nn.Module):
             raise InputError(f"a model has to be a module, not a {type(model).__name__}")
-        self._model = model
-        self._functions: list[HookFunction] = []
-        self._automatic: set[str] = set()  # names of functions that nobody gave
-        self._automatic_modules: set[str] = set()
-        self.name_to_module: NameTable[nn.Module] = NameTable("module")
-        self.name_to_hookfn: NameTable[HookFunction] = NameTable("hook function")
-        self.name_to_hookhandle: NameTable[HookHandle] = NameTable("hook")
+        self._registry = Registry(model)
+
+    @property
+    def name_to_module(self) -> NameTable[nn.Module]:
+        """The registered modules."""
+        return self._registry.modules
+
+    @property
+    def name_to_hookfn(self) -> NameTable[HookFunction]:
+        """The registered functions."""
+        return self._registry.functions
+
+    @property
+    def name_to_hookhandle(self) -> NameTable[HookHandle]:
+        """What is registered where, by `function[module]`."""
+        return self._registry.handles
 
     # Registering
 
@@ -158,121 +161,11 @@ class HookManager:
             )
         if not (name is None or isinstance(name, str)):
             raise InputError(f"hook_fn_name= has to be a string, not {name!r}")
-        names = self._names_for(modules, named_modules)
-        hook = self._hook_of(category, function, name)
-        # Nothing has been changed up to here; nothing fails from here on.
-        if hook is None:
-            chosen = name or free_name(repr(function), self.name_to_hookfn)
-            hook = HookFunction(function, category, chosen)
-            self._functions.append(hook)
-            self.name_to_hookfn._things[chosen] = hook
-            if name is None:
-                self._automatic.add(chosen)
-        elif name is not None and name != hook.name:
-            self._rename_function(hook, name)
-        for module, (module_name, is_given) in names.values():
-            known = self._name_of(module)
-            if known is None:
-                self.name_to_module._things[module_name] = module
-                if not is_given:
-                    self._automatic_modules.add(module_name)
-            elif known != module_name:
-                self._rename_module(module, known, module_name)
-            self._handle(hook, module, module_name, activate)
+        hook, handles = self._registry.add(category, function, modules, name, named_modules)
+        for handle in handles:
+            if activate:
+                handle.activate()
         return hook
-
-    def _handle(self, hook: HookFunction, module: nn.Module, name: str, activate: bool) -> None:
-        if module in hook.module_to_handle:
-            handle = hook.module_to_handle[module]
-        else:
-            handle = HookHandle(hook, module, name, self._forget)
-            hook.module_to_handle._add(handle)
-            self.name_to_hookhandle._things[handle.name] = handle
-        if activate:
-            handle.activate()
-
-    def _names_for(
-        self, modules: tuple[nn.Module, ...], named_modules: dict[str, nn.Module]
-    ) -> dict[int, tuple[nn.Module, tuple[str, bool]]]:
-        """Find a name for each module, and whether somebody gave it."""
-        found: dict[int, tuple[nn.Module, tuple[str, bool]]] = {}
-        for name, module in named_modules.items():
-            _check_module(module, f"{name}=")
-            taken = self.name_to_module._things.get(name, module)
-            if taken is not module:
-                raise InputError(
-                    f"the name {name!r} is taken by another module, {_short(taken)}: choose "
-                    "another, or remove that one first"
-                )
-            known = self._name_of(module)
-            other = found[id(module)][1][0] if id(module) in found else known
-            if other not in (None, name) and (
-                id(module) in found or other not in self._automatic_modules
-            ):
-                raise InputError(
-                    f"module {name!r} is registered as {other!r} already, and has one name: use "
-                    "that, or remove the module first"
-                )
-            found[id(module)] = module, (name, True)
-        own = self._own_names() if modules else {}
-        for module in modules:
-            _check_module(module, "a positional argument")
-            if id(module) in found:
-                continue
-            known = self._name_of(module)
-            if known is None:
-                taken_names = {*self.name_to_module, *(name for _, (name, _) in found.values())}
-                known = free_name(own.get(id(module)) or repr(module), taken_names)
-                found[id(module)] = module, (known, False)
-            else:
-                found[id(module)] = module, (known, known not in self._automatic_modules)
-        return found
-
-    def _own_names(self) -> dict[int, str]:
-        if self._model is None:
-            return {}
-        return {id(module): name for name, module in self._model.named_modules()}
-
-    def _hook_of(
-        self, category: Category, function: Function, name: str | None
-    ) -> HookFunction | None:
-        for hook in self._functions:
-            if hook.hook_type == category and _is_same(hook.function, function):
-                break
-        else:
-            hook = None
-        if name is None:
-            return hook
-        taken = self.name_to_hookfn._things.get(name, hook)
-        if taken is not hook:
-            assert taken is not None
-            raise InputError(
-                f"the name {name!r} is taken by the {taken.hook_type} {_short(taken.function)}: "
-                "choose another, or remove that one first"
-            )
-        if hook is not None and hook.name not in (name, *self._automatic):
-            raise InputError(
-                f"the {category} {name!r} is registered as {hook.name!r} already, and has one "
-                "name: use that, or remove the function first"
-            )
-        return hook
-
-    def _rename_function(self, hook: HookFunction, name: str) -> None:
-        self._automatic.discard(hook.name)
-        _rename(self.name_to_hookfn, hook.name, name)
-        before = [handle.name for handle in hook.handles]
-        hook.name = name
-        for old, handle in zip(before, hook.handles, strict=True):
-            _rename(self.name_to_hookhandle, old, handle.name)
-
-    def _rename_module(self, module: nn.Module, old: str, name: str) -> None:
-        self._automatic_modules.discard(old)
-        _rename(self.name_to_module, old, name)
-        for handle in self._handles(module):
-            before, handle.module_name = handle.name, name
-            _rename(self.name_to_hookhandle, before, handle.name)
-
-    # Looking up
 
     def name_of(self, module: nn.Module) -> str:
         """Return the name that a module is registered under.
@@ -287,59 +180,7 @@ class HookManager:
             >>> manager.name_of(linear)
             'first'
         """
-        name = self._name_of(module)
-        if name is None:
-            known = ", ".join(map(repr, self.name_to_module)) or "no module"
-            raise InputError(f"{_short(module)} is not registered; {known} is")
-        return name
-
-    def _name_of(self, module: nn.Module) -> str | None:
-        things = self.name_to_module._things.items()
-        return next((name for name, known in things if known is module), None)
-
-    def _handles(self, module: nn.Module | None = None) -> list[HookHandle]:
-        handles = self.name_to_hookhandle.values()
-        found = [one for one in handles if module is None or one.module is module]
-        return sorted(found, key=lambda handle: handle.order)
-
-    def _select(
-        self, modules: tuple[nn.Module, ...] | None, hook_types: HookTypes, category: Filter
-    ) -> list[HookHandle]:
-        """Return the handles that pass all filters, in the order of registration."""
-        _check_category(category)
-        functions = self._hooks_of(hook_types)
-        if modules is None:
-            handles = self._handles()
-        else:
-            for module in modules:
-                _check_module(module, "a positional argument")
-                self.name_of(module)
-            handles = [one for one in self._handles() if any(one.module is m for m in modules)]
-        return [
-            handle
-            for handle in handles
-            if category in ("all", handle.hook_fn.hook_type)
-            and (functions is None or handle.hook_fn in functions)
-        ]
-
-    def _hooks_of(self, hook_types: HookTypes) -> list[HookFunction] | None:
-        if hook_types is None:
-            return None
-        wanted = [hook_types] if callable(hook_types) else list(hook_types)
-        found: list[HookFunction] = []
-        for function in wanted:
-            own = [
-                hook
-                for hook in self._functions
-                if hook is function or _is_same(hook.function, function)
-            ]
-            if not own:
-                known = ", ".join(self.name_to_hookfn) or "none"
-                raise InputError(
-                    f"{_short(function)} is not registered as a hook; these are: {known}"
-                )
-            found += own
-        return found
+        return self._registry.name_of(module)
 
     # Activating
 
@@ -353,7 +194,7 @@ class HookManager:
         Raises:
             InputError: if a function is not registered, or there is no such category.
         """
-        for handle in self._select(None, hook_types, category):
+        for handle in self._registry.select(None, hook_types, category):
             handle.activate()
 
     activate_all_hook = activate_all_hooks  # written so once where it is explained
@@ -362,7 +203,7 @@ class HookManager:
         self, *, hook_types: HookTypes = None, category: Filter = "all"
     ) -> None:
         """Deactivate hooks on all modules; the arguments are those of `activate_all_hooks`."""
-        for handle in self._select(None, hook_types, category):
+        for handle in self._registry.select(None, hook_types, category):
             handle.deactivate()
 
     def activate_module_hooks(
@@ -378,14 +219,14 @@ class HookManager:
         Raises:
             InputError: if something is not registered, or there is no such category.
         """
-        for handle in self._select(modules, hook_types, category):
+        for handle in self._registry.select(modules, hook_types, category):
             handle.activate()
 
     def deactivate_module_hooks(
         self, *modules: nn.Module, hook_types: HookTypes = None, category: Filter = "all"
     ) -> None:
         """Deactivate hooks on some modules; arguments as for `activate_module_hooks`."""
-        for handle in self._select(modules, hook_types, category):
+        for handle in self._registry.select(modules, hook_types, category):
             handle.deactivate()
 
     def hook_all_context(
@@ -395,8 +236,8 @@ class HookManager:
 
         At its end each of them is what it was before: one that was active stays so.
         """
-        self._select(None, hook_types, category)
-        return HookContext(self, lambda: self._select(None, hook_types, category))
+        self._registry.select(None, hook_types, category)
+        return HookContext(self, lambda: self._registry.select(None, hook_types, category))
 
     def hook_module_context(
         self, *modules: nn.Module, hook_types: HookTypes = None, category: Filter = "all"
@@ -405,8 +246,8 @@ class HookManager:
 
         At its end each of them is what it was before: one that was active stays so.
         """
-        self._select(modules, hook_types, category)
-        return HookContext(self, lambda: self._select(modules, hook_types, category))
+        self._registry.select(modules, hook_types, category)
+        return HookContext(self, lambda: self._registry.select(modules, hook_types, category))
 
     # Removing
 
@@ -434,10 +275,10 @@ class HookManager:
         Raises:
             InputError: if it is not registered.
         """
-        _check_category(category)
-        for hook in self._hooks_of([function]) or ():
+        check_category(category)
+        for hook in self._registry.hooks_of([function]):
             if category in ("all", hook.hook_type):
-                self._remove_function(hook)
+                self._registry.remove_function(hook)
 
     def remove_hook_function_by_name(self, name: str) -> None:
         """Remove the function of a name from all modules.
@@ -445,14 +286,7 @@ class HookManager:
         Raises:
             KeyError: if there is none of that name.
         """
-        self._remove_function(self.name_to_hookfn[name])
-
-    def _remove_function(self, hook: HookFunction) -> None:
-        for handle in hook.handles:
-            handle.remove()
-        del self.name_to_hookfn._things[hook.name]
-        self._automatic.discard(hook.name)
-        self._functions.remove(hook)
+        self._registry.remove_function(self.name_to_hookfn[name])
 
     def remove_module(self, module: nn.Module) -> None:
         """Remove all functions from a module, and forget it.
@@ -460,7 +294,7 @@ class HookManager:
         Raises:
             InputError: if it is not registered.
         """
-        self.remove_module_by_name(self.name_of(module))
+        self._registry.remove_module(self.name_of(module))
 
     def remove_module_by_name(self, name: str) -> None:
         """Remove all functions from the module of a name, and forget it.
@@ -468,21 +302,14 @@ class HookManager:
         Raises:
             KeyError: if there is none of that name.
         """
-        for handle in self._handles(self.name_to_module[name]):
-            handle.remove()
-        del self.name_to_module._things[name]
-        self._automatic_modules.discard(name)
+        self._registry.remove_module(name)
 
     def remove_all_hooks(self) -> None:
         """Remove all functions from all modules, and forget them."""
         for name in list(self.name_to_module):
-            self.remove_module_by_name(name)
-        for hook in list(self._functions):
-            self._remove_function(hook)
-
-    def _forget(self, handle: HookHandle) -> None:
-        del self.name_to_hookhandle._things[handle.name]
-        handle.hook_fn.module_to_handle._remove(handle)
+            self._registry.remove_module(name)
+        for hook in list(self.name_to_hookfn.values()):
+            self._registry.remove_function(hook)
 
     def __enter__(self) -> Self:
         return self
@@ -491,42 +318,5 @@ class HookManager:
         self.remove_all_hooks()
 
     def __repr__(self) -> str:
-        lines = [repr(handle)[1:-1] for handle in self._handles()]
+        lines = [repr(handle)[1:-1] for handle in self._registry.all_of()]
         return "\n  ".join([f"<HookManager: {len(lines) or 'no'} hooks", *lines]) + ">"
-
-
-def _is_same(one: Any, other: Any) -> bool:
-    """Whether two functions are one. A method is another object each time it is looked up."""
-    if one is other:
-        return True
-    methods = (types.MethodType, types.BuiltinMethodType)
-    return (
-        type(one) is type(other)
-        and isinstance(one, methods)
-        and one.__self__ is other.__self__
-        and one == other
-    )
-
-
-def _rename(table: NameTable[Any], old: str, new: str) -> None:
-    items = [(new if name == old else name, thing) for name, thing in table._things.items()]
-    table._things.clear()
-    table._things.update(items)
-
-
-def _check_module(module: object, where: str) -> None:
-    if not isinstance(module, nn.Module):
-        raise InputError(f"hooks are registered on modules; {where} is a {type(module).__name__}")
-    if isinstance(module, torch.jit.ScriptModule):
-        raise InputError(f"a scripted module takes no hooks; {where} is one")
-
-
-def _check_category(category: object) -> None:
-    if category != "all" and category not in CATEGORIES:
-        choices = ", ".join(map(repr, ("all", *CATEGORIES)))
-        raise InputError(f"there is no hook category {category!r}: choose one of {choices}")
-
-
-def _short(thing: object) -> str:
-    text = " ".join(repr(thing).split())
-    return text if len(text) <= 80 else text[:77] + "..."

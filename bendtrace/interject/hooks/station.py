@@ -72,6 +72,11 @@ class Station:
         """The active hooks of a kind."""
         return tuple(one for one in self.handles if one.hook_fn.hook_type == category)
 
+    @property
+    def watches_gradients(self) -> bool:
+        """Whether backward hooks are active, or were when a call began that goes on."""
+        return bool(self._open or self.of("backward_hook"))
+
     def update(self) -> None:
         """Register what the active hooks need, and remove the rest."""
         backward = bool(self.of("backward_hook"))
@@ -141,6 +146,11 @@ class _Stage:
         """What it calls: for the recorder, which else might take it for a part of a library."""
         return tuple(handle.hook_fn.function for handle in self.station.handles)
 
+    @property
+    def is_replayable(self) -> bool:
+        """Whether a recorded run calls the functions as ops of its own: unless there is autograd."""
+        return not self.station.watches_gradients
+
     def __call__(self, module: nn.Module, *values: Any) -> Any:
         if torch.compiler.is_compiling():  # as a whole it is beyond torch._dynamo
             stage = torch._dynamo.disable(self._stage)
@@ -207,16 +217,64 @@ def _unseen() -> AbstractContextManager[Any]:
     return nullcontext() if current_watcher() is None else torch._C.DisableTorchFunction()
 
 
+class _Calls:
+    """The calls of all forward, or all pre-forward, hooks of a module: what a replay repeats.
+
+    Args:
+        station: what has the hooks.
+        module: the module.
+        category: which of them.
+        count: how many of the tensors are only looked at: the inputs, for forward hooks.
+    """
+
+    is_gate = True
+    role = "hook"
+
+    def __init__(self, station: Station, module: nn.Module, category: Category, count: int) -> None:
+        self._station = station
+        self._module = module
+        self._category: Category = category
+        self._count = count
+        self.__name__ = f"module__{category}"  # no function is called like this
+        self.__module__ = __name__
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Calls) and self._key == other._key
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    def __repr__(self) -> str:
+        return f"a {self._category.replace('_', ' ')}"
+
+    @property
+    def _key(self) -> tuple[Any, ...]:
+        return id(self._station), id(self._module), self._category, self._count
+
+    def __call__(self, *tensors: Tensor) -> Any:
+        """Call the hooks that are active by now; return the tensors that go on."""
+        seen, changed = tensors[: self._count], tensors[self._count :]
+        before = (seen,) if self._category == "forward_hook" else ()
+        what = "outputs" if self._category == "forward_hook" else "inputs"
+        for handle in self._station.of(self._category):
+            if handle.active:
+                returned = handle.call(self._module, *before, changed)
+                changed = tuple(handle.checked(returned, changed, what))
+        return changed[0] if len(changed) == 1 else changed
+
+
+def _as_one_op(calls: _Calls, tensors: list[Tensor]) -> list[Tensor]:
+    watcher = current_watcher()
+    given = calls(*tensors) if watcher is None else watcher.hooks(calls, tuple(tensors))
+    return list(given) if isinstance(given, tuple) else [given]
+
+
 def _enter(
     station: Station, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     given = args, kwargs
     inputs = tensors_of(given)
-    changed = inputs
-    for handle in station.of("forward_pre_hook"):
-        if handle.active:
-            returned = handle.call(module, tuple(changed))
-            changed = list(handle.checked(returned, tuple(changed), "inputs"))
+    changed = _as_one_op(_Calls(station, module, "forward_pre_hook", 0), inputs)
     new: Any = given if changed is inputs else with_tensors(given, changed)
     backward = station.of("backward_hook")
     if backward and torch.is_grad_enabled():
@@ -255,11 +313,8 @@ def _leave(
     if call is not None:
         station.end(call)
         inputs = call.gradients.inside_of(inputs, call.same)
-    changed = outputs
-    for handle in station.of("forward_hook"):
-        if handle.active:
-            returned = handle.call(module, tuple(inputs), tuple(changed))
-            changed = list(handle.checked(returned, tuple(changed), "outputs"))
+    calls = _Calls(station, module, "forward_hook", len(inputs))
+    changed = _as_one_op(calls, [*inputs, *outputs])
     if call is not None:
         with _unseen():
             changed = call.gradients.leave(changed)
