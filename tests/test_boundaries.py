@@ -5,11 +5,12 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import bendtrace as bt
 from bendtrace.recording.watcher import current_watcher
@@ -203,3 +204,30 @@ def test_a_bended_module_inside_another_is_seen_whole() -> None:
         x = torch.full((2, 3), value)
         assert bits(bended(x)) == bits(outer(x))
     assert bended.stats.replays == 2
+
+
+@pytest.mark.parametrize(
+    "results",
+    [
+        lambda x: [(x, "a"), (x, "a"), (x, "b")],
+        lambda x: [(x, x), (x, x), [x, x]],
+        lambda x: [(x, None), (x, None), (x, x)],
+        lambda x: [(x, (1, "a")), (x, (1, "a")), (x, (1, "b"))],
+        lambda x: [(x, {"a": x}), (x, {"a": x + 1})],
+    ],
+    ids=["text", "kind", "none", "nested", "dict"],
+)
+def test_what_an_opaque_function_gives_besides_tensors_is_guarded(
+    results: Callable[[Tensor], list[Any]],
+) -> None:
+    calls = 0
+
+    @bt.opaque
+    def given(x: Tensor) -> Any:
+        return results(x)[calls]
+
+    bended = bt.BendedModule(lambda x: given(x.relu()))
+    x = torch.randn(3)
+    for wanted in results(x.relu()):
+        assert bits(bended(x)) == bits(wanted)
+        calls += 1

@@ -1,4 +1,4 @@
-"""The examples of graphpatch's page on working with the graph, up to the patching itself.
+"""The examples of graphpatch's page on working with the graph, and patches as its users write them.
 
 They run as they stand there, but for the import. Two things read differently: `_code` is what
 this library writes, and a `Linear` is called by its own name, not by its place in a list.
@@ -15,7 +15,15 @@ import torch
 from torch import nn
 
 import bendtrace as bt
-from bendtrace.patchable import PatchableGraph
+from bendtrace import (
+    AddPatch,
+    CustomPatch,
+    PatchableGraph,
+    ProbePatch,
+    RecordPatch,
+    ReplacePatch,
+    ZeroPatch,
+)
 from bendtrace.paths.strings import NodePathError
 from bendtrace.paths.view import Tree, resolve
 
@@ -196,3 +204,103 @@ def test_the_tree_outlives_the_model(tuple_pg: PatchableGraph) -> None:
     assert graph.linear._code == LINEAR_CODE
     assert graph.add._code == PLACE
     assert graph.linear.weight._shape == torch.Size([3, 2])
+
+
+# Patching
+
+
+def test_a_node_and_its_string_are_the_same_place(tuple_pg: PatchableGraph) -> None:
+    x = torch.randn(3, 2)
+    first, second = tuple_pg(x)
+    given = []
+    for path in (tuple_pg.graph.linear.output, "linear.output"):
+        with tuple_pg.patch({path: [ZeroPatch()]}):
+            given.append(tuple_pg(x))
+        assert torch.equal(tuple_pg(x)[0], first)
+    for patched in given:
+        assert patched[0].count_nonzero() == 0
+        assert torch.equal(patched[1], second)
+
+
+def test_the_second_call_of_a_module_is_a_node_of_its_own(tuple_pg: PatchableGraph) -> None:
+    x = torch.randn(3, 2)
+    first, second = tuple_pg(x)
+    probe = ProbePatch()
+    with tuple_pg.patch(
+        {"linear_1.output": [probe, ZeroPatch()], "linear.output": AddPatch(value=1)}
+    ):
+        given = tuple_pg(x)
+    assert torch.equal(probe.activation, second)
+    assert given[1].count_nonzero() == 0
+    assert torch.equal(given[0], first + 1)
+
+
+def test_the_parts_of_an_output_are_reached_by_digging(tuple_pg: PatchableGraph) -> None:
+    x = torch.randn(3, 2)
+    first, second = tuple_pg(x)
+    with tuple_pg.patch(
+        {"output|sub_0": [AddPatch(value=torch.ones(1))], tuple_pg.graph.output.sub_1: ZeroPatch()}
+    ):
+        given = tuple_pg(x)
+    assert type(given) is tuple
+    assert torch.equal(given[0], first + 1)
+    assert torch.equal(given[1], torch.zeros_like(second))
+
+
+def test_a_nested_part_is_reached_by_its_path() -> None:
+    pg = PatchableGraph(lambda x: ((x + 1, x * 2), {"mean": x.mean()}), torch.ones(2))
+    with pg.patch({"output|sub_0.sub_1": ZeroPatch(), "output|sub_1.mean": AddPatch(value=1)}):
+        (kept, zeroed), named = pg(torch.ones(2))
+    assert kept.tolist() == [2, 2]
+    assert zeroed.tolist() == [0, 0]
+    assert named["mean"].item() == 2
+
+
+def test_what_is_no_leaf_cannot_be_patched(tuple_pg: PatchableGraph) -> None:
+    for path in ("output", tuple_pg.graph.output, "linear", tuple_pg.graph.linear, "liner.output"):
+        with pytest.raises(NodePathError), tuple_pg.patch({path: [ZeroPatch()]}):
+            raise AssertionError("it was entered")
+
+
+def test_each_use_of_a_weight_can_be_patched(tuple_pg: PatchableGraph) -> None:
+    model, x = tuple_pg.model, torch.randn(3, 2)
+    before = model.linear.weight.detach().clone()
+    weight = before.clone()
+    weight[1] += torch.ones(2)
+    probe = ProbePatch()
+    with tuple_pg.patch({"linear.weight": [AddPatch(slice=[1, ...], value=torch.ones(2)), probe]}):
+        given = tuple_pg(x)
+    assert torch.equal(probe.activation, weight)
+    assert torch.equal(given[0], nn.functional.linear(x, weight, model.linear.bias))
+    assert torch.equal(model.linear.weight, before)
+
+
+def test_the_input_of_a_module_is_patched(tuple_pg: PatchableGraph) -> None:
+    model, x = tuple_pg.model, torch.randn(3, 2)
+    with tuple_pg.patch({"linear.input": ReplacePatch(value=42, slice=(slice(None), 0))}):
+        given = tuple_pg(x)
+    changed = x.clone()
+    changed[:, 0] = 42
+    assert torch.equal(given[0], model.linear(changed))
+    assert torch.equal(given[1], model.linear(x + 1))
+
+
+def test_a_layer_takes_what_another_one_gave() -> None:
+    pg = PatchableGraph(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), torch.ones(3))
+    first, second = (f"{name}.output" for name in pg.graph if name not in ("input", "output"))
+    with pg.patch(
+        {first: [seen := ProbePatch()], second: CustomPatch(custom_op=lambda t: seen.activation)}
+    ):
+        for _ in range(2):
+            x = torch.randn(3)
+            assert torch.equal(pg(x), pg.model[0](x))
+
+
+def test_a_running_mean_is_kept_over_calls(tuple_pg: PatchableGraph) -> None:
+    record = RecordPatch()
+    mean = CustomPatch(custom_op=lambda t: torch.stack(record.activations).mean(0))
+    inputs = [torch.randn(3, 2) for _ in range(4)]
+    for x in inputs:
+        with tuple_pg.patch({"output|sub_0": record, "output|sub_1": mean}):
+            given = tuple_pg(x)
+    assert torch.equal(given[1], torch.stack([tuple_pg.model.linear(x) for x in inputs]).mean(0))

@@ -254,9 +254,9 @@ def values_for(text: str, value: Any, spots: tuple[Spot, ...]) -> list[Any]:
         InputError: it is not of the structure that the node's value has.
     """
     found = [_dug(text, value, spot) for spot in spots]
-    tensors = {id(item) for item in take_apart(value)[1] if isinstance(item, Tensor)}
+    tensors = [item for item in take_apart(value)[1] if isinstance(item, Tensor)]
     wanted = {spot.keys for spot in spots}
-    if tensors and wanted and len(tensors) > len(wanted) and () not in wanted:
+    if wanted and len(tensors) > len(wanted) and () not in wanted:
         raise InputError(
             f"{text!r} gave {len(wanted)} values in this run, and {describe(value)} holds "
             f"{len(tensors)} tensors"

@@ -34,6 +34,7 @@ class Sent(Interjection):
     """Notes which tensors a node gives, after whatever else is inserted there."""
 
     observes = True
+    late = True
     self_contained = True
 
     def after(self, at: NodePass, inputs: Inputs, output: Any) -> None:

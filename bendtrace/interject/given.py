@@ -259,7 +259,8 @@ class _Run:
             arguments = tuple(self._bound.get(name) for name in names)
             reason = self._misfit(program, arguments, missing)
             if reason is not None:
-                reasons.append(reason)
+                # What is asked last is nearest.
+                reasons.insert(0 if program.ambience.difference() is None else len(reasons), reason)
                 continue
             found += [
                 _Candidate(program, recording, arguments, missing)

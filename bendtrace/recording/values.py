@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bendtrace.recording.functions import SHAPES, name_of
+from bendtrace.recording.functions import SHAPES, is_gate, is_torchs_function, name_of
 from bendtrace.recording.objects import held_by
 from bendtrace.recording.observer import Observer
 from bendtrace.recording.parts import PLAIN_TYPES, requires_grad
@@ -125,6 +125,8 @@ class Values:
             if kind is tuple or kind is list:
                 how = "iter" if frame.f_code is _ITER_CODE else "length"
                 self._writer.guard(Test.LENGTH, op.index, len(out), how, frame)
+            if not is_torchs_function(op.target) and not is_gate(op):
+                self._guard_structure(out, op, frame)
             bound, op.meta = self._bind_elements(out, Ref(op.index), (), frame)
             return bound
         if kind is dict and not any(isinstance(item, dict) for item in out.values()):
@@ -144,6 +146,17 @@ class Values:
                 f"{kind.__qualname__}, which cannot be followed"
             )
         return out
+
+    def _guard_structure(self, out: Any, op: Op, frame: FrameType) -> None:
+        """Guard what a function that is not torch's gives besides tensors and numbers."""
+        try:
+            structure = structure_of(out)
+        except TypeError as error:
+            self.tape.block(f"{name_of(op.target)} at {user_place(frame)} gives {error}")
+            return
+        looked = self._writer.emit(OpKind.SCALAR, structure_of, (Ref(op.index),), {}, frame)
+        looked.meta = structure
+        self._writer.guard(Test.VALUE, looked.index, structure, "", frame)
 
     def bind_tensor(self, tensor: Tensor, op: Op) -> None:
         """Take note that an op gave a tensor."""
@@ -295,6 +308,24 @@ class Values:
             f"a tensor used at {place} got its gradient function from something that torch does "
             "not let a tracer see (an autograd.Function whose apply was taken before the run?)"
         )
+
+
+def structure_of(value: Any) -> tuple[Any, ...]:
+    """Return all of a result but its tensors and numbers, which are values of their own.
+
+    Raises:
+        TypeError: something in it cannot be followed.
+    """
+    kind = type(value)
+    if isinstance(value, Tensor):
+        return (Tensor,)
+    if kind in TRACED_AS or kind in TRACED:
+        return (kind if kind in TRACED_AS else type(plain(value)),)
+    if isinstance(value, (tuple, list)):
+        return (kind, *map(structure_of, value))
+    if kind in PLAIN_TYPES:
+        return kind, value
+    raise TypeError(f"a {kind.__qualname__} among other things, which cannot be followed")
 
 
 _ITER_CODE = Tensor.__iter__.__code__

@@ -547,9 +547,10 @@ class Rest:
             and self._first_name(op.index) == first
         }
         uses = sum(
-            op.index not in names
-            and any(ref.index in names for ref in refs_in((op.args, op.kwargs)))
+            ref.index in names
             for op in self._ops[cut.start :]
+            if op.index not in names
+            for ref in refs_in((op.args, op.kwargs))
         )
         given = [self._root.output, *(change.value for change in self.recording.changes)]
         return uses + sum(ref.index in names for ref in refs_in(given))

@@ -7,7 +7,6 @@ import inspect
 from collections.abc import Iterator
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from bendtrace.errors import InputError
@@ -92,8 +91,7 @@ class Bend(Interjection):
     @property
     def label(self) -> str:
         """What reports and graphs call it."""
-        with torch._C.DisableTorchFunction():  # gates ask for it in the midst of a run
-            return repr(self)
+        return repr(self)
 
     @property
     def arguments(self) -> dict[str, Any]:

@@ -152,7 +152,8 @@ def _in_place(step: type[Function], tensor: Tensor, *others: Tensor) -> None:
     To autograd it is a change in place, which would spoil what ops have saved for their backward
     pass. Nothing is changed, so they may go on to use it.
     """
-    step.apply(tensor, *others)
+    with _unsafe_preserve_version_counter(tensor):
+        step.apply(tensor, *others)
     # A view looks up its history again if the count of changes is another than when it did so
     # last. It has to do that now: at the next change the count will be what it was in between.
     _: Node = tensor.grad_fn
