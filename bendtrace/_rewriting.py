@@ -168,7 +168,7 @@ def _meant(model: nn.Module, selector: NodeSelector, graphs: list[CandidateGraph
             meant.add(id(node.module))
     if not selector.looks_ahead and not selector.needs_output:
         for node in _unrun(model):
-            if id(node.module) not in called and selector.matches(node):
+            if  selector.matches(node):
                 meant.add(id(node.module))
     return {name for name, module in model.named_modules() if id(module) in meant}
 

@@ -50,6 +50,9 @@ def path_in(tree: Tree, text: str) -> str:
     try:
         find(tree.data, text)
     except NodePathError:
+        around, _, last = text.rpartition(".")
+        if last == "output":  # which has another name where it is of another type
+            return path_in(tree, around) if around else ""
         named = [
             node.path
             for node in tree.data.walk()
@@ -143,14 +146,12 @@ class _Spots:
         """Yield the spots of what a call gave, or of a part of that."""
         made = holder.passes[number].index
         call = self._recording.root if made is None else self._tape.calls[made]
-        is_root = holder is self._tree.data
-        stop = len(self._tape.ops) if is_root else call.stop
+        stop = len(self._tape.ops) if made is None or holder is self._tree.data else call.stop
         gate = self._gate(holder.path, number)
         for index, _, inner, below in self._leaves(node, within):
             yield from self._at(
-                index, max(stop, index + 1), None if is_root else call, below, (*keys, *below),
-                inner, gate,
-            )  # fmt: skip
+                index, max(stop, index + 1), call, below, (*keys, *below), inner, gate
+            )
 
     def _at(
         self,

@@ -6,6 +6,7 @@ which insertions are there, so that another patch at the same node can be served
 
 from __future__ import annotations
 
+import re
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -79,7 +80,10 @@ class Gate:
         # Weak, so that paths do not keep what was inserted once. A trace that a person has does.
         self._plan = weakref.ref(plan)
         with torch._C.DisableTorchFunction():  # a label may look at tensors
-            labels = dict.fromkeys(entry.what.label for entry in plan.entries_of(slots))
+            labels = dict.fromkeys(
+                re.sub(r"\W.*", "", entry.what.label, flags=re.DOTALL)
+                for entry in plan.entries_of(slots)
+            )
         kind = "input" if self.role == "before" else "output"
         name = at.path.rpartition(".")[2]
         name = f"{name}_{kind}" if name and self.role == "before" else name or kind

@@ -316,7 +316,9 @@ class _Run:
         error: Exception | None = None
         for candidate in candidates:
             try:
-                return candidate, self._prepared(candidate)
+                prepared = self._prepared(candidate)
+                self._slots(prepared)
+                return candidate, prepared
             except (NodePathError, InputError) as raised:
                 error = error or raised
         if self._is_whole:
@@ -443,7 +445,7 @@ class _Run:
             )
         if rest.lacks:
             raise InputError(self._lack(prepared, rest.lacks[0]))
-        if not rest.used and not rest.unclear:
+        if not (rest.used or rest.unclear or self._is_whole):
             raise InputError(
                 "nothing of what the model gives or changes depends on "
                 + ", ".join(map(repr, self._given))

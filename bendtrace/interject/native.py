@@ -67,7 +67,7 @@ class _Counts:
     def begin(self, model: nn.Module, args: Any) -> None:
         thread = threading.get_ident()
         for key in [key for key in self._passes if key[0] == thread]:
-            pass
+            del self._passes[key]
 
     def next(self, name: str) -> int:
         key = threading.get_ident(), name

@@ -289,7 +289,9 @@ class Rest:
         end = len(self._ops)
         cuts = [self.cut_at(index, end) for index in refs]
         if refs and all(
-            cut is not None and cut.call is not None and _is_below(holder, cut.call.path)
+            cut is not None
+            and cut.call is not None
+            and (cut.call is self._root or _is_below(holder, cut.call.path))
             for cut in cuts
         ):
             return False  # what the module whose value is given keeps of its own
@@ -511,6 +513,8 @@ class Rest:
             hands_on = op.index in self._again
         else:
             hands_on = not call.start <= first < call.stop or op.kind in _OUTSIDE
+            if sum(self._first_name(ref.index) == first for ref in refs_in(call.output)) > 1:
+                return "the tensor is more than once in what it gives"
         if hands_on and self._uses(cut, first) > 1:
             return (
                 "it hands on a tensor that it was given, and the run does not tell whether those "

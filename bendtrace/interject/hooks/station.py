@@ -300,8 +300,9 @@ def _close(
                 return None
             outputs = tensors_of(output)
             return with_tensors(output, [call.same.get(id(one), one) for one in outputs])
-    finally:
-        pass
+    except BaseException:
+        station.end(call)
+        raise
 
 
 def _leave(
