@@ -168,7 +168,7 @@ def _meant(model: nn.Module, selector: NodeSelector, graphs: list[CandidateGraph
             meant.add(id(node.module))
     if not selector.looks_ahead and not selector.needs_output:
         for node in _unrun(model):
-            if  selector.matches(node):
+            if id(node.module) not in called and selector.matches(node):
                 meant.add(id(node.module))
     return {name for name, module in model.named_modules() if id(module) in meant}
 
@@ -178,7 +178,18 @@ def _unrun(model: nn.Module) -> Iterator[Candidate]:
     modules = dict(model.named_modules(remove_duplicate=False))
     for name, module in modules.items():
         outer, _, last = name.rpartition(".")
-        path = ".".join(map(identifier, name.split("."))) if name else ""
-        yield Candidate(
-            path, identifier(last), module, name, None, modules[outer] if name else None, outer
-        )
+        scope = modules[outer] if name else None
+        yield Candidate(_path(name, modules), identifier(last), module, name, None, scope, outer)
+
+
+def _path(name: str, modules: Mapping[str, nn.Module]) -> str:
+    """Return the path that a call of a module has if its parents call one another."""
+    segments: list[str] = []
+    relative = prefix = ""
+    for part in filter(None, name.split(".")):
+        prefix = f"{prefix}.{part}" if prefix else part
+        relative = f"{relative}.{part}" if relative else part
+        if not isinstance(modules[prefix], (nn.ModuleList, nn.ModuleDict)):  # which nobody calls
+            segments.append(identifier(relative))
+            relative = ""
+    return ".".join([*segments, *([identifier(relative)] if relative else [])])

@@ -142,11 +142,6 @@ class _Stage:
         self._stage = stage
 
     @property
-    def calls_user_code(self) -> tuple[Callable[..., Any], ...]:
-        """What it calls: for the recorder, which else might take it for a part of a library."""
-        return tuple(handle.hook_fn.function for handle in self.station.handles)
-
-    @property
     def is_replayable(self) -> bool:
         """Whether a recorded run calls the functions as ops of its own: unless there is autograd."""
         return not self.station.watches_gradients
