@@ -43,6 +43,7 @@ from bendtrace.graph.export import to_dot, to_graphml, to_node_link
 from bendtrace.graph.fx import from_fx, to_fx
 from bendtrace.graph.mirror import Graph, NodeRef
 from bendtrace.history.entries import LayerEntry
+from bendtrace.interject.activations import Activations
 from bendtrace.interject.bends.affine import Affine, Bias, Scale
 from bendtrace.interject.bends.bend import Bend, CallbackChain
 from bendtrace.interject.bends.bending import Bending
@@ -83,6 +84,7 @@ from bendtrace.recording.boundaries import opaque
 from bendtrace.storage.errors import LoadError, SaveError
 
 __all__ = [
+    "Activations",
     "AddPatch",
     "Affine",
     "AssertFlowStep",

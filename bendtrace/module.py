@@ -17,6 +17,7 @@ from bendtrace.errors import InputError
 from bendtrace.flow import FlowSteps, flow_steps
 from bendtrace.graph.mirror import Graph
 from bendtrace.graph.names import node_names
+from bendtrace.interject.activations import get_activations, inputs_of
 from bendtrace.interject.bends.activations import Filter
 from bendtrace.interject.bends.bending import Bending, Out
 from bendtrace.interject.bends.config import BendingConfig
@@ -24,6 +25,7 @@ from bendtrace.interject.bends.handle import BendHandle
 from bendtrace.interject.bends.parameter import Value
 from bendtrace.interject.board import Board
 from bendtrace.interject.gates import running
+from bendtrace.interject.given import from_activations, told
 from bendtrace.interject.hooks.manager import HookManager
 from bendtrace.interject.inserter import LiveInserter
 from bendtrace.interject.insertion import Insertion
@@ -490,13 +492,75 @@ class BendedModule(StandIn):
         """Print a table of the parameters, and return it (see `Bending.print_weights`)."""
         return self._bending.print_weights(flt, exclude, out)
 
-    def get_activations(self, *where: Any, **inputs: Any) -> dict[str, Any]:
-        """Call the model, and return what activations were (see `Bending.get_activations`)."""
-        return self._bending.get_activations(*where, **inputs)
+    def get_activations(
+        self,
+        *where: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        passes: Any = None,
+        detach: bool = True,
+        bended: bool = True,
+        return_output: bool = False,
+        allow_none: bool = False,
+        **inputs: Any,
+    ) -> Any:
+        """Call the model, and return what nodes gave in that call, by path.
 
-    def from_activations(self, activations: Mapping[str, Any], **inputs: Any) -> Any:
-        """Call the model with values in the place of activations (see `Bending`)."""
-        return self._bending.from_activations(activations, **inputs)
+        Args:
+            *where: which nodes: paths, regular expressions, modules, and all else that `interject`
+                takes.
+            args: the model's positional arguments.
+            kwargs: keyword arguments of the model that cannot be given as they are.
+            passes: in which passes of each node.
+            detach: whether to return snapshots, or the tensors themselves.
+            bended: whether to return the values after what is inserted at a node, or before.
+            return_output: whether to return what the model gave, as well.
+            allow_none: whether it is right that the call comes by no node that is meant.
+            **inputs: keyword arguments of the model.
+
+        Returns:
+            An `Activations`, which is a dict; with `return_output` that and the output.
+
+        Raises:
+            NodePathError: nothing is meant.
+            InputError: something given makes no sense.
+
+        Example:
+            >>> import torch, bendtrace as bt
+            >>> bended = bt.BendedModule(lambda x: torch.relu(x) * 2)
+            >>> bended.get_activations("relu", args=(torch.tensor([-1.0, 2.0]),))
+            {'relu': tensor([0., 2.])}
+        """
+        return get_activations(
+            self, list(where), args, inputs_of(self, kwargs, inputs), passes=passes, detach=detach,
+            bended=bended, return_output=return_output, allow_none=allow_none,
+        )  # fmt: skip
+
+    def from_activations(self, *args: Any, _bended: bool = True, **kwargs: Any) -> Any:
+        """Run the rest of the model from given activations, and return its output.
+
+        Args:
+            *args: first the values by node path, as a dict; then the model's positional arguments,
+                as far as the rest needs them. Or as in torchbend, names of nodes alone, and their
+                values by keyword.
+            _bended: whether the values are gone on with as they are, or what is inserted at these
+                nodes is called with them.
+            **kwargs: the model's keyword arguments, likewise.
+
+        Raises:
+            NodePathError: there is no such node.
+            InputError: something that the rest needs is missing.
+            DivergenceError: the rest leads where no recorded run went, and the arguments that are
+                needed for running the model's own Python are missing.
+
+        Example:
+            >>> import torch, bendtrace as bt
+            >>> bended = bt.BendedModule(lambda x: torch.relu(x) * 2)
+            >>> _ = bended(torch.ones(2))
+            >>> bended.from_activations({"relu": torch.tensor([3.0])})
+            tensor([6.])
+        """
+        return from_activations(self, *told(args, kwargs), bended=_bended)
 
     @property
     def why_live(self) -> tuple[str, ...]:

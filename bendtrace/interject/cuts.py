@@ -83,7 +83,27 @@ def spots_of(recording: Recording, tree: Tree, text: str, *, bended: bool) -> tu
         raise InputError(
             f"{text!r} has {len(passes)} passes in this run: name one, as in '{node.path}:1'"
         )
+    if not _has_values(node, passes[0]):
+        raise InputError(f"{text!r} gave no value in this run")
     return tuple(_Spots(recording, tree, bended).of(node, passes[0], text))
+
+
+def _has_values(node: TreeNode, number: int) -> bool:
+    """Whether there is a value of the run in a pass of a node."""
+    if node.kind == "graph":
+        return any(
+            _has_values(child, inner)
+            for child, passes in children_of(node, [number])
+            for inner in passes or ()
+            if child.role == "output"
+        )
+    if node.kind == "container":
+        return any(
+            _has_values(child, inner)
+            for child, passes in children_of(node, [number])
+            for inner in passes or ()
+        )
+    return node.passes[number].index is not None
 
 
 class _Spots:
@@ -100,10 +120,7 @@ class _Spots:
                 f"{text!r} is a parameter or buffer, not an activation: bend it, or patch it"
             )
         if node.role == "call":
-            outputs = [c for c, _ in children_of(node, [number]) if c.role == "output"]
-            if not outputs:
-                raise InputError(f"{text!r} gave nothing that could be given instead")
-            output = outputs[0]
+            output = next(c for c, _ in children_of(node, [number]) if c.role == "output")
             within = next(i for i, made in enumerate(output.passes) if made.parent == number)
             yield from self._of_call(node, number, output, within, ())
             return
@@ -128,8 +145,7 @@ class _Spots:
     ) -> Iterator[Spot]:
         """Yield the spots of what a function gave, or of a part of that."""
         made = node.passes[number]
-        if made.index is None:
-            raise InputError(f"{node.path!r} is a {describe_node(node)}, no value of the run")
+        assert made.index is not None
         index = self._op_of(made.index, made.element)
         if index is None:  # a part of a result that nothing has used
             return

@@ -225,6 +225,8 @@ class AfterGate(Gate):
 
     def _written(self, original: Tensor, value: Tensor) -> Tensor:
         """Have whoever holds the tensor that the node works on see the value."""
+        if value is original:
+            return value
         if value.shape != original.shape:
             raise InterjectionError(
                 f"{self.at.path} works in place on a tensor of shape {tuple(original.shape)}, "

@@ -271,13 +271,18 @@ class _Run:
                 f"no recorded run can be gone on with: {reasons[0]}; call the module as it is now, "
                 "or give all its arguments"
             )
-        latest = self._model._latest
-        return sorted(found, key=lambda c: latest is None or c.recording is not latest.recording)
+        return sorted(found, key=lambda candidate: candidate.recording is not self._latest)
 
     def _latest_first(self, program: Program) -> list[Recording]:
-        latest = self._model._latest
         found = [r for r in reversed(program.recordings()) if not r.tape.blockers]
-        return sorted(found, key=lambda r: latest is None or r is not latest.recording)
+        return sorted(found, key=lambda recording: recording is not self._latest)
+
+    @property
+    def _latest(self) -> Recording | None:
+        """The run of the latest call, as far as that is known."""
+        trace = self._model._latest
+        latest: Recording | None = getattr(self._model, "_latest_run", None)
+        return latest if latest is not None or trace is None else trace.recording
 
     def _misfit(
         self, program: Program, arguments: tuple[Any, ...], missing: frozenset[int]
@@ -351,14 +356,11 @@ class _Run:
             spots = {
                 text: spots_of(recording, tree, text, bended=self._bended) for text in self._given
             }
-            cuts: list[Cut] = []
-            slots = 0
-            for listed in spots.values():
-                numbers: dict[Any, int] = {}
-                for spot in listed:
-                    slot = numbers.setdefault(spot.keys, slots + len(numbers))
-                    cuts.append(Cut(spot.index, spot.start, slot, spot.call))
-                slots += len(numbers)
+            cuts = [
+                Cut(spot.index, spot.start, self._slot(text, spot), spot.call)
+                for text, listed in spots.items()
+                for spot in listed
+            ]
             is_root = recording is program.recording
             analysis = program.analysis if is_root else Analysis(recording.tape)
             rest = Rest(
@@ -373,17 +375,22 @@ class _Run:
         prepared: _Prepared = _kept(self._model, key, made)
         return prepared
 
+    def _slot(self, text: str, spot: Spot) -> int:
+        """Return the number of a given value: the same for all runs of the model."""
+        numbers: dict[Any, int] = _kept(self._model, "slots", dict)
+        return numbers.setdefault((text, spot.keys), len(numbers))
+
     def _slots(self, prepared: _Prepared) -> dict[str, Any]:
+        """Return the given values by slot."""
         values: dict[str, Any] = {}
-        slots = 0
+        rest = prepared.rest
         for text, spots in prepared.spots.items():
-            numbers: dict[Any, int] = {}
             dug = values_for(text, self._given[text], spots)
             for spot, value in zip(spots, dug, strict=True):
-                slot = numbers.setdefault(spot.keys, slots + len(numbers))
-                own = slot in prepared.rest.written
-                values[f"s{slot}"] = _own(value) if own else value
-            slots += len(numbers)
+                slot = self._slot(text, spot)
+                # Who knows what is done to it on another path.
+                own = slot in rest.written or not rest.is_straight
+                values.setdefault(f"s{slot}", _own(value) if own else value)
         return values
 
     # Carrying it out
@@ -434,7 +441,8 @@ class _Run:
                 del result
                 left = _Left(candidate, prepared, divergence, done, slots, random)
                 return self._left(left, tree, plan)
-            candidate, prepared, values = other, following, result.values
+            slots = {**self._slots(following), **slots}
+            candidate, prepared, values = other, following, {**slots, **result.values}
 
     def _require_possible(self, candidate: _Candidate, prepared: _Prepared) -> None:
         rest = prepared.rest

@@ -29,6 +29,7 @@ from bendtrace.recording.functions import (
     RESHAPES_IN_PLACE,
     SHAPES,
     VALUES,
+    name_of,
 )
 from bendtrace.recording.inserter import Stage
 from bendtrace.recording.tape import ModuleCall
@@ -166,8 +167,10 @@ class LiveInserter:
         number = spot.number
         spot.number += 1
         written = _written(spot, args, kwargs)
-        if spot.before or written is not None:
-            args, kwargs = self._before(spot, scope, args, kwargs, frame, written)
+        # What only reshapes a tensor in place can be let do so: no op has saved what it changes.
+        copied = None if name_of(function) in RESHAPES_IN_PLACE else written
+        if spot.before or copied is not None:
+            args, kwargs = self._before(spot, scope, args, kwargs, frame, copied)
         if spot.instead:
             output = self._instead(spot, number, args, kwargs, frame)
         else:
@@ -436,8 +439,6 @@ def _written(spot: _Spot, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tens
 def _works_in_place(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether a function, going by its name and flags, gives back what it was given, changed."""
     name = getattr(function, "__name__", "")
-    if name in RESHAPES_IN_PLACE:
-        return False
     if name.endswith("_") and (not name.endswith("__") or name.startswith("__i")):
         return True
     position = _flag_position(function)

@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import Any
 
 from bendtrace.recording.functions import FLEETING, is_gate, name_of
+from bendtrace.recording.handlers import is_handled
 from bendtrace.recording.parts import Access, Change, Part, PartKind
 from bendtrace.recording.recorder import Recording
 from bendtrace.recording.tape import Guard, ModuleCall, Op, OpKind, Ref, Test, refs_in
@@ -94,7 +95,8 @@ class Rest:
         guards: the guards to test, with their numbers.
         changes: the changes of the surroundings that belong to the rest.
         used: the cuts that matter.
-        written: slots of given values that may be written to.
+        written: slots of given values that the rest writes to, or may.
+        is_straight: whether nothing can lead it along another path.
         lacks: what is missing; empty if the rest can be run.
         unclear: why it cannot be told from the run what is meant; "" if it can.
     """
@@ -134,6 +136,10 @@ class Rest:
         self._dropped = self._before_cuts()
         self._settle()
         self.written = frozenset(self._written())
+        self.is_straight = not self.guards and not any(
+            op.raised is not None or is_handled(op)
+            for op in map(self._ops.__getitem__, self.needed)
+        )
         self.unclear = self.unclear or next(filter(None, map(self._unclear, self.used)), "")
 
     # What a reference means
@@ -374,6 +380,15 @@ class Rest:
             self._need(guard.index, guard.position, guard.scope, -1)
             if guard.test in _IDENTITY:
                 self._need(guard.expected, guard.position, guard.scope, reader.index)
+        for op in self._ops[self.start :]:  # whether an error was caught is a condition as well
+            if (
+                (op.raised is not None or is_handled(op))
+                and op.kind is OpKind.CALL
+                and op.index not in self.needed
+                and not self._is_settled(op.scope)
+                and (not self._lacking[op.index] or op.index >= self._begin)
+            ):
+                self._need(op.index, 0, None, -1)
 
     def _matters(self, guard: Guard) -> bool:
         position, scope = guard.position, guard.scope
@@ -466,11 +481,7 @@ class Rest:
     def has_effects(self, done: Collection[int]) -> bool:
         """Whether some ops have changed something besides what they gave, or may have."""
         return any(
-            is_gate(op)
-            or any(
-                self._ops[name].kind in _OUTSIDE
-                for name in self._written_names(op)
-            )
+            is_gate(op) or any(self._ops[name].kind in _OUTSIDE for name in self._written_names(op))
             for op in map(self._ops.__getitem__, done)
         )
 

@@ -30,7 +30,6 @@ from bendtrace.interject.bends.names import compiled, near
 from bendtrace.interject.bends.parameter import BendingParameter, Value
 from bendtrace.interject.bends.sources import Owner, Sources
 from bendtrace.interject.bends.spec import BendSpec, flat
-from bendtrace.interject.bends.values import Given, Snapshots
 from bendtrace.interject.bends.versions import ORIGINAL, Versions
 from bendtrace.interject.interjection import Inputs, Interjection, NodePass
 from bendtrace.paths.text import Text
@@ -247,52 +246,6 @@ class Bending:
         return _written(
             weight_table(item for item in listed if kept((item[0],), flt, exclude)), out
         )
-
-    # Activations handed out and in
-
-    def get_activations(self, *where: Any, **inputs: Any) -> dict[str, Any]:
-        """Call the model, and return what activations were, before they are bent.
-
-        Args:
-            *where: patterns, and all else that `bend` takes.
-            **inputs: the arguments of the model.
-
-        Returns:
-            For each node path a snapshot; a list of them for nodes with several passes.
-        """
-        found = Snapshots()
-        spec = BendSpec(Capture(), tuple(flat(where)), weights=False)
-        if not spec.where:
-            raise InputError("say which activations, by patterns of names for one")
-        self._catalogue.require_meaning(spec)
-        with self._sources.before(found, [*self._sources.where(spec), *spec.others]):
-            self._owner(**inputs)
-        return found.taken
-
-    def from_activations(self, activations: Mapping[str, Any], /, **inputs: Any) -> Any:
-        """Call the model with values in the place of activations, and return its output.
-
-        They are bent as the model's own would be. What leads up to them is computed all the same.
-
-        Args:
-            activations: for each node path, or other name of one activation, its value; a list
-                of values for nodes with several passes. As `get_activations` returns them.
-            **inputs: the arguments of the model.
-        """
-        known = self._catalogue.activations()
-        paths = {}
-        for name, value in activations.items():
-            meant = list(dict.fromkeys(a.name for a in known if name in a.names)) or [name]
-            if len(meant) > 1 and name not in meant:
-                raise InputError(f"{name!r} may be {' or '.join(map(repr, meant))}: give the path")
-            paths[name if name in meant else meant[0]] = value
-        if not paths:
-            raise InputError("say which activations are given")
-        given = Given(paths)
-        with self._sources.before(given, list(paths)):
-            output = self._owner(**inputs)
-        given.require_used()
-        return output
 
     # Configurations
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, Protocol
 
 from bendtrace.interject.bends.catalogue import Catalogue
@@ -11,7 +10,6 @@ from bendtrace.interject.bends.handle import Source
 from bendtrace.interject.bends.spec import BendSpec
 from bendtrace.interject.bends.versions import Versions
 from bendtrace.interject.insertion import Insertion
-from bendtrace.interject.interjection import Interjection
 from bendtrace.interject.plan import State
 from bendtrace.interject.where import describe_where
 
@@ -120,24 +118,6 @@ class Sources:
         """Insert what the chosen version of the weights needs."""
         if self._versions.needed != self._held:
             self.renew()
-
-    @contextmanager
-    def before(self, what: Interjection, where: list[Any]) -> Iterator[None]:
-        """Insert something that is called before everything that bends."""
-        for source in self._sources:
-            source.lift()
-        insertion = None
-        try:
-            insertion = self._owner.interject(where, what)
-            for source in self._sources:
-                self._place(source)
-            yield
-        finally:
-            if insertion is not None:
-                insertion.remove()
-            for source in self._sources:
-                if not source.insertions:
-                    self._place(source)
 
     def where(self, spec: BendSpec, without: frozenset[str] = frozenset()) -> list[Any]:
         """Return where the patterns of a bend are."""
