@@ -77,10 +77,11 @@ from bendtrace.interject.patches.values import AddPatch, ReplacePatch, ZeroPatch
 from bendtrace.interject.report import Report
 from bendtrace.interject.rewriting import between, remove, replace, splice
 from bendtrace.interject.selector import NodeSelector
-from bendtrace.module import BendedModule, Explanation, Stats
+from bendtrace.module import BendedModule
 from bendtrace.patchable import PatchableGraph
 from bendtrace.paths.strings import NodePathError
 from bendtrace.recording.boundaries import opaque
+from bendtrace.replaying import Explanation, Stats
 from bendtrace.storage.errors import LoadError, SaveError
 
 __all__ = [

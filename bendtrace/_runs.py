@@ -24,8 +24,9 @@ from bendtrace._expressions import Inputs
 from bendtrace._trace import Trace
 from bendtrace._tracebacks import during, one_line
 from bendtrace.errors import BendtraceError, InputError
-from bendtrace.module import BendedModule, Stats
+from bendtrace.module import BendedModule
 from bendtrace.replay.explain import Mismatch
+from bendtrace.replaying import Stats
 
 __all__ = ["Call", "Run", "run", "seed_all"]
 

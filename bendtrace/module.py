@@ -1,97 +1,31 @@
-"""BendedModule: a model that is called along its recorded paths."""
+"""BendedModule: a model that is called along its recorded paths, and can be cut into."""
 
 from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
 from torch import nn
 
-from bendtrace._trace import OPTIONS, Trace, _name
-from bendtrace.errors import InputError
-from bendtrace.flow import FlowSteps, flow_steps
-from bendtrace.graph.mirror import Graph
-from bendtrace.graph.names import node_names
 from bendtrace.interject.activations import get_activations, inputs_of
 from bendtrace.interject.bends.activations import Filter
 from bendtrace.interject.bends.bending import Bending, Out
 from bendtrace.interject.bends.config import BendingConfig
 from bendtrace.interject.bends.handle import BendHandle
 from bendtrace.interject.bends.parameter import Value
-from bendtrace.interject.board import Board
-from bendtrace.interject.gates import running
 from bendtrace.interject.given import from_activations, told
 from bendtrace.interject.hooks.manager import HookManager
-from bendtrace.interject.inserter import LiveInserter
 from bendtrace.interject.insertion import Insertion
-from bendtrace.interject.knowledge import Knowledge
 from bendtrace.interject.patches.context import PatchContext, Patches
-from bendtrace.interject.plan import Plan
-from bendtrace.interject.reading import read_and_changed
-from bendtrace.interject.trees import Trees
-from bendtrace.outline.coverage import Coverage, coverage
-from bendtrace.outline.program import Outline
-from bendtrace.paths.naming import Registry
 from bendtrace.paths.text import Text
-from bendtrace.recording.boundaries import opaque
-from bendtrace.recording.recorder import Prefix, Recording
-from bendtrace.recording.run import Signature, record, uninitialized_in
-from bendtrace.recording.serving import call_itself
-from bendtrace.recording.watcher import current_watcher
-from bendtrace.replay.ambience import Ambience
-from bendtrace.replay.explain import Mismatch, explain_check, explain_divergence
-from bendtrace.replay.program import Divergence, Finished, Program
-from bendtrace.replay.tree import TraceTree
-from bendtrace.stand_in import StandIn
+from bendtrace.replaying import ReplayingModule
 
-__all__ = ["BendedModule", "Explanation", "Stats"]
+__all__ = ["BendedModule"]
 
 
-@dataclass
-class Stats:
-    """How the calls of a `BendedModule` were served.
-
-    Attributes:
-        traces: paths recorded.
-        replays: calls served from recorded paths alone.
-        retraces: calls that led down a path not recorded before, after the first trace.
-        resumes: those of them that took over what a replay had computed already.
-        live: calls for which the model's own Python ran because no guard could watch it.
-    """
-
-    traces: int = 0
-    replays: int = 0
-    retraces: int = 0
-    resumes: int = 0
-    live: int = 0
-
-
-@dataclass(frozen=True)
-class Explanation:
-    """Which traces could serve some inputs, judging by the input guards alone.
-
-    Attributes:
-        serving: traces whose input guards all hold.
-        nearest: if there are none: what fails in the trace that comes nearest.
-    """
-
-    serving: tuple[Trace, ...]
-    nearest: Mismatch | None
-
-    def __str__(self) -> str:
-        if self.serving:
-            return "could be served by " + ", ".join(map(repr, self.serving))
-        if self.nearest is None:
-            return "nothing has been traced for these arguments yet"
-        return f"would be traced anew: {self.nearest}"
-
-
-class BendedModule(StandIn):
+class BendedModule(ReplayingModule):
     """A model that is traced when called, and replayed when it would do the same again.
 
     It behaves like the model for every input. The first call, and each call that leads down
@@ -123,196 +57,14 @@ class BendedModule(StandIn):
         Stats(traces=2, replays=2, retraces=1, resumes=1, live=0)
     """
 
+    _untraced = ReplayingModule._untraced | {"_bending", "hooks"}
+    _shared = ("reset", "update")
+
     def __init__(self, model: Callable[..., Any], *, max_traces: int | None = 64) -> None:
-        if not callable(model):
-            raise InputError(f"a model has to be callable; {model!r} is not")
-        if max_traces is not None and (type(max_traces) is not int or max_traces < 1):
-            raise InputError(f"max_traces has to be a positive int or None, not {max_traces!r}")
-        super().__init__()
-        self.stats = Stats()
-        self.last_mismatch = None
-        self._signature = Signature(model)
-        self._trees = Trees(max_traces)
-        self._latest: Trace | None = None
-        self._registry = Registry()
-        self._known = Knowledge(
-            model, self._registry, self._trees.plain_runs, self._trees.inserted_runs, self.coverage,
-            self._settled,
-        )  # fmt: skip
-        self._inserted = False
-        self._board = Board(self._known, self._note_inserted)
-        self._bending = Bending(self, self._known)
-        self._as_one_op = opaque(self._called_inside)
-        self._passing = 0
-        self._stand_in_for(model, _SURFACES)
+        super().__init__(model, max_traces=max_traces)
+        object.__setattr__(self, "_bending", Bending(self, self._known))
 
-    _untraced = frozenset(
-        {
-            "stats", "last_mismatch", "_signature", "_trees", "_latest", "_registry", "_passing",
-            "_known", "_board", "_as_one_op", "_bending", "hooks",
-        }
-    )  # fmt: skip
-    _own = StandIn._own | {"stats", "_passing", "last_mismatch", "_latest"}
-
-    stats: Stats
-    last_mismatch: Mismatch | None
-    _passing: int
-
-    @property
-    def _tree(self) -> TraceTree:
-        """The paths with what is inserted at the moment."""
-        return self._trees.latest if self._board else self._trees.plain
-
-    @property
-    def model(self) -> Callable[..., Any]:
-        """The wrapped model."""
-        return self._model
-
-    @property
-    def _bendtrace_model(self) -> Callable[..., Any]:
-        """What is traced where this is asked to be: the model, under its own names."""
-        return self._model
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the model, along recorded paths as far as they go."""
-        if torch.compiler.is_dynamo_compiling():
-            if self._inserted:  # which torch.compile could not see: it goes on after the call
-                return _past_compiler(self._called_inside, args, kwargs)
-            return call_itself(self._model, args, kwargs)
-        if current_watcher() is not None:  # inside another trace, which wants to see it all
-            if self._inserted:  # a plain attribute, so that the trace around depends on it
-                return self._as_one_op(*args, **kwargs)
-            return call_itself(self._model, args, kwargs)
-        plan = self._board.plan(args, kwargs)
-        if plan is not None:
-            with running(plan):
-                return self._called(args, kwargs, plan)
-        if torch._C._get_tracing_state() is not None:
-            return call_itself(self._model, args, kwargs)
-        return self._called(args, kwargs, None)
-
-    def _note_inserted(self, any_there: bool) -> None:
-        object.__setattr__(self, "_inserted", any_there)
-
-    def _called_inside(self, *args: Any, **kwargs: Any) -> Any:
-        return self.forward(*args, **kwargs)
-
-    def _called(self, args: tuple[Any, ...], kwargs: dict[str, Any], plan: Plan | None) -> Any:
-        tree = self._trees.of(plan)
-        bound = self._signature.bind(args, kwargs)
-        names, arguments = tuple(bound), tuple(bound.values())
-        program = tree.find(names, arguments)
-        if program is not None and tree.settles(names, program, arguments):
-            program = None
-        if program is None and uninitialized_in(self._model):
-            if plan is not None:
-                raise InputError(
-                    "the model has lazy modules, whose parameters the first call makes: call it "
-                    "once before anything is inserted"
-                )
-            self.stats.live += 1  # this call makes the parameters of lazy modules
-            return call_itself(self._model, args, kwargs)
-        call = _Call(args, kwargs, names, arguments, plan, tree)
-        if program is None:
-            return self._record_new(call)
-        if program.live_only:
-            self.stats.live += 1
-            tree.ran_live(program)
-            if plan is None:
-                return call_itself(self._model, args, kwargs)
-            return self._recorded(call).result
-        if plan is not None and plan.looks_at_changes(program.recordings(), read_and_changed):
-            self.stats.live += 1
-            return self._recorded(call).result
-        result = tree.replay(names, program, arguments)
-        if isinstance(result, Finished):
-            self.stats.replays += 1
-            if plan is not None:
-                plan.ran(result.recording)
-            return result.output
-        return self._resume(call, program, result)
-
-    def trace(self, *args: Any, _return_out: bool = False, **kwargs: Any) -> Any:
-        """Run the model under the tracer, and remember the path it takes.
-
-        Args:
-            *args: positional arguments of the model.
-            _return_out: whether to return the model's output as well.
-            **kwargs: keyword arguments of the model.
-
-        Returns:
-            The `Trace`, or with `_return_out` the trace and the output.
-
-        Example:
-            >>> import torch, bendtrace as bt
-            >>> bended = bt.BendedModule(lambda x: x * x.shape[0])
-            >>> trace, out = bended.trace(torch.ones(4), _return_out=True)
-            >>> out
-            tensor([4., 4., 4., 4.])
-        """
-        foreign = kwargs.keys() & OPTIONS - self._signature.parameters
-        if foreign:
-            raise InputError(
-                f"a BendedModule remembers paths, and keeps no activations ({min(foreign)}=): "
-                "use bendtrace.trace(model, ...) for that"
-            )
-        plan = self._board.plan(args, kwargs)
-        bound = self._signature.bind(args, kwargs)
-        call = _Call(args, kwargs, tuple(bound), tuple(bound.values()), plan, self._trees.of(plan))
-        with nullcontext() if plan is None else running(plan):
-            output = self._record_new(call)
-        assert self._latest is not None
-        trace = copy.copy(self._latest)
-        trace.output, trace.keeps = output, plan
-        return (trace, output) if _return_out else trace
-
-    def graph(self) -> Graph:
-        """Return the networkx mirror of the latest trace.
-
-        Raises:
-            InputError: if nothing has been traced yet.
-        """
-        if self._latest is None:
-            raise InputError("nothing has been traced yet: call the module or its trace() first")
-        return self._latest.graph
-
-    @property
-    def traces(self) -> tuple[Trace, ...]:
-        """All recorded paths."""
-        return tuple(
-            self._trace_of(recording, program)
-            for program in self._tree.programs()
-            for recording in program.recordings()
-        )
-
-    @property
-    def tree(self) -> Outline:
-        """What is known of the model's paths, as a program: prints, and draws, as one.
-
-        Example:
-            >>> import torch, bendtrace as bt
-            >>> bended = bt.BendedModule(lambda x: x + 1 if x.sum() > 0 else x - 1)
-            >>> for value in (1.0, 2.0, -1.0):
-            ...     _ = bended(torch.tensor([value]))
-            >>> [(branch.text, branch.hits(True), branch.hits(False))
-            ...  for branch in bended.tree[0].flow.branches.values()]
-            [('... if x.sum() > 0 else ...', 2, 1)]
-        """
-        return Outline(self._tree, _name(self._model), vars(self.stats))
-
-    def coverage(self) -> Coverage:
-        """List the branches of the model's source of which only one side was seen, or none.
-
-        Example:
-            >>> import torch, bendtrace as bt
-            >>> def clipped(x):
-            ...     return x if x.abs().max() < 1 else x.clamp(-1, 1)
-            >>> bended = bt.BendedModule(clipped)
-            >>> _ = bended(torch.tensor([0.5]))
-            >>> [branch.text for branch in bended.coverage()]
-            ['x.abs().max() < 1']
-        """
-        return coverage(self._tree)
+    _bending: Bending
 
     def interject(
         self,
@@ -562,146 +314,7 @@ class BendedModule(StandIn):
         """
         return from_activations(self, *told(args, kwargs), bended=_bended)
 
-    @property
-    def why_live(self) -> tuple[str, ...]:
-        """Why some calls run the model's own Python; empty if none has to."""
-        reasons = [reason for trace in self.traces for reason in trace.why_live]
-        return tuple(dict.fromkeys(reasons))
-
-    def explain(self, *args: Any, **kwargs: Any) -> Explanation:
-        """Say which traces could serve some inputs, without running anything.
-
-        Only what can be told from the inputs' metadata is looked at; whether a data guard
-        will hold shows in the run.
-
-        Args:
-            *args: positional arguments of the model.
-            **kwargs: keyword arguments of the model.
-
-        Example:
-            >>> import torch, bendtrace as bt
-            >>> bended = bt.BendedModule(lambda x: x if x.shape[0] > 2 else -x)
-            >>> _ = bended(torch.ones(3))
-            >>> bended.explain(torch.ones(1)).nearest.new
-            False
-        """
-        bound = self._signature.bind(args, kwargs)
-        tree = self._trees.of(self._board.plan(args, kwargs))
-        return self._explained(tree, tuple(bound), tuple(bound.values()))
-
-    def _explained(
-        self, tree: TraceTree, names: tuple[str, ...], arguments: tuple[Any, ...]
-    ) -> Explanation:
-        serving: list[Trace] = []
-        nearest: tuple[int, Mismatch] | None = None
-        for program in tree.programs(names):
-            failed = program.failing(arguments)
-            if failed is None:
-                serving += [self._trace_of(r, program) for r in program.recordings()]
-                continue
-            depth = program.checks.index(failed) if failed in program.checks else -1
-            if nearest is None or depth > nearest[0]:
-                steps = _steps_of(program.recording)
-                nearest = depth, explain_check(failed, program, arguments, steps)
-        return Explanation(tuple(serving), None if serving or nearest is None else nearest[1])
-
-    # Recording
-
-    def _record_new(self, call: _Call) -> Any:
-        ambience = Ambience.current()
-        evolving = call.tree.outdated(call.names, call.arguments)
-        mismatch = self._explained(call.tree, call.names, call.arguments).nearest
-        try:
-            recording = self._recorded(call)
-        except Exception as error:
-            call.tree.failed(error)
-            raise
-        if recording.is_transient and self._passing < _PASSING:
-            self._passing += 1
-            self.stats.live += 1
-            self._latest = Trace(
-                recording, ambience, self._signature, self._model, registry=self._registry
-            )
-            return recording.result
-        program = call.tree.add(call.names, recording, ambience, evolving)
-        self.stats.retraces += self.stats.traces > 0
-        self.stats.traces += 1
-        self.stats.live += program.live_only
-        self.last_mismatch = mismatch
-        return self._kept(recording, program)
-
-    def _settled(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Recording | None:
-        """Return the run without insertions that some inputs are bound to repeat, if it is known."""
-        bound = self._signature.bind(args, kwargs)
-        program = self._trees.plain.find(tuple(bound), tuple(bound.values()))
-        if program is None or program.live_only or program.analysis.needs_values:
-            return None
-        return program.recording
-
-    def _recorded(self, call: _Call, prefix: Prefix | None = None) -> Recording:
-        """Run the model under the tracer, with what is inserted in it."""
-        inserter = None
-        if call.plan is not None:
-            inserter = LiveInserter(call.plan, self._registry, self._model)
-        recording = record(
-            self._model, call.args, dict(call.kwargs), self._signature, prefix, inserter=inserter
-        )
-        if call.plan is not None:
-            call.plan.ran(recording)
-            if looked_at := read_and_changed(call.plan, recording):
-                recording.tape.block(
-                    "what is inserted may look at what the run changes, and a replay changes at its "
-                    f"end: {', '.join(sorted(looked_at))}"
-                )
-        return recording
-
-    def _kept(self, recording: Recording, program: Program) -> Any:
-        """Remember a run as the latest, but not its output, which is only the caller's."""
-        output, recording.result = recording.result, None
-        self._latest = self._trace_of(recording, program)
-        return output
-
-    def _resume(self, call: _Call, program: Program, divergence: Divergence) -> Any:
-        mismatch = explain_divergence(divergence, _steps_of(divergence.recording))
-        known_live = divergence.known_live
-        prefix = divergence.prefix()
-        try:
-            recording = self._recorded(call, prefix)
-        except Exception as error:
-            call.tree.failed(error, divergence)
-            raise
-        finally:
-            divergence.release(prefix)
-        self.stats.retraces += 1
-        self.stats.resumes += 1
-        self.last_mismatch = mismatch
-        if known_live or (recording.is_transient and self._passing < _PASSING):
-            self._passing += recording.is_transient
-            self.stats.live += 1
-            call.tree.ran_live(program, divergence)
-            return recording.result
-        self.stats.traces += 1
-        self.stats.live += bool(recording.tape.blockers)
-        call.tree.grow(program, divergence, recording)
-        return self._kept(recording, program)
-
-    @contextmanager
-    def _inserting(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Iterator[LiveInserter | None]:
-        """Within it, the gates call what is inserted; given is what puts them into a run."""
-        plan = self._board.plan(args, kwargs)
-        if plan is None:
-            yield None
-            return
-        with running(plan):
-            yield LiveInserter(plan, self._registry, self._model)
-
-    def _trace_of(self, recording: Recording, program: Program) -> Trace:
-        own = program if recording is program.recording else None
-        return Trace(
-            recording, program.ambience, self._signature, self._model, own, registry=self._registry
-        )
+    # Copies
 
     def __deepcopy__(self, memo: dict[int, Any]) -> BendedModule:
         # Paths are not copied: their code holds on to the tensors and modules of this model.
@@ -735,29 +348,6 @@ class BendedModule(StandIn):
         return f"BendedModule({self._model!r}, {self.stats})"
 
 
-@dataclass(frozen=True)
-class _Call:
-    """One call: what it was given, what is inserted, and the paths that are known for that."""
-
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
-    names: tuple[str, ...]
-    arguments: tuple[Any, ...]
-    plan: Plan | None
-    tree: TraceTree
-
-
-# Methods that models often have of their own, which are theirs then.
-_SURFACES = ("reset", "update")
-# After this many runs that filled a cache, a cache is taken to be filled by every call.
-_PASSING = 4
-
-
-@torch._disable_dynamo  # type: ignore[attr-defined]
-def _past_compiler(call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return call(*args, **kwargs)
-
-
 def _wrap(
     cls: type[BendedModule], model: Callable[..., Any], limit: int | None, carried: dict[str, Any]
 ) -> BendedModule:
@@ -765,7 +355,3 @@ def _wrap(
     BendedModule.__init__(made, model, max_traces=limit)
     made._take_over(carried)
     return made
-
-
-def _steps_of(recording: Recording) -> FlowSteps:
-    return flow_steps(recording.tape, node_names(recording.tape.ops))

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import bendtrace as bt
-from tests.promise import bits
+from tests.promise import assert_promise, bits, randn_inputs
 
 FLAG = 1
 TABLE = {"factor": 2.0}
@@ -226,3 +226,20 @@ def test_outputs_are_built_anew_each_time() -> None:
     assert second is not third
     assert second["list"] is not third["list"]
     assert type(third["n"]) is int
+
+
+def test_a_module_under_two_names_and_an_empty_place_for_one_are_no_other_order() -> None:
+    class Shared(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = nn.Linear(4, 4)
+            self.b = self.a
+            self.register_module("none", None)
+            self.c = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            result: torch.Tensor = self.c(self.a(x) + self.b(-x))
+            return result
+
+    bended = assert_promise(Shared, [randn_inputs(2, 4)] * 3)
+    assert (bended.stats.traces, bended.stats.replays) == (1, 2)

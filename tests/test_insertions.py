@@ -1041,3 +1041,42 @@ def test_ops_in_place_take_values_from_what_is_inserted(inplace: bool) -> None:
             assert_same([v.detach() for v in given], [v.detach() for v in wanted])
             grads = [torch.autograd.grad(sum(v.sum() for v in pair), x) for pair in (given, wanted)]
             assert_same(grads[0], grads[1])
+
+
+class Inside(torch.autograd.Function):
+    """Calls a module in its forward, where no tracer can see what it does."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, module: nn.Module) -> Any:
+        return module(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return *grads, None
+
+
+@pytest.mark.parametrize("where", [nn.Linear, "b", "b.weight", re.compile("b"), lambda node: True])
+def test_a_module_that_is_called_inside_of_one_op_is_refused(where: Any) -> None:
+    class Hidden(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(3, 3), nn.Linear(3, 3)
+
+        def forward(self, x: Tensor) -> Any:
+            return Inside.apply(self.a(x), self.b)
+
+    bended = bt.BendedModule(Hidden())
+    x = torch.randn(2, 3)
+    plain = bended(x)
+    for _ in range(2):
+        with (
+            pytest.raises(bt.InterjectionError, match="b is called inside of something"),
+            bended.interject(where, lambda v: v * 2),
+        ):
+            bended(x)
+    assert_same(bended(x), plain)
+    with bended.interject("a", lambda v: v * 2):
+        wanted = Inside.apply(bended.model.a(x) * 2, bended.model.b)
+        assert_same(bended(x).detach(), wanted.detach())
+    with bended.interject(where, lambda v: v, allow_none=True):
+        assert_same(bended(x), plain)

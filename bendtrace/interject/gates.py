@@ -23,7 +23,7 @@ from bendtrace.interject.interjection import Inputs, NodePass
 from bendtrace.interject.plan import Entry, Plan, Slot
 from bendtrace.interject.structure import Leaf, Mismatch, Shape, assemble, collect, describe
 
-__all__ = ["AfterGate", "BeforeGate", "Gate", "InsteadGate", "StateGate", "of_this_run", "running"]
+__all__ = ["AfterGate", "BeforeGate", "Gate", "InsteadGate", "StateGate", "noted", "of_this_run", "running"]
 
 
 class _Local(threading.local):
@@ -53,6 +53,12 @@ def running(plan: Plan) -> Iterator[None]:
             raise _local.error
     finally:
         _local.plan, _local.through, _local.error, _local.kept = before
+
+
+def noted(error: Exception) -> Exception:
+    """Have an error come out of the call also if the model has a handler that lets it pass."""
+    _local.error = _local.error or error
+    return error
 
 
 def of_this_run() -> dict[Any, Any]:
@@ -109,7 +115,7 @@ class Gate:
         try:
             return self._through(values)
         except Exception as error:
-            _local.error = _local.error or error
+            noted(error)
             for entry in self._entries():
                 entry.insertion.failed()
             raise

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from bendtrace.interject.candidate import Candidate
 from bendtrace.interject.errors import InterjectionError
-from bendtrace.interject.gates import AfterGate, BeforeGate, Gate, InsteadGate, StateGate
+from bendtrace.interject.gates import AfterGate, BeforeGate, Gate, InsteadGate, StateGate, noted
 from bendtrace.interject.interjection import NodePass
 from bendtrace.interject.plan import Plan, Slot
 from bendtrace.interject.structure import Leaf, refilled, take_apart
@@ -184,6 +184,31 @@ class LiveInserter:
     def recomputed(self, entering: bool) -> None:
         """Note that a checkpointed block begins or ends (see `recording.inserter.Inserter`)."""
         self._recomputed += 1 if entering else -1
+
+    def inside(self, module: nn.Module, path: str) -> None:
+        """Refuse what is inserted where no gate can be (see `recording.inserter.Inserter`)."""
+        parts = [identifier(part) for part in path.split(".")] if path else []
+        node = Candidate(
+            ".".join(parts), parts[-1] if parts else "", module, path, None, None,
+            path.rpartition(".")[0],
+        )  # fmt: skip
+        slots = [slot for role in ("node", "input") for slot in self.plan.slots_at(role, node)]
+        slots += [
+            slot
+            for name, listed in self._states.items()
+            for slot in listed
+            if path and name.rpartition(".")[0] == path
+        ]
+        if any("permits" not in slot.forms for slot in slots):
+            what = path or type(module).__name__
+            raise noted(
+                InterjectionError(
+                    f"{what} is called inside of something that is recorded as one op (an "
+                    "autograd.Function, a transform, bendtrace.opaque), where nothing can be "
+                    "inserted; leave it out, or permit it with allow_none=True",
+                    what,
+                )
+            )
 
     # Gates
 

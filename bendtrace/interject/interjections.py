@@ -27,6 +27,9 @@ class _Module(Interjection, nn.Module, ABC):
     them. Hand `interjection.parameters()` to an optimizer, call `interjection.to(...)`.
     """
 
+    # Of the class, since subclasses need not call a constructor if they hold no tensors.
+    _nodes: frozenset[str] = frozenset()
+
     def register(self, name: str, module: nn.Module | None) -> None:
         """Called once for each node, before `process` or `process_backward` first is.
 
@@ -38,14 +41,13 @@ class _Module(Interjection, nn.Module, ABC):
         """
 
     def _meet(self, at: NodePass) -> None:
-        # Subclasses need not call our __init__, nor nn.Module's if they hold no tensors.
-        known: set[str] = self.__dict__.setdefault("_nodes", set())
-        if at.path not in known:
-            with _lock:
-                new = at.path not in known
-                known.add(at.path)
-            if new:
-                self.register(at.path, at.module)
+        if at.path in self._nodes:
+            return
+        with _lock:
+            is_new = at.path not in self._nodes
+            self._nodes = self._nodes | {at.path}
+        if is_new:
+            self.register(at.path, at.module)
 
 
 class ForwardInterjection(_Module):

@@ -36,7 +36,7 @@ class Knowledge:
         runs: returns the runs without insertions, the latest first.
         inserted: returns those with insertions.
         coverage: lists the branches of which a side was not seen.
-        settled: returns the run without insertions that inputs are bound to repeat, if one is known.
+        settled: returns the run without insertions that inputs are bound to repeat, if known.
     """
 
     def __init__(
@@ -137,7 +137,7 @@ class Knowledge:
         return ""
 
     def rehearsal(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Rehearsal:
-        """Return what a run without insertions shows; a copy of the model is run if it has to be."""
+        """Return what a run without insertions shows, of a copy of the model if need be."""
         recording = self._settled(args, kwargs)
         if recording is None:
             return rehearse(self.model, args, kwargs, self.registry)

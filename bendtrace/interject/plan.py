@@ -28,6 +28,8 @@ class Matcher(Protocol):
 class Placed(Protocol):
     """An insertion, as far as the gates know it."""
 
+    allow_none: bool
+
     @property
     def passes(self) -> Passes:
         """In which passes of a node it is called."""
@@ -113,6 +115,8 @@ class Entry:
         self.place = place
         self.dig = place.dig
         forms = forms_of(what)
+        if insertion.allow_none:  # it may be at nodes that nothing can be inserted at
+            forms |= {"permits"}
         self.slot = Slot(place, forms)
         self.before = "before" in forms
         self.instead = "instead" in forms

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Self
@@ -19,6 +20,15 @@ from bendtrace.interject.where import describe_where
 __all__ = ["Splice", "Spliced"]
 
 
+def _picker(select: Any) -> Callable[[Any], Any] | None:
+    if select is None or callable(select):
+        return select
+    if not isinstance(select, str):
+        return operator.itemgetter(select)
+    attribute = operator.attrgetter(select)
+    return lambda result: result[select] if isinstance(result, dict) else attribute(result)
+
+
 class Spliced(Interjection):
     """Passes a value through a module.
 
@@ -33,7 +43,7 @@ class Spliced(Interjection):
         self.result: Any = None
         self.error: Tensor | None = None
         self._keep_error = keep_error
-        self._select = select
+        self._pick = _picker(select)
 
     @property
     def label(self) -> str:
@@ -64,15 +74,10 @@ class Spliced(Interjection):
         return _Kept.apply(made, output.detach()) if self._keep_error else made
 
     def _selected(self, result: Any, at: NodePass) -> Any:
-        select = self._select
-        if select is None:
+        if self._pick is None:
             return result
         try:
-            if callable(select):
-                return select(result)
-            if isinstance(select, str) and not isinstance(result, dict):
-                return getattr(result, select)
-            return result[select]
+            return self._pick(result)
         except (AttributeError, IndexError, KeyError, TypeError) as error:
             raise InterjectionError(
                 f"{self.label} at {at.path or '<root>'} gave {describe(result)}, in which select= "

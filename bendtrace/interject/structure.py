@@ -48,6 +48,7 @@ class Shape:
         names: names of attributes.
         attributes: what they hold.
         mirrored: attributes that are also items of the same name.
+        order: the names of all attributes.
     """
 
     kind: type
@@ -56,6 +57,7 @@ class Shape:
     names: tuple[Any, ...] = ()
     attributes: tuple[Any, ...] = ()
     mirrored: tuple[Any, ...] = ()
+    order: tuple[Any, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,7 +107,7 @@ def _shape(value: Any, found: list[Any], objects: bool) -> Any:
         mirrored = tuple(n for n in attributes if n in held and held[n] is attributes[n])
         own = {name: item for name, item in attributes.items() if name not in mirrored}
         below = tuple(_shape(item, found, objects) for item in own.values())
-        return Shape(kind, keys, inner, tuple(own), below, mirrored)
+        return Shape(kind, keys, inner, tuple(own), below, mirrored, tuple(attributes))
     if not objects:
         return Leaf(kind, -1)
     found.append(value)
@@ -147,7 +149,7 @@ def assemble(shape: Any, values: list[Any]) -> Any:
         for name, item in zip(shape.names, shape.attributes, strict=True)
     }
     attributes.update((name, held[name]) for name in shape.mirrored)
-    return build(shape.kind, held if issubclass(shape.kind, dict) else items, attributes)
+    return _built(shape, held, items, attributes)
 
 
 def refilled(value: Any, shape: Any, values: list[Any]) -> Any:
@@ -177,7 +179,14 @@ def refilled(value: Any, shape: Any, values: list[Any]) -> Any:
         for name, item in zip(shape.names, shape.attributes, strict=True)
     }
     attributes.update((name, named[name]) for name in shape.mirrored)
-    return build(shape.kind, named if issubclass(shape.kind, dict) else items, attributes)
+    return _built(shape, named, items, attributes)
+
+
+def _built(
+    shape: Shape, held: dict[Any, Any], items: list[Any], attributes: dict[Any, Any]
+) -> Any:
+    ordered = {name: attributes[name] for name in shape.order}
+    return build(shape.kind, held if issubclass(shape.kind, dict) else items, ordered)
 
 
 class Missing:

@@ -30,7 +30,7 @@ from torch import nn
 from bendtrace.errors import InputError
 from bendtrace.recording.contexts import forget_casts
 from bendtrace.recording.scalars import TRACED
-from bendtrace.recording.watcher import Watcher, current_watcher, set_watcher
+from bendtrace.recording.watcher import Watcher, current_watcher, note_call, set_watcher
 
 __all__ = ["BOUNDARY_CODES", "opaque", "watching"]
 
@@ -94,6 +94,7 @@ class _ModuleCall:
             return None
         watcher = current_watcher()
         if watcher is None:
+            note_call(module)
             return module.__dict__.get("_compiled_call_impl")
 
         def call(*args: Any, **kwargs: Any) -> Any:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any, Protocol
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from bendtrace.recording.parts import Part
 from bendtrace.recording.sites import Site
@@ -68,6 +68,9 @@ class Inserter(Protocol):
 
     def scalar(self, function: Any, frame: FrameType) -> None:
         """Called before arithmetic on traced scalars is put on the tape."""
+
+    def inside(self, module: nn.Module, path: str) -> None:
+        """Called where a module is called inside of a function that is recorded as one op."""
 
     def recomputed(self, entering: bool) -> None:
         """Called where a block begins or ends that the backward pass runs again, unwatched."""

@@ -37,7 +37,7 @@ from bendtrace.recording.sites import Site
 from bendtrace.recording.surroundings import Surroundings
 from bendtrace.recording.tape import ModuleCall, Op, OpKind, Ref, Test
 from bendtrace.recording.values import TRACED_AS, Values
-from bendtrace.recording.watcher import current_watcher, unwatched
+from bendtrace.recording.watcher import current_watcher, set_around, unwatched
 from bendtrace.recording.writer import Prefix, Writer
 
 __all__ = ["Prefix", "Recorder", "Recording"]
@@ -405,7 +405,11 @@ class Recorder(TorchFunctionMode):
                 )
             if self._observer is not None:
                 self._observer.escaped((args, kwargs))
-        return self._as_one(op, function, args, kwargs, frame)
+        outer = set_around(self if self._inserter is not None else None)
+        try:
+            return self._as_one(op, function, args, kwargs, frame)
+        finally:
+            set_around(outer)
 
     def _as_one(
         self, op: Op, function: Any, args: Any, kwargs: dict[str, Any], frame: FrameType
@@ -461,6 +465,11 @@ class Recorder(TorchFunctionMode):
         while frame is not None and frame.f_code not in BOUNDARY_CODES:
             frame = frame.f_back
         return self.gate(function, tensors, frame or sys._getframe(1))
+
+    def called_inside(self, module: nn.Module) -> None:
+        """Tell the inserter of a module that no gate can be put at (see `watcher.Watcher`)."""
+        if self._inserter is not None:
+            self._inserter.inside(module, self.surroundings.module_paths.get(id(module), ""))
 
     def recomputed(self, entering: bool) -> None:
         """Tell the inserter of a checkpointed block (see `watcher.Watcher`)."""

@@ -9,7 +9,14 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-__all__ = ["Watcher", "current_watcher", "set_watcher", "unwatched"]
+__all__ = [
+    "Watcher",
+    "current_watcher",
+    "note_call",
+    "set_around",
+    "set_watcher",
+    "unwatched",
+]
 
 
 class Watcher(Protocol):
@@ -33,12 +40,16 @@ class Watcher(Protocol):
     def forgot_casts(self) -> None:
         """Note that autocast forgets the weights that it has cast."""
 
+    def called_inside(self, module: nn.Module) -> None:
+        """Note that a module is called by a function that is recorded as one op."""
+
     def forget(self, *tensors: torch.Tensor) -> None:
         """Keep nothing that refers to these tensors."""
 
 
 class _Local(threading.local):
     watcher: Watcher | None = None
+    around: Watcher | None = None  # of the function that is carried out as one op
 
 
 _local = _Local()
@@ -62,3 +73,15 @@ def unwatched(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         return function(*args, **kwargs)
     finally:
         _local.watcher = outer
+
+
+def set_around(watcher: Watcher | None) -> Watcher | None:
+    """Tell `watcher` of modules that are called while nobody watches; return the one before."""
+    before, _local.around = _local.around, watcher
+    return before
+
+
+def note_call(module: nn.Module) -> None:
+    """Tell who wants to know that a module is called unwatched."""
+    if _local.around is not None:
+        _local.around.called_inside(module)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import chain
@@ -63,9 +64,12 @@ class CheckWriter:
         self._analysis = analysis
         self._ignored = ignored
         self._keys_of: dict[int, list[Any]] = {}
+        self._held: Counter[int] = Counter()  # how many submodules are in a table
         for part in recording.surroundings.parts:
-            if part.kind is PartKind.MODULE and part.parent is not None:
+            if part.parent is not None:
                 self._keys_of.setdefault(part.parent.index, []).append(part.key)
+                whole = part.value if part.kind is PartKind.ALIAS else part
+                self._held[part.parent.index] += whole.kind is PartKind.MODULE
         self._reached: set[int] = set()  # in the function that is being written
         # State tensors on which the run sets attributes that were not there.
         self._marked = {
@@ -93,7 +97,7 @@ class CheckWriter:
         source.line("    number = measure()")
         source.line("    if number is not None: return number")
         # Only of tables of submodules is the order asked for: forward walks containers.
-        ordered = [part for part in mappings if len(self._keys_of.get(part.index, ())) > 1]
+        ordered = [part for part in mappings if self._held[part.index] > 1]
         source.names.update(
             ordered=[part.value for part in ordered],
             orders=[tuple(self._keys_of[part.index]) for part in ordered],

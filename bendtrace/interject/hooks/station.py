@@ -143,7 +143,7 @@ class _Stage:
 
     @property
     def is_replayable(self) -> bool:
-        """Whether a recorded run calls the functions as ops of its own: unless there is autograd."""
+        """Whether a recorded run can call the functions as ops of its own."""
         return not self.station.watches_gradients
 
     def __call__(self, module: nn.Module, *values: Any) -> Any:
