@@ -873,7 +873,6 @@ def can_be_patched(pg: PatchableGraph, path: str) -> bool:
 # Tensors that no patch is shown, though they are in the tree.
 NOT_SEEN = {
     "initialised_on_first_call": ["copy_", "data", "std"],  # only in the example
-    "last_input_remembered": ["result"],  # given out by no operation: that is "output"
 }
 
 

@@ -6,7 +6,7 @@ import os
 import re
 import sys
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -205,7 +205,7 @@ def get_activations(
         ['div:1', 'div:2', 'div:3']
     """
     board: Board = model._board
-    items = list(where) if isinstance(where, (list, tuple, set, frozenset)) else [where]
+    items = list(_flat(where))
     if not items:
         raise InputError("say of which nodes the activations are wanted")
     admitted = Passes(passes)
@@ -262,6 +262,14 @@ def _users_level() -> int:
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_OWN):
         frame, level = frame.f_back, level + 1
     return level
+
+
+def _flat(where: Any) -> Iterator[Any]:
+    if isinstance(where, (list, tuple, set, frozenset)):
+        for item in where:
+            yield from _flat(item)
+    else:
+        yield where
 
 
 def _gathered(made: Iterable[tuple[Any, _Observer, Insertion]]) -> Activations:

@@ -23,7 +23,16 @@ from bendtrace.interject.interjection import Inputs, NodePass
 from bendtrace.interject.plan import Entry, Plan, Slot
 from bendtrace.interject.structure import Leaf, Mismatch, Shape, assemble, collect, describe
 
-__all__ = ["AfterGate", "BeforeGate", "Gate", "InsteadGate", "StateGate", "noted", "of_this_run", "running"]
+__all__ = [
+    "AfterGate",
+    "BeforeGate",
+    "Gate",
+    "InsteadGate",
+    "StateGate",
+    "noted",
+    "of_this_run",
+    "running",
+]
 
 
 class _Local(threading.local):
@@ -78,6 +87,8 @@ class Gate:
 
     is_gate = True
     role = ""
+    # Whether a container itself was changed when it was called last.
+    in_place = False
 
     def __init__(self, at: NodePass, slots: tuple[Slot, ...], shape: Any, plan: Plan) -> None:
         self.at = at
@@ -139,6 +150,8 @@ class Gate:
                 for entry in plan.entries_of(self.slots)
                 if entry.insertion.passes.admits(self.at.number, total)
             )
+            if any(e.insertion.passes.is_asked for e in plan.entries_of(self.slots)):
+                return entries
             known = plan.called_at[id(self)] = self, entries
         return known[1]
 
@@ -223,8 +236,8 @@ class AfterGate(Gate):
         versions = [_version(value) for value in found]
         value = assemble(shape, found)
         result = entry.what.after(at, inputs, value)
-        if result is None and type(shape) is Shape:
-            result = value  # lists and dicts in it may have been changed
+        if type(shape) is Shape and (result is None or result is value):
+            result, self.in_place = value, True  # lists and dicts in it may have been changed
         if result is not None:
             _collect(shape, result, found, at, entry)
         entry.insertion.fired(at, _changed(entry, at, before, found, versions))
@@ -325,6 +338,7 @@ class BeforeGate(Gate):
         else:
             at = self.at
             result = entry.what.before(at, as_inputs(value))
+            self.in_place = self.in_place or result is None
             if isinstance(result, tuple):
                 kwargs = result.kwargs if isinstance(result, Inputs) else value[1]
                 result = (tuple(result), kwargs)
@@ -335,7 +349,7 @@ class BeforeGate(Gate):
                     at.path,
                 )
         if result is None and type(shape) is Shape:
-            result = value
+            result, self.in_place = value, True
         if result is not None:
             _collect(shape, result, found, at, entry)
         entry.insertion.fired(at, _changed(entry, at, before, found, versions))

@@ -12,7 +12,7 @@ from bendtrace.interject.errors import InterjectionError
 from bendtrace.interject.interjection import NodePass
 from bendtrace.interject.plan import Entry
 
-__all__ = ["Through"]
+__all__ = ["ALIAS", "Through"]
 
 
 class _Alias(torch.autograd.Function):
@@ -27,6 +27,10 @@ class _Alias(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         return None, *ctx.through.leaves(grads)
+
+
+# In what torch says (2.6 to 2.13) where such an alias, or a view of one, is written to.
+ALIAS = "created inside a custom Function"
 
 
 class Through:

@@ -11,12 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from bendtrace.graph.names import base_name_of
 from bendtrace.interject.candidate import Candidate
 from bendtrace.interject.errors import InterjectionError
 from bendtrace.interject.gates import AfterGate, BeforeGate, Gate, InsteadGate, StateGate, noted
+from bendtrace.interject.gradients import ALIAS
 from bendtrace.interject.interjection import NodePass
 from bendtrace.interject.plan import Plan, Slot
-from bendtrace.interject.structure import Leaf, refilled, take_apart
+from bendtrace.interject.structure import Leaf, filled, refilled, take_apart
 from bendtrace.paths.events import bound, parameters_of
 from bendtrace.paths.holders import dotted
 from bendtrace.paths.live import LiveNames
@@ -27,11 +29,14 @@ from bendtrace.recording.functions import (
     ESCAPES,
     METADATA,
     RESHAPES_IN_PLACE,
+    SETTERS,
     SHAPES,
     VALUES,
+    is_named_in_place,
     name_of,
 )
 from bendtrace.recording.inserter import Stage
+from bendtrace.recording.places import user_place
 from bendtrace.recording.tape import ModuleCall
 
 __all__ = ["LiveInserter"]
@@ -39,7 +44,9 @@ __all__ = ["LiveInserter"]
 Run = Callable[..., Any]
 
 # What gives no value that a node of the tree stands for.
-_UNNAMED = frozenset({*CONTEXT, *METADATA, *SHAPES, *ESCAPES, Tensor.tolist})
+_UNNAMED = frozenset(
+    {*CONTEXT, *METADATA, *SHAPES, *ESCAPES, *SETTERS, Tensor.tolist, Tensor.__setitem__}
+)
 
 
 class _Spot:
@@ -98,6 +105,7 @@ class LiveInserter:
         """Get ready for a run (see `recording.inserter.Inserter`)."""
         self._stage = stage
         self._names = LiveNames(self._registry, self._function, stage.scope)
+        self._entry = current_context()
 
     def starts(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType
@@ -114,6 +122,8 @@ class LiveInserter:
         """Exchange what a function gave (see `recording.inserter.Inserter`)."""
         if isinstance(self._function, nn.Module):
             return output
+        if self._states:
+            output = self._with_states(output, frame)
         return self._after(self._root, self._root.number - 1, (), {}, output, frame)
 
     def module(
@@ -126,6 +136,8 @@ class LiveInserter:
     ) -> Any:
         """Run the call of a module (see `recording.inserter.Inserter`)."""
         path = self._names.call(scope, args, kwargs)
+        if self._states:
+            args, kwargs = self._with_states((args, kwargs), frame)
         spot = self._spots.get(path)
         if spot is None:
             base = identifier(self._names.relative(scope)) if path else ""
@@ -139,6 +151,8 @@ class LiveInserter:
             output = self._instead(spot, number, args, kwargs, frame)
         else:
             output = run(scope, args, kwargs)
+        if self._states:
+            output = self._with_states(output, frame, scope)
         return self._after(spot, number, args, kwargs, output, frame, written)
 
     def op(
@@ -150,7 +164,7 @@ class LiveInserter:
         if self._states:
             args, kwargs = self._with_states(given, frame)
         if function in _UNNAMED:
-            return run(function, args, kwargs, frame)
+            return self._run(run, function, args, kwargs, frame)
         stage, names = self._stage, self._names
         scope, site = stage.scope, stage.site(frame)
         states = [] if names.knows(scope, site, function) else self._labels(given)
@@ -174,8 +188,27 @@ class LiveInserter:
         if spot.instead:
             output = self._instead(spot, number, args, kwargs, frame)
         else:
-            output = run(function, args, kwargs, frame)
+            output = self._run(run, function, args, kwargs, frame)
         return self._after(spot, number, args, kwargs, output, frame, written)
+
+    def _run(
+        self, run: Run, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any],
+        frame: FrameType,
+    ) -> Any:  # fmt: skip
+        """Run a function; say why if it may not write into what was given another name."""
+        try:
+            return run(function, args, kwargs, frame)
+        except RuntimeError as error:
+            if ALIAS not in str(error):
+                raise
+            raise noted(
+                InterjectionError(
+                    f"at {user_place(frame)} a tensor is changed in place that is a view of what a "
+                    "node was given whose gradients an interjection is told of: torch cannot tell "
+                    "these gradients from others then",
+                    base_name_of(function),
+                )
+            ) from error
 
     def scalar(self, function: Any, frame: FrameType) -> None:
         """Name arithmetic (see `recording.inserter.Inserter`)."""
@@ -185,14 +218,39 @@ class LiveInserter:
         """Note that a checkpointed block begins or ends (see `recording.inserter.Inserter`)."""
         self._recomputed += 1 if entering else -1
 
-    def inside(self, module: nn.Module, path: str) -> None:
-        """Refuse what is inserted where no gate can be (see `recording.inserter.Inserter`)."""
+    def wants_inside(self, scope: ModuleCall) -> bool:
+        """Whether something is inserted below a call (see `recording.inserter.Inserter`)."""
+        if scope.module is None:
+            return False
+        below = f"{self._names.path(scope)}." if self._names.path(scope) else ""
+        inside = frozenset(identifier(name) for name, _ in scope.module.named_modules() if name)
+        if any(slot.place.is_below(below, inside) for slot in self.plan.slots):
+            return True
+        # Who looks wherever a function says so is not there to change which way is taken.
+        wanted = {
+            slot
+            for slot in self.plan.slots
+            if not ("observes" in slot.forms and getattr(slot.place.matcher, "is_broad", False))
+        }
+        inner = scope.module.named_modules(prefix=scope.path)
+        return any(
+            not wanted.isdisjoint(self._slots_at(module, path))
+            for path, module in inner
+            if path != scope.path
+        )
+
+    def _slots_at(self, module: nn.Module, path: str) -> list[Slot]:
+        """Return the slots at the calls of a module."""
         parts = [identifier(part) for part in path.split(".")] if path else []
         node = Candidate(
             ".".join(parts), parts[-1] if parts else "", module, path, None, None,
             path.rpartition(".")[0],
         )  # fmt: skip
-        slots = [slot for role in ("node", "input") for slot in self.plan.slots_at(role, node)]
+        return [slot for role in ("node", "input") for slot in self.plan.slots_at(role, node)]
+
+    def inside(self, module: nn.Module, path: str) -> None:
+        """Refuse what is inserted where no gate can be (see `recording.inserter.Inserter`)."""
+        slots = self._slots_at(module, path)
         slots += [
             slot
             for name, listed in self._states.items()
@@ -214,13 +272,19 @@ class LiveInserter:
 
     def _gate(self, gate: Gate, values: Sequence[Any], frame: FrameType) -> Any:
         """Put a gate on the tape."""
-        if self._recomputed and torch.is_grad_enabled():
-            raise InterjectionError(
-                f"{gate.at.path or '<root>'} is inside torch.utils.checkpoint, which runs it again "
-                "in the backward pass, past what is inserted: switch checkpointing off",
-                gate.at.path,
-            )
+        self._require_once(gate.at.path)
         return self._stage.gate(gate, tuple(values), frame)
+
+    def _require_once(self, path: str) -> None:
+        """Refuse what the backward pass will run again."""
+        if self._recomputed and torch.is_grad_enabled():
+            raise noted(
+                InterjectionError(
+                    f"{path or '<root>'} is inside torch.utils.checkpoint, which runs it again in "
+                    "the backward pass, past what is inserted: switch checkpointing off",
+                    path,
+                )
+            )
 
     def _spot(self, path: str, base: str, scope: ModuleCall) -> _Spot:
         outer = scope.parent
@@ -258,7 +322,8 @@ class LiveInserter:
         given = self._through(gate, shape, values, values, frame)
         if given is None:
             return args, kwargs
-        exchanged: tuple[tuple[Any, ...], dict[str, Any]] = refilled((args, kwargs), shape, given)
+        put = filled if gate.in_place else refilled
+        exchanged: tuple[tuple[Any, ...], dict[str, Any]] = put((args, kwargs), shape, given)
         return exchanged
 
     def _after(
@@ -278,8 +343,8 @@ class LiveInserter:
                 spot.seen = True
                 self._see(spot, output)
             slots = spot.after
-        if (not slots and written is None) or output is None:
-            return output
+        if (not slots and written is None) or (output is None and spot.candidate.function):
+            return output  # Python code that assigns to an index gives nothing, and is no node
         whole = any(not slot.place.dig for slot in slots if "after" in slot.forms)
         shape, values = take_apart(output, objects=whole)
         wanted, handed = None, list(values)
@@ -292,7 +357,9 @@ class LiveInserter:
             self._at(spot, number), slots, shape, self.plan, wanted, written is not None
         )
         given = self._through(gate, shape, values, handed, frame)
-        return output if given is None else refilled(output, shape, given)
+        if given is None:
+            return output
+        return (filled if gate.in_place else refilled)(output, shape, given)
 
     def _instead(
         self, spot: _Spot, number: int, args: tuple[Any, ...], kwargs: dict[str, Any],
@@ -351,49 +418,61 @@ class LiveInserter:
                         found[slot] = keys
         return found
 
-    def _with_states(self, value: Any, frame: FrameType) -> Any:
+    def _with_states(self, value: Any, frame: FrameType, scope: ModuleCall | None = None) -> Any:
         """Exchange the parameters and buffers in arguments that there are insertions for."""
         kind = type(value)
         if kind is tuple or kind is list:
-            items = [self._with_states(item, frame) for item in value]
+            items = [self._with_states(item, frame, scope) for item in value]
             if all(new is old for new, old in zip(items, value, strict=True)):
                 return value
             return kind(items)
+        if kind is slice:
+            parts = (value.start, value.stop, value.step)
+            new = self._with_states(parts, frame, scope)
+            return value if new is parts else slice(*new)
+        if isinstance(value, tuple) and hasattr(kind, "_fields"):
+            items = [self._with_states(item, frame, scope) for item in value]
+            same = all(new is old for new, old in zip(items, value, strict=True))
+            return value if same else kind(*items)
         if kind is dict:
-            items = [self._with_states(item, frame) for item in value.values()]
+            items = [self._with_states(item, frame, scope) for item in value.values()]
             if all(new is old for new, old in zip(items, value.values(), strict=True)):
                 return value
             return dict(zip(value, items, strict=True))
         if not isinstance(value, Tensor):
             return value
-        slots = self._state_slots(value)
+        slots = self._state_slots(value, scope or self._stage.scope)
         if not slots:
             return value
-        key = slots, current_context()
+        now = current_context()
+        key = slots, now._replace(grad=now.grad or self._entry.grad)
         known = self._exchanged.get(key)
         if known is None:
             shown = next((slot.place.shown for slot in slots if slot.place.shown), "")
             at = NodePass(shown or slots[0].place.matcher.name)
             gate = StateGate(at, slots, Leaf(Tensor, 0), self.plan)
-            known = self._exchanged[key] = self._gate(gate, (value,), frame)
+            with torch.set_grad_enabled(key[1].grad and not now.inference):
+                known = self._exchanged[key] = self._gate(gate, (value,), frame)
+        else:
+            self._require_once(slots[0].place.matcher.name)
         return known
 
-    def _state_slots(self, tensor: Tensor) -> tuple[Slot, ...]:
-        """Return the slots at a parameter or buffer, where it is used now."""
+    def _state_slots(self, tensor: Tensor, scope: ModuleCall) -> tuple[Slot, ...]:
+        """Return the slots at a parameter or buffer, as the code of a call uses it."""
         names = self._state_names.get(id(tensor), ())
         part = self._stage.state(tensor)
         if names:
             # Of several names, the one counts by which the running module knows it.
-            scope = self._stage.scope.path
-            names = (next((n for n in names if n.rpartition(".")[0] == scope), names[0]),)
+            own = (name for name in names if name.rpartition(".")[0] == scope.path)
+            names = (next(own, names[0]),)
         if part is not None:
             names = (*names, dotted(str(part.label).removeprefix("self.")))
-        here = self._names.path(self._stage.scope)
+        here = self._names.path(scope)
         return tuple(
             slot
             for name in dict.fromkeys(names)
             for slot in self._states.get(name, ())
-            if slot.place.matcher.holder in (None, here)
+            if _is_held(slot.place.matcher.holder, here)
         )
 
     def _labels(self, value: Any) -> list[str]:
@@ -406,6 +485,11 @@ class LiveInserter:
         return found
 
 
+def _is_held(holder: str | None, here: str) -> bool:
+    """Whether code uses a parameter as that of a call: the call's own, or that around it."""
+    return holder is None or holder == here or not here or holder.startswith(f"{here}.")
+
+
 class _At(tuple[Any, ...]):
     """What leads to an argument."""
 
@@ -414,6 +498,14 @@ def _resolved(where: Any, dig: tuple[Any, ...]) -> tuple[Any, ...] | None:
     for position, key in enumerate((*dig, None)):
         if isinstance(where, _At):
             return (*where, *dig[position:])
+        if key is None:
+            raise noted(
+                InterjectionError(
+                    "the whole of what *args or **kwargs take cannot be exchanged, only what is in "
+                    "it: name it, as in 'args|sub_0' or 'kwargs|name'",
+                    "",
+                )
+            )
         if isinstance(where, dict) and key in where:
             where = where[key]
         elif isinstance(where, tuple) and isinstance(key, int) and key < len(where):
@@ -426,9 +518,11 @@ def _resolved(where: Any, dig: tuple[Any, ...]) -> tuple[Any, ...] | None:
 def _tensors_in(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
-    elif type(value) in (tuple, list):
+    elif isinstance(value, (tuple, list)):
         for item in value:
             yield from _tensors_in(item)
+    elif type(value) is slice:
+        yield from _tensors_in((value.start, value.stop, value.step))
     elif type(value) is dict:
         for item in value.values():
             yield from _tensors_in(item)
@@ -453,7 +547,8 @@ def _written(spot: _Spot, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tens
         return None
     node = spot.candidate
     if node.module is not None:
-        if not getattr(node.module, "inplace", False):
+        of_torch = type(node.module).__module__.startswith("torch.nn.")
+        if not of_torch or not getattr(node.module, "inplace", False):
             return None
     elif not _works_in_place(node.function, args, kwargs):
         return None
@@ -463,8 +558,7 @@ def _written(spot: _Spot, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tens
 
 def _works_in_place(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether a function, going by its name and flags, gives back what it was given, changed."""
-    name = getattr(function, "__name__", "")
-    if name.endswith("_") and (not name.endswith("__") or name.startswith("__i")):
+    if is_named_in_place(getattr(function, "__name__", "")):
         return True
     position = _flag_position(function)
     if position is None:

@@ -80,6 +80,7 @@ class _Untold:
     """Stands for an insertion that there is no handle for."""
 
     passes = Passes()
+    allow_none = True
 
     def fired(self, at: NodePass, changed: bool) -> None:
         """Note nothing."""

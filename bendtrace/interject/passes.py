@@ -19,6 +19,7 @@ class Passes:
         every: every how manieth of those that count, beginning with the first pass.
 
     Attributes:
+        is_asked: whether a function is asked, which may answer otherwise the next time.
         needs_total: whether it has to be known how many passes there will be.
 
     Raises:
@@ -34,6 +35,7 @@ class Passes:
             raise InputError(f"every= has to be a positive int, not {every!r}")
         self._every = every or 1
         self._predicate: Callable[[int], bool] | None = None
+        self.is_asked = callable(numbers)
         self._numbers: frozenset[int] | range | None = None
         if callable(numbers):
             self._predicate = numbers

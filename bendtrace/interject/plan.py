@@ -20,6 +20,7 @@ class Matcher(Protocol):
     """Says which nodes a place is at. A value: two that mean the same are equal."""
 
     needs_output: bool
+    is_broad: bool
 
     def matches(self, node: Candidate) -> bool:
         """Whether it is at a node."""
@@ -80,6 +81,21 @@ class Place:
     argument: str = ""
     dig: tuple[Hashable, ...] = ()
     shown: str = field(default="", compare=False)
+
+    def is_below(self, prefix: str, names: frozenset[str]) -> bool:
+        """Whether it is at nodes known by paths, of which one leads through some names.
+
+        Args:
+            prefix: what the path begins with.
+            names: the names that come next.
+        """
+        paths = getattr(self.matcher, "paths", (getattr(self.matcher, "path", None),))
+        return any(
+            path is not None
+            and path.startswith(prefix)
+            and path.removeprefix(prefix).partition(".")[0] in names
+            for path in paths
+        )
 
 
 class Slot(NamedTuple):

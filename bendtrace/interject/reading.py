@@ -8,24 +8,20 @@ import types
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from bendtrace.interject.insertion import Function
 from bendtrace.interject.interjection import Interjection
 from bendtrace.interject.plan import Plan
-from bendtrace.recording.reach import reach_of
+from bendtrace.recording.reach import names_in
 from bendtrace.recording.recorder import Recording
 
 __all__ = ["read_and_changed"]
 
-_METHODS = frozenset({"before", "instead", "after", "backward"})
 # With these, code can come by an attribute whose name it does not write out.
 _ANY = frozenset(
-    {
-        "getattr", "vars", "__dict__", "__getattribute__", "attrgetter", "state_dict", "buffers",
-        "named_buffers", "get_buffer", "eval", "exec", "children", "modules", "named_modules",
-    }
-)  # fmt: skip
+    {"getattr", "vars", "__dict__", "__getattribute__", "attrgetter", "eval", "exec", "globals"}
+)
 
 
 def read_and_changed(plan: Plan, recording: Recording) -> frozenset[str]:
@@ -39,30 +35,49 @@ def read_and_changed(plan: Plan, recording: Recording) -> frozenset[str]:
     changed -= {"self", "None"}
     if not changed:
         return frozenset()
-    found: set[str] = set()
-    for what in {id(entry.what): entry.what for entry in plan.entries}.values():
-        if not what.self_contained:
-            names = _names(what)
-            found |= changed if names & _ANY else changed & names
-    return frozenset(found)
-
-
-def _names(what: Interjection) -> frozenset[str]:
-    if isinstance(what, Function):
-        return _names_of(what.function)
-    return reach_of(type(what), _METHODS).names
-
-
-def _names_of(thing: Any) -> frozenset[str]:
-    if isinstance(thing, nn.Module):
-        classes = {type(module) for module in thing.modules()}
-        return frozenset().union(*(reach_of(cls).names for cls in classes))
-    if isinstance(thing, functools.partial):
-        return _names_of(thing.func)
-    if isinstance(thing, types.MethodType):
-        return _names_of(thing.__func__)
-    if isinstance(thing, types.FunctionType):
-        return reach_of(thing).names
-    if isinstance(thing, (types.BuiltinFunctionType, torch._ops.OpOverload)):
+    whats = {id(entry.what): entry.what for entry in plan.entries}.values()
+    if all(what.self_contained or _is_contained(what) for what in whats):
         return frozenset()
-    return reach_of(type(thing), frozenset({"__call__"})).names
+    return frozenset(changed)
+
+
+def _is_contained(what: Interjection) -> bool:
+    return isinstance(what, Function) and _is_plain(what.function, set())
+
+
+def _is_plain(thing: Any, seen: set[int]) -> bool:
+    """Whether something can lead to nothing but tensors, numbers and torch's own functions."""
+    if id(thing) in seen:
+        return True
+    seen.add(id(thing))
+    if isinstance(thing, (Tensor, type(None), bool, int, float, complex, str, bytes, torch.dtype)):
+        return True
+    if isinstance(thing, types.ModuleType):
+        return thing.__name__.split(".")[0] in _KNOWN
+    if isinstance(thing, type):
+        return thing.__module__.split(".")[0] in _KNOWN
+    if isinstance(thing, nn.Module):
+        own = all(type(inner).__module__.startswith("torch.nn.") for inner in thing.modules())
+        return own and not any(inner._forward_hooks for inner in thing.modules())
+    if isinstance(thing, functools.partial):
+        return all(_is_plain(t, seen) for t in (thing.func, *thing.args, *thing.keywords.values()))
+    if isinstance(thing, (tuple, list)):
+        return all(_is_plain(item, seen) for item in thing)
+    if isinstance(thing, types.FunctionType):
+        if (thing.__module__ or "").split(".")[0] in _KNOWN:
+            return True
+        names = names_in(thing.__code__)
+        if names & _ANY:
+            return False
+        space = thing.__globals__
+        found = [space[name] for name in names if name in space]
+        try:
+            found += [cell.cell_contents for cell in thing.__closure__ or ()]
+        except ValueError:  # a name that is assigned only later
+            return False
+        found += [*(thing.__defaults__ or ()), *(thing.__kwdefaults__ or {}).values()]
+        return all(_is_plain(item, seen) for item in found)
+    return isinstance(thing, (types.BuiltinFunctionType, torch._ops.OpOverload))
+
+
+_KNOWN = frozenset({"torch", "math", "builtins", "operator"})

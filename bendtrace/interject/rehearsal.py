@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import operator
 import random
 import sys
 from collections.abc import Callable, Iterator
@@ -22,6 +23,7 @@ from bendtrace.paths.naming import Registry
 from bendtrace.paths.tree import tree_of
 from bendtrace.paths.view import Tree
 from bendtrace.recording.run import Signature, record
+from bendtrace.recording.surroundings import Surroundings
 
 __all__ = ["Rehearsal", "rehearse"]
 
@@ -62,7 +64,7 @@ def rehearse(
             "node paths, modules or selectors that do not look ahead"
         ) from error
     inserter = LiveInserter(Plan(()), registry, twin)
-    with _random_state_kept():
+    with _random_state_kept(), _shared_state_kept(model, twin):
         recording = record(twin, args, kwargs, Signature(twin), inserter=inserter)
     recording.result = None
     graph = candidate_graph(recording, twin, registry)
@@ -85,3 +87,60 @@ def _random_state_kept() -> Iterator[None]:
             random.setstate(states[0])
             if numpy is not None:
                 numpy.random.set_state(states[1])
+
+
+@contextmanager
+def _shared_state_kept(model: Callable[..., Any], twin: Callable[..., Any]) -> Iterator[None]:
+    """Put back what a copy has in common with the model: what functions close over, globals."""
+    own = {id(value) for value in _reached(model)}
+    shared = {id(value): value for value in _reached(twin) if id(value) in own}
+    tensors = [
+        (value, value.detach().clone())
+        for value in shared.values()
+        if isinstance(value, Tensor) and not value.is_inference()
+    ]
+    containers = [
+        (value, copy.copy(value)) for value in shared.values() if type(value) in _CONTAINERS
+    ]
+    objects = [
+        (vars(value), dict(vars(value)))
+        for value in shared.values()
+        if not isinstance(value, (Tensor, type)) and type(getattr(value, "__dict__", None)) is dict
+    ]
+    try:
+        yield
+    finally:
+        for tensor, before in tensors:
+            # Not going by versions: torch counts none for the statistics of a batch norm.
+            if not torch.equal(tensor, before):
+                with torch.no_grad():
+                    tensor.copy_(before)
+        for held, kept in (*containers, *objects):
+            _restore(held, kept)
+
+
+_CONTAINERS = (dict, list, set)
+
+
+def _reached(model: Callable[..., Any]) -> list[Any]:
+    """Return everything that a run of a model can read and change."""
+    surroundings = Surroundings(model, {})
+    found = [part.value for part in surroundings.parts]
+    surroundings.release()
+    return found
+
+
+def _restore(container: Any, before: Any) -> None:
+    """Give a container the content that it had, unless it has it still."""
+    if isinstance(container, list):
+        if len(container) != len(before) or any(map(operator.is_not, container, before)):
+            container[:] = before
+    elif isinstance(container, set):
+        if container != before:
+            container.clear()
+            container |= before
+    elif list(container) != list(before) or any(
+        map(operator.is_not, container.values(), before.values())
+    ):
+        container.clear()
+        container.update(before)

@@ -20,7 +20,7 @@ from bendtrace.interject.where import describe_where
 __all__ = ["Splice", "Spliced"]
 
 
-def _picker(select: Any) -> Callable[[Any], Any] | None:
+def _picker(select: int | str | Callable[[Any], Any] | None) -> Callable[[Any], Any] | None:
     if select is None or callable(select):
         return select
     if not isinstance(select, str):
@@ -38,7 +38,12 @@ class Spliced(Interjection):
         select: says which part of what the module gives is the value.
     """
 
-    def __init__(self, module: Callable[..., Any], keep_error: bool, select: Any) -> None:
+    def __init__(
+        self,
+        module: Callable[..., Any],
+        keep_error: bool,
+        select: int | str | Callable[[Any], Any] | None,
+    ) -> None:
         self.module = module
         self.result: Any = None
         self.error: Tensor | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,6 +20,7 @@ __all__ = [
     "assemble",
     "collect",
     "describe",
+    "filled",
     "refilled",
     "take_apart",
 ]
@@ -182,9 +184,37 @@ def refilled(value: Any, shape: Any, values: list[Any]) -> Any:
     return _built(shape, named, items, attributes)
 
 
-def _built(
-    shape: Shape, held: dict[Any, Any], items: list[Any], attributes: dict[Any, Any]
-) -> Any:
+def filled(value: Any, shape: Any, values: list[Any]) -> Any:
+    """Put other tensors and numbers into the lists, dicts and objects that a value consists of.
+
+    Args:
+        value: what it was.
+        shape: its shape.
+        values: what is in it now.
+    """
+    if type(shape) is not Shape:
+        return refilled(value, shape, values)
+    held = dict(_items(value))
+    items = [
+        filled(held[key], item, values) for key, item in zip(shape.keys, shape.items, strict=True)
+    ]
+    if isinstance(value, tuple):
+        same = all(map(operator.is_, items, held.values()))
+        return value if same else refilled(value, shape, values)
+    for key, item in zip(shape.keys, items, strict=True):
+        if item is not held[key]:
+            (dict if isinstance(value, dict) else list).__setitem__(value, key, item)
+    own = attributes_of(value) if shape.kind not in (list, dict) else {}
+    for name, item in zip(shape.names, shape.attributes, strict=True):
+        new = filled(own[name], item, values)
+        if new is not own[name]:
+            name.put(value, new)
+    for name in shape.mirrored:
+        name.put(value, items[shape.keys.index(name)])
+    return value
+
+
+def _built(shape: Shape, held: dict[Any, Any], items: list[Any], attributes: dict[Any, Any]) -> Any:
     ordered = {name: attributes[name] for name in shape.order}
     return build(shape.kind, held if issubclass(shape.kind, dict) else items, ordered)
 

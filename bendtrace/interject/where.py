@@ -32,6 +32,7 @@ __all__ = ["AtPath", "Known", "OfModule", "Said", "Want", "describe_where", "wan
 class AtPath:
     """The node of a path."""
 
+    is_broad: ClassVar[bool] = False
     needs_output: ClassVar[bool] = False
     path: str
 
@@ -44,6 +45,7 @@ class AtPath:
 class AtPaths:
     """The nodes of some paths."""
 
+    is_broad: ClassVar[bool] = False
     needs_output: ClassVar[bool] = False
     paths: frozenset[str]
 
@@ -56,6 +58,7 @@ class AtPaths:
 class ByName:
     """Nodes whose path, or qualified name, has a match of a pattern somewhere in it."""
 
+    is_broad: ClassVar[bool] = False
     needs_output: ClassVar[bool] = False
     pattern: re.Pattern[str]
 
@@ -68,6 +71,7 @@ class ByName:
 class OfModule:
     """The calls of one module."""
 
+    is_broad: ClassVar[bool] = False
     needs_output: ClassVar[bool] = False
     module: nn.Module
 
@@ -86,6 +90,7 @@ class OfModule:
 class OfClass:
     """The calls of modules of a class."""
 
+    is_broad: ClassVar[bool] = False
     needs_output: ClassVar[bool] = False
     cls: type[nn.Module]
 
@@ -98,6 +103,7 @@ class OfClass:
 class BySelector:
     """What a selector means."""
 
+    is_broad: ClassVar[bool] = True
     selector: NodeSelector
 
     @property
@@ -114,6 +120,7 @@ class BySelector:
 class ByPredicate:
     """What a function says yes to."""
 
+    is_broad: ClassVar[bool] = True
     needs_output: ClassVar[bool] = False
     predicate: Callable[[Candidate], Any]
 
@@ -249,6 +256,8 @@ def _named(text: str, known: Known, said: Any) -> Want:
             continue
         passes = None if chosen is None or node.role == "state" else tuple(chosen)
         return Want(said, _place(tree.data, node), passes)
+    if not seen:  # the first run is looked at before it does anything
+        return Want(said)
     model = known.model
     if isinstance(model, nn.Module):
         if text and text in (modules := dict(model.named_modules(remove_duplicate=False))):
@@ -257,8 +266,6 @@ def _named(text: str, known: Known, said: Any) -> Want:
             return Want(said, Place("state", State(text), shown=text))
     if (path := known.mirror_path(text)) and path != text:
         return _named(path, known, said)
-    if not seen:
-        return Want(said)
     assert first is not None
     hint = known.hint(text)
     if not hint:

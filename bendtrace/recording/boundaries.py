@@ -127,8 +127,11 @@ _has_torch_function = torch.overrides.has_torch_function
 def _asks_for_torch_function(arguments: Any) -> bool:
     # Modules ask this to choose a fused path (nn.TransformerEncoderLayer). The recorder itself
     # must not change their choice; tensor subclasses still do.
-    if current_watcher() is None or sys._getframe(1).f_code is _HIGHER_ORDER:
+    watcher = current_watcher()
+    if watcher is None or sys._getframe(1).f_code is _HIGHER_ORDER:
         return _has_torch_function(arguments)
+    if watcher.wants_inside():  # as a hook would, which these modules ask for as well
+        return True
     with torch._C.DisableTorchFunction():
         return any(
             type(argument).__torch_function__ is not torch._C._disabled_torch_function_impl

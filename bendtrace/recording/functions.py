@@ -16,13 +16,16 @@ __all__ = [
     "CONTEXT",
     "DESCEND",
     "ESCAPES",
+    "IN_PLACE_OPERATORS",
     "METADATA",
     "RESHAPES_IN_PLACE",
+    "SETTERS",
     "SHAPES",
     "UNINITIALIZED",
     "VALUES",
     "entered",
     "is_gate",
+    "is_named_in_place",
     "is_torchs_function",
     "name_of",
 ]
@@ -108,6 +111,14 @@ ESCAPES: dict[Any, str] = {
     **_getters("__cuda_array_interface__", "grad_fn"),
 }  # fmt: skip
 
+# Assignments to these attributes of a tensor.
+SETTERS = frozenset(
+    getattr(attribute, "__set__")  # noqa: B009 - a slot of the descriptor, not a known attribute
+    for attribute in map(
+        lambda name: getattr(Tensor, name, None), ("data", "requires_grad", "grad")
+    )
+)
+
 # Carried out but not recorded: each op knows the context that it ran under.
 CONTEXT = frozenset({torch._C._set_grad_enabled, Tensor.__dir__, torch.device})
 
@@ -121,6 +132,15 @@ RESHAPES_IN_PLACE = frozenset(
         "squeeze_", "swapaxes_", "swapdims_", "t_", "transpose_", "unsqueeze_", "data",
         "sparse_resize_",
     }
+)  # fmt: skip
+
+# The operators that give back what they were given, changed.
+IN_PLACE_OPERATORS = frozenset(
+    f"__i{name}__"
+    for name in (
+        "add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift",
+        "rshift", "matmul", "div",
+    )
 )  # fmt: skip
 
 # Names of functions that give memory as they find it: no two runs agree on its content.
@@ -176,6 +196,11 @@ def is_gate(op: Op) -> bool:
         getattr(op.target, "is_gate", False) is True
         and getattr(op.target, "stands_for", None) is None
     )
+
+
+def is_named_in_place(name: str) -> bool:
+    """Whether a function of such a name gives back what it was given, changed."""
+    return name in IN_PLACE_OPERATORS or (name.endswith("_") and not name.endswith("__"))
 
 
 _TRANSFORMS = ("vmap_impl", "grad_impl", "grad_and_value_impl", "_jvp_with_argnums")

@@ -69,6 +69,9 @@ class Inserter(Protocol):
     def scalar(self, function: Any, frame: FrameType) -> None:
         """Called before arithmetic on traced scalars is put on the tape."""
 
+    def wants_inside(self, scope: ModuleCall) -> bool:
+        """Whether there is something to insert in what the call of a module consists of."""
+
     def inside(self, module: nn.Module, path: str) -> None:
         """Called where a module is called inside of a function that is recorded as one op."""
 

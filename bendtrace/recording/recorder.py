@@ -466,6 +466,10 @@ class Recorder(TorchFunctionMode):
             frame = frame.f_back
         return self.gate(function, tensors, frame or sys._getframe(1))
 
+    def wants_inside(self) -> bool:
+        """Whether something is inserted in the module that runs (see `watcher.Watcher`)."""
+        return self._inserter is not None and self._inserter.wants_inside(self._writer.scope)
+
     def called_inside(self, module: nn.Module) -> None:
         """Tell the inserter of a module that no gate can be put at (see `watcher.Watcher`)."""
         if self._inserter is not None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bendtrace.recording.functions import SHAPES, is_gate, is_torchs_function, name_of
+from bendtrace.recording.functions import SETTERS, SHAPES, is_gate, is_torchs_function, name_of
 from bendtrace.recording.objects import held_by
 from bendtrace.recording.observer import Observer
 from bendtrace.recording.parts import PLAIN_TYPES, requires_grad
@@ -103,7 +103,7 @@ class Values:
                 self._guard_presence(op, frame)
             return out
         if out is None:
-            if op.target in _SETTERS:
+            if op.target in SETTERS:
                 self.facts.clear()
             elif op.target in _OPTIONAL:
                 self._guard_presence(op, frame)
@@ -333,10 +333,4 @@ _OPTIONAL = frozenset(
     getattr(vars(torch._C.TensorBase)[name], "__get__")  # noqa: B009
     for name in ("grad", "_grad", "_base")
     if name in vars(torch._C.TensorBase)
-)
-_SETTERS = frozenset(
-    getattr(attribute, "__set__")  # noqa: B009 - a slot of the descriptor, not a known attribute
-    for attribute in map(
-        lambda name: getattr(Tensor, name, None), ("data", "requires_grad", "grad")
-    )
 )

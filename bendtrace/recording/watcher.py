@@ -40,6 +40,9 @@ class Watcher(Protocol):
     def forgot_casts(self) -> None:
         """Note that autocast forgets the weights that it has cast."""
 
+    def wants_inside(self) -> bool:
+        """Whether the module that runs must not be carried out by one fused op."""
+
     def called_inside(self, module: nn.Module) -> None:
         """Note that a module is called by a function that is recorded as one op."""
 

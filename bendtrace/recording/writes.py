@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from bendtrace.recording.functions import is_named_in_place
 from bendtrace.recording.tape import Op, Ref, refs_in
 
 __all__ = ["Writes", "storage_of", "version_of", "works_in_place"]
@@ -133,6 +134,4 @@ def _written_by_name(op: Op) -> set[int]:
 def works_in_place(op: Op) -> bool:
     """Whether an op, going by its name, gives back what it was given, changed."""
     name = getattr(op.target, "__name__", "")
-    return "out" in op.kwargs or (
-        name.endswith("_") and (not name.endswith("__") or name.startswith("__i"))
-    )
+    return "out" in op.kwargs or is_named_in_place(name)

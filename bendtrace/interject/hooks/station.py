@@ -117,12 +117,8 @@ class Station:
 
     def call_of(self, module: nn.Module) -> _Call | None:
         """The call of a module that the calling thread is in."""
-        calls = _local.calls
-        for index in range(len(calls) - 1, -1, -1):
-            if calls[index].station is self and calls[index].module is module:
-                del calls[index + 1 :]  # of calls that were interrupted
-                return calls[index]
-        return None
+        calls = reversed(_local.calls)
+        return next((one for one in calls if one.station is self and one.module is module), None)
 
     def end(self, call: _Call) -> None:
         """Note that a call has ended."""
@@ -288,16 +284,12 @@ def _close(
         return None
     if call.has_failed:
         station.end(call)
-    try:
-        with _unseen():
-            call.same = call.gradients.close(output)
-            if not call.same:
-                return None
-            outputs = tensors_of(output)
-            return with_tensors(output, [call.same.get(id(one), one) for one in outputs])
-    except BaseException:
-        station.end(call)
-        raise
+    with _unseen():
+        call.same = call.gradients.close(output)
+        if not call.same:
+            return None
+        outputs = tensors_of(output)
+        return with_tensors(output, [call.same.get(id(one), one) for one in outputs])
 
 
 def _leave(
