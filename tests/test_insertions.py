@@ -371,8 +371,12 @@ def test_a_parameter_of_a_module_that_is_called_at_two_places_can_be_exchanged_a
     with bended.interject("fc_1.weight", lambda w: w * 2):
         for _ in range(2):
             assert_same(bended(x), (one, other))
-    with bended.interject("fc.weight", lambda w: w * 2):
+    with bended.interject(bended.trace(x).tree.fc.weight, lambda w: w * 2):
         assert_same(bended(x)[1], two)
+    both = F.linear(x, model.fc.weight * 2, model.fc.bias), other
+    with bended.interject("fc.weight", lambda w: w * 2):  # the parameter, wherever it is used
+        for _ in range(2):
+            assert_same(bended(x), both)
 
 
 def test_tied_parameters_are_told_apart_by_the_module_that_uses_them() -> None:
@@ -1080,3 +1084,182 @@ def test_a_module_that_is_called_inside_of_one_op_is_refused(where: Any) -> None
         assert_same(bended(x).detach(), wanted.detach())
     with bended.interject(where, lambda v: v, allow_none=True):
         assert_same(bended(x), plain)
+
+
+def test_a_path_that_tests_something_older_first_does_nothing_twice() -> None:
+    class Trains(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.BatchNorm1d(4)
+            self.drop = nn.Dropout(0.5)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.drop(self.norm(torch.tanh(x)))
+            return y + 1 if x.sum() > 0 else y - 1
+
+    model = Trains()
+    twin = copy.deepcopy(model)
+    bended = bt.BendedModule(model)
+    x = torch.randn(3, 4).abs()
+    fired = []
+    changes: list[tuple[Callable[[Tensor], Tensor], Tensor]] = [
+        (lambda v: v.clone(), x), (lambda v: v, -x), (lambda v: v.clone(), -x), (lambda v: v, x),
+    ]  # fmt: skip
+    for seed, (change, given) in enumerate(changes * 2):
+        with (
+            bended.interject(lambda node: node.path == "tanh", change),
+            bended.interject(lambda node: node.path == "norm", fired.append),
+        ):
+            torch.manual_seed(seed)
+            out = bended(given)
+        torch.manual_seed(seed)
+        assert_same(out, twin(given))
+        assert_same(model.state_dict(), twin.state_dict())
+        assert len(fired) == seed + 1
+
+
+def test_a_container_that_an_interjection_changes_is_the_one_the_model_holds() -> None:
+    class Fills(nn.Module):
+        def forward(self, table: dict[str, Tensor]) -> dict[str, Tensor]:
+            table["y"] = table["x"] * 2
+            return table
+
+    class Holds(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Fills()
+
+        def forward(self, x: Tensor) -> Tensor:
+            table = {"x": x}
+            self.inner(table)
+            return table["y"]
+
+    bended = bt.BendedModule(Holds())
+    x = torch.randn(3)
+
+    def change(table: dict[str, Tensor]) -> None:
+        table["y"] = table["y"] + 1
+
+    with bended.interject("inner", change):
+        for _ in range(2):
+            assert_same(bended(x), x * 2 + 1)
+    with bended.interject("inner", lambda table: {**table, "y": table["y"] + 1}):
+        for _ in range(2):
+            assert_same(bended(x), x * 2)  # another dict, which nobody holds
+
+
+def test_a_rehearsal_leaves_what_functions_close_over_as_it_was() -> None:
+    norm, other = nn.BatchNorm1d(4), nn.BatchNorm1d(4)
+    calls: list[int] = []
+
+    def model(x: Tensor) -> Tensor:
+        calls.append(1)
+        y = norm(x).tanh()
+        return y if y.sum() > 0 else -y
+
+    bended = bt.BendedModule(model)
+    bended.interject("tanh", lambda v: v + 1, passes=[-1])
+    x = torch.randn(5, 4)
+    y = other(x).tanh() + 1
+    assert_same(bended(x), y if y.sum() > 0 else -y)
+    assert_same(norm.state_dict(), other.state_dict())
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize("where", ["layers.0.self_attn", "layers.0.linear1", "layers.1"])
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.enable_grad, torch.inference_mode])
+def test_a_fused_path_is_not_taken_past_what_is_inserted(where: str, mode: Any) -> None:
+    layer = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True)
+    model = nn.TransformerEncoder(layer, 2).eval()
+    hooked = copy.deepcopy(model)
+
+    def change(value: Any) -> Any:
+        return (value[0] * 2, value[1]) if isinstance(value, tuple) else value * 2
+
+    hooked.get_submodule(where).register_forward_hook(lambda m, args, output: change(output))
+    bended = bt.BendedModule(model)
+    x = torch.randn(2, 3, 4)
+    with mode(), bended.interject(model.get_submodule(where), change):
+        for _ in range(2):
+            assert_same(bended(x), hooked(x))
+
+
+def test_parameters_are_exchanged_wherever_the_model_gives_them_out() -> None:
+    class Gives(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.ones(4))
+            self.register_buffer("n", torch.tensor(2))
+
+        def forward(self, x: Tensor) -> Any:
+            return x[: self.n] * self.w, self.w, {"n": self.n}
+
+    bended = bt.BendedModule(Gives())
+    x = torch.randn(3, 4)
+    bended(x)
+    with bended.interject("w", lambda w: w * 3), bended.interject("n", lambda n: n - 1):
+        w = torch.full((4,), 3.0)
+        for _ in range(2):
+            given = bended(x)
+            assert_same(given[0].detach(), x[:1] * w)
+            assert_same([given[1].detach(), given[2]], [w, {"n": torch.tensor(1)}])
+
+
+def test_functions_that_only_look_like_working_in_place_do_not() -> None:
+    bended = bt.BendedModule(lambda x: (k := x > 0, ~k))
+    x = torch.randn(4)
+    bended(x)
+    with bended.interject("invert", torch.ones_like):
+        for _ in range(2):
+            assert_same(bended(x), (x > 0, torch.ones(4, dtype=torch.bool)))
+
+
+def test_a_predicate_of_passes_is_asked_anew() -> None:
+    bended = bt.BendedModule(lambda x: x.relu())
+    on = [True]
+    x = torch.ones(2)
+    with bended.interject("relu", lambda v: v + 1, passes=lambda number: on[0]):
+        assert_same(bended(x), x + 1)
+        on[0] = False
+        assert_same(bended(x), x)
+
+
+def test_gradients_told_of_a_node_whose_input_is_written_to_later_raise_or_are_right() -> None:
+    class Told(bt.Interjection):
+        def backward(self, at: bt.NodePass, grad_input: Any, grad_output: Any) -> None:
+            pass
+
+    def model(x: Tensor) -> Tensor:
+        y = x * 2
+        z = y.view(-1)
+        z.relu_()
+        return y + 1
+
+    bended = bt.BendedModule(model)
+    x = torch.randn(3, requires_grad=True)
+    with bended.interject("mul", Told()):
+        for _ in range(2):
+            given = bended(x)
+            wanted = model(x)
+            assert_same(given.detach(), wanted.detach())
+            grads = [torch.autograd.grad(v.sum(), x) for v in (given, wanted)]
+            assert_same(grads[0], grads[1])
+    with (
+        bended.interject("view", Told()),
+        pytest.raises(bt.InterjectionError, match="changed in place that is a view"),
+    ):
+        bended(x)
+
+
+def test_the_whole_of_what_args_take_is_refused() -> None:
+    bended = bt.BendedModule(lambda x, *more: x + sum(more))
+    x = torch.ones(2)
+    bended(x, x, x)
+    with (
+        bended.interject("more", lambda v: v),
+        pytest.raises(bt.InterjectionError, match=r"args\|sub_0"),
+    ):
+        bended(x, x, x)
+    with bended.interject("more|sub_0", lambda v: v * 2):
+        for _ in range(2):
+            assert_same(bended(x, x, x), x + 2 * x + x)

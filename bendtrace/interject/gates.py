@@ -87,13 +87,15 @@ class Gate:
 
     is_gate = True
     role = ""
-    # Whether a container itself was changed when it was called last.
-    in_place = False
 
     def __init__(self, at: NodePass, slots: tuple[Slot, ...], shape: Any, plan: Plan) -> None:
         self.at = at
         self.slots = slots
         self.shape = shape
+        self.tells_in_place = self.role == "after" and has_mutable((shape,))
+        if self.role == "before":  # the tuple of arguments and the dict of keywords are new
+            args, kwargs = shape.items
+            self.tells_in_place = has_mutable((*args.items, *kwargs.items))
         # Weak, so that paths do not keep what was inserted once. A trace that a person has does.
         self._plan = weakref.ref(plan)
         with torch._C.DisableTorchFunction():  # a label may look at tensors
@@ -122,14 +124,23 @@ class Gate:
         return f"<{self.role} {self.at.path or '<root>'}: {self.__name__}>"
 
     def __call__(self, *values: Any) -> Any:
-        """Call the insertions."""
+        """Call the insertions.
+
+        Returns:
+            The tensors and numbers to go on with; where there are lists or dicts, followed by
+            whether these themselves are to get them.
+        """
+        self._in_place = False
         try:
-            return self._through(values)
+            given = self._through(values)
         except Exception as error:
             noted(error)
             for entry in self._entries():
                 entry.insertion.failed()
             raise
+        if not self.tells_in_place:
+            return given
+        return (*(given if isinstance(given, tuple) else (given,)), self._in_place)
 
     def _through(self, values: tuple[Any, ...]) -> Any:
         raise NotImplementedError
@@ -237,7 +248,7 @@ class AfterGate(Gate):
         value = assemble(shape, found)
         result = entry.what.after(at, inputs, value)
         if type(shape) is Shape and (result is None or result is value):
-            result, self.in_place = value, True  # lists and dicts in it may have been changed
+            result, self._in_place = value, True  # lists and dicts in it may have been changed
         if result is not None:
             _collect(shape, result, found, at, entry)
         entry.insertion.fired(at, _changed(entry, at, before, found, versions))
@@ -338,7 +349,7 @@ class BeforeGate(Gate):
         else:
             at = self.at
             result = entry.what.before(at, as_inputs(value))
-            self.in_place = self.in_place or result is None
+            self._in_place = self._in_place or result is None
             if isinstance(result, tuple):
                 kwargs = result.kwargs if isinstance(result, Inputs) else value[1]
                 result = (tuple(result), kwargs)
@@ -349,7 +360,7 @@ class BeforeGate(Gate):
                     at.path,
                 )
         if result is None and type(shape) is Shape:
-            result, self.in_place = value, True
+            result, self._in_place = value, True
         if result is not None:
             _collect(shape, result, found, at, entry)
         entry.insertion.fired(at, _changed(entry, at, before, found, versions))
@@ -410,6 +421,15 @@ def _leaves(shape: Any) -> Iterator[Leaf]:
 def count_of(shape: Any) -> int:
     """How many values are handed over for a shape."""
     return sum(leaf.number >= 0 for leaf in _leaves(shape))
+
+
+def has_mutable(shapes: Any) -> bool:
+    """Whether there is something among shapes that can be changed itself."""
+    return any(
+        type(shape) is Shape
+        and (not issubclass(shape.kind, tuple) or has_mutable((*shape.items, *shape.attributes)))
+        for shape in shapes
+    )
 
 
 def exchangeable(shape: Any) -> tuple[int, ...]:

@@ -30,14 +30,14 @@ from bendtrace.recording.contexts import AutocastHold
 from bendtrace.recording.parts import Access, Part, identical
 from bendtrace.recording.recorder import Recording
 from bendtrace.recording.run import record
-from bendtrace.recording.tape import OpKind, TensorMeta, refs_in
+from bendtrace.recording.tape import Guard, OpKind, TensorMeta, Test, refs_in
 from bendtrace.replay.analysis import Analysis
 from bendtrace.replay.check import CheckWriter
 from bendtrace.replay.explain import explain_check, explain_divergence
 from bendtrace.replay.partial import carry_out, write_rest
 from bendtrace.replay.program import Divergence, Finished, Program, Stretch
 from bendtrace.replay.rest import Cut, Lack, Rest, argument_of
-from bendtrace.replay.source import Code
+from bendtrace.replay.source import Code, test_of
 from bendtrace.replay.tree import TraceTree
 
 __all__ = ["from_activations", "told"]
@@ -342,7 +342,7 @@ class _Run:
         candidate: _Candidate,
         start: int = 0,
         available: frozenset[int] = frozenset(),
-        passed: frozenset[int] = frozenset(),
+        passed: frozenset[Any] = frozenset(),
     ) -> _Prepared:
         """Return the rest of a run from where the values are given on."""
         program, recording, missing = candidate.program, candidate.recording, candidate.missing
@@ -417,8 +417,9 @@ class _Run:
     ) -> Any:
         """Go along known paths as far as they go, and on from there."""
         slots = self._slots(prepared)
-        values, random = dict(slots), _random_states()
-        passed: frozenset[int] = frozenset()
+        values = dict(slots)
+        random = [] if prepared.rest.is_straight else _random_states()
+        passed: frozenset[Any] = frozenset()
         while True:
             stretch, rest = prepared.stretch, prepared.rest
             assert stretch is not None
@@ -427,19 +428,23 @@ class _Run:
                 if plan is not None:
                     plan.ran(prepared.recording)
                 return result.output
-            position, number = result.position, result.number
+            position = result.position
             done = rest.available | {i for i in stretch.code.emitted if i < position}
-            passed |= {n for n, guard in rest.guards.items() if _is_before(n, guard, result)}
-            owner, known = _other_side(candidate.program, prepared.recording, result)
+            passed |= {
+                test_of(guard)
+                for number, guard in rest.guards.items()
+                if _is_before(number, guard, result)
+            }
+            owner, number = _owner(candidate.program, prepared.recording, result.number)
+            known = _other_side(owner, number, result.outcome, prepared.recording)
             following = None
             if known is not None:
                 other = _Candidate(candidate.program, known, candidate.arguments, candidate.missing)
-                passed |= {number}
                 following = self._following(other, position, done, passed)
             if following is None:
                 divergence = Divergence(owner, number, result.outcome, result.values, hold)
                 del result
-                left = _Left(candidate, prepared, divergence, done, slots, random)
+                left = _Left(candidate, prepared, divergence, position, done, slots, random)
                 return self._left(left, tree, plan)
             slots = {**self._slots(following), **slots}
             candidate, prepared, values = other, following, {**slots, **result.values}
@@ -460,7 +465,7 @@ class _Run:
             )
 
     def _following(
-        self, candidate: _Candidate, start: int, done: frozenset[int], passed: frozenset[int]
+        self, candidate: _Candidate, start: int, done: frozenset[int], passed: frozenset[Any]
     ) -> _Prepared | None:
         """Return the rest of another known run, from where both part; None if it is too late."""
         try:
@@ -608,6 +613,7 @@ class _Left:
     candidate: _Candidate
     prepared: _Prepared
     divergence: Divergence
+    position: int
     done: frozenset[int]
     slots: dict[str, Any]
     random: list[Tensor]
@@ -623,7 +629,9 @@ class _Left:
     def can_be_resumed(self) -> bool:
         """Whether the model's Python can take over, and find the given values in its way."""
         ops = self.prepared.recording.tape.ops
-        position = self.divergence.position
+        position = self.position
+        if self.divergence.position != position:
+            return False
         for spots in self.prepared.spots.values():
             for spot in spots:
                 op = ops[spot.index]
@@ -648,19 +656,16 @@ class _Left:
         return self.divergence.prefix()
 
     def agrees_with(self, recording: Recording) -> bool:
-        """Whether a run went the same way until here, so that it belongs to the same program."""
-        before = self.prepared.recording.tape.guards
-        position = self.divergence.position
-        number = self.divergence.number
-        mine = [
-            guard
-            for i, guard in enumerate(before)
-            if guard.position <= position and (number < 0 or i < number)
-        ]
-        return len(recording.tape.guards) >= len(mine) and all(
-            (a.position, a.index, a.test) == (b.position, b.index, b.test)
-            and identical(a.expected, b.expected)
-            for a, b in zip(mine, recording.tape.guards, strict=False)
+        """Whether all was decided alike until here, so that a run belongs to the program."""
+        before = {
+            (guard.position, test_of(guard)): guard.expected
+            for guard in self.prepared.recording.tape.guards
+            if guard.position < self.position
+        }
+        return all(
+            identical(guard.expected, before.get((guard.position, test_of(guard)), guard.expected))
+            for guard in recording.tape.guards
+            if guard.position < self.position
         )
 
 
@@ -709,49 +714,55 @@ def _root_of(part: Part) -> Part:
     return part
 
 
-def _other_side(
-    program: Program, recording: Recording, divergence: Divergence
-) -> tuple[Stretch, Recording | None]:
-    """Return whose guard did not hold, and the run that went on with the outcome it has now."""
-    parents: dict[int, Stretch | None] = {}
-    stretch: Stretch | None = None
-    for own, parent in program.stretches():
-        parents[id(own)] = parent
-        if own.recording is recording:
-            stretch = own
-    assert stretch is not None
-    number, outcome = divergence.number, divergence.outcome
-    when = _when(recording, number)
-    while (parent := parents[id(stretch)]) is not None:
-        branch = next(n for n, sides in parent.sides.items() for s in sides if s.target is stretch)
-        if when > _when(parent.recording, branch):
-            break
+def _owner(program: Program, recording: Recording, number: int) -> tuple[Stretch, int]:
+    """Return the code that tests a guard of a run, and the number that the guard has there."""
+    stretch = next(own for own, _ in program.stretches() if own.recording is recording)
+    while (parent := stretch.parent) is not None:
+        if number < 0:
+            if -1 - number >= stretch.start:
+                break
+        else:
+            guard = stretch.recording.tape.guards[number]
+            branch = next(
+                n for n, sides in parent.sides.items() for side in sides if side.target is stretch
+            )
+            twin = next(
+                (
+                    n
+                    for n, other in enumerate(parent.recording.tape.guards)
+                    if (other.position, test_of(other)) == (guard.position, test_of(guard))
+                    and (other.position < stretch.start or n == branch)
+                ),
+                None,
+            )
+            if twin is None:
+                break
+            number = twin
         stretch = parent
-    tape = stretch.recording.tape
-    own_outcome = tape.guards[number].expected if number >= 0 else tape.ops[-1 - number].raised
-    if divergence.guard is None or divergence.guard.test.value in ("truth", "value", "length"):
-        if identical(own_outcome, outcome) and stretch.recording is not recording:
-            return stretch, stretch.recording
-    side = stretch.side(number, outcome)
-    if side is None or side.target is None:
-        return stretch, None
-    return stretch, side.target.recording
+    return stretch, number
 
 
-def _when(recording: Recording, number: int) -> tuple[int, int, int]:
-    """Return what orders guards, and ops that raise, by when they happen."""
-    if number >= 0:
-        return recording.tape.guards[number].position, 0, number
-    return -1 - number, 1, 0
+def _other_side(
+    owner: Stretch, number: int, outcome: Any, recording: Recording
+) -> Recording | None:
+    """Return the run that went on with another outcome of a guard; None if none is known."""
+    tape = owner.recording.tape
+    own = tape.guards[number].expected if number >= 0 else tape.ops[-1 - number].raised
+    is_identity = number >= 0 and tape.guards[number].test in (Test.SAME, Test.OTHER)
+    if owner.recording is not recording and not is_identity and identical(own, outcome):
+        return owner.recording
+    side = owner.side(number, outcome)
+    return None if side is None or side.target is None else side.target.recording
 
 
-def _is_before(number: int, guard: Any, divergence: Divergence) -> bool:
+def _is_before(number: int, guard: Guard, divergence: Divergence) -> bool:
     """Whether a guard was tested before a run was left."""
-    if divergence.number >= 0:
-        left = divergence.guard
-        assert left is not None
-        return bool((guard.position, number) < (left.position, divergence.number))
-    return bool(guard.position <= -1 - divergence.number)
+    start = divergence.stretch.start
+    when = max(guard.position, start)
+    left = divergence.guard
+    if left is None:
+        return when <= -1 - divergence.number
+    return (when, number) <= (max(left.position, start), divergence.number)
 
 
 def _random_states() -> list[Tensor]:

@@ -322,8 +322,8 @@ class LiveInserter:
         given = self._through(gate, shape, values, values, frame)
         if given is None:
             return args, kwargs
-        put = filled if gate.in_place else refilled
-        exchanged: tuple[tuple[Any, ...], dict[str, Any]] = put((args, kwargs), shape, given)
+        put, changed = given
+        exchanged: tuple[tuple[Any, ...], dict[str, Any]] = put((args, kwargs), shape, changed)
         return exchanged
 
     def _after(
@@ -359,7 +359,8 @@ class LiveInserter:
         given = self._through(gate, shape, values, handed, frame)
         if given is None:
             return output
-        return (filled if gate.in_place else refilled)(output, shape, given)
+        put, changed = given
+        return put(output, shape, changed)
 
     def _instead(
         self, spot: _Spot, number: int, args: tuple[Any, ...], kwargs: dict[str, Any],
@@ -372,18 +373,21 @@ class LiveInserter:
 
     def _through(
         self, gate: Any, shape: Any, values: list[Any], handed: list[Any], frame: FrameType
-    ) -> list[Any] | None:
+    ) -> tuple[Callable[..., Any], list[Any]] | None:
         """Put a gate on the tape; return the values with what it gave, None if nothing is new."""
         given = self._gate(gate, handed, frame)
-        numbers = gate.exchanged
-        if len(numbers) == 1:
+        numbers, put = gate.exchanged, refilled
+        if gate.tells_in_place:
+            *given, in_place = given
+            put = filled if self._stage.expect(in_place, frame) else refilled
+        elif len(numbers) == 1:
             given = (given,)
         changed = list(values)
         for number, value in zip(numbers, given, strict=True):
             changed[number] = value
         if all(new is old for new, old in zip(changed, values, strict=True)):
             return None
-        return changed
+        return put, changed
 
     def _see(self, spot: _Spot, output: Any) -> None:
         """Look at what a node gave, for those that are placed by it."""
@@ -459,14 +463,15 @@ class LiveInserter:
 
     def _state_slots(self, tensor: Tensor, scope: ModuleCall) -> tuple[Slot, ...]:
         """Return the slots at a parameter or buffer, as the code of a call uses it."""
-        names = self._state_names.get(id(tensor), ())
+        names = every = self._state_names.get(id(tensor), ())
         part = self._stage.state(tensor)
         if names:
             # Of several names, the one counts by which the running module knows it.
             own = (name for name in names if name.rpartition(".")[0] == scope.path)
             names = (next(own, names[0]),)
-        if part is not None:
-            names = (*names, dotted(str(part.label).removeprefix("self.")))
+        label = "" if part is None else dotted(str(part.label).removeprefix("self."))
+        if label and label not in every:
+            names = (*names, label)
         here = self._names.path(scope)
         return tuple(
             slot

@@ -64,7 +64,7 @@ def rehearse(
             "node paths, modules or selectors that do not look ahead"
         ) from error
     inserter = LiveInserter(Plan(()), registry, twin)
-    with _random_state_kept(), _shared_state_kept(model, twin):
+    with _random_state_kept(), _shared_state_kept(model, twin), _Unsaved(_same, _same):
         recording = record(twin, args, kwargs, Signature(twin), inserter=inserter)
     recording.result = None
     graph = candidate_graph(recording, twin, registry)
@@ -74,6 +74,14 @@ def rehearse(
             node.module = own.get(id(node.module), node.module)
             node.scope = own.get(id(node.scope), node.scope)
     return Rehearsal(graph, tree_of(recording, twin, registry), inserter.passes)
+
+
+# Whoever watches what autograd saves, such as a checkpoint around, is not to see the rehearsal.
+_Unsaved = torch.autograd.graph.saved_tensors_hooks
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 @contextmanager

@@ -244,7 +244,14 @@ def _want(where: Any, known: Known) -> Want:
 
 
 def _named(text: str, known: Known, said: Any) -> Want:
-    """Find what a string names: a node, a module, a parameter, or a node of the mirror."""
+    """Find what a string names: a parameter, a node, a module, or a node of the mirror.
+
+    What is a name of the state dict means the parameter wherever it is used; a node of a tree
+    means it where that node uses it.
+    """
+    model = known.model
+    if isinstance(said, str) and isinstance(model, nn.Module) and text in dict(_states(model)):
+        return Want(said, Place("state", State(text), shown=text))
     first: NodePathError | None = None
     seen = False
     for tree in known.trees():
@@ -258,12 +265,10 @@ def _named(text: str, known: Known, said: Any) -> Want:
         return Want(said, _place(tree.data, node), passes)
     if not seen:  # the first run is looked at before it does anything
         return Want(said)
-    model = known.model
     if isinstance(model, nn.Module):
-        if text and text in (modules := dict(model.named_modules(remove_duplicate=False))):
+        modules = dict(model.named_modules(remove_duplicate=False))
+        if text and text in modules:
             return Want(said, Place("node", OfModule(modules[text])))
-        if text in dict(_states(model)):
-            return Want(said, Place("state", State(text), shown=text))
     if (path := known.mirror_path(text)) and path != text:
         return _named(path, known, said)
     assert first is not None

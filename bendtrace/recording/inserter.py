@@ -28,6 +28,9 @@ class Stage(Protocol):
     def gate(self, function: Callable[..., Any], args: tuple[Any, ...], frame: FrameType) -> Any:
         """Put a call of `function` on the tape as one op, and return what it gives."""
 
+    def expect(self, truth: Any, frame: FrameType) -> bool:
+        """Return a truth that a gate has given, and have replays go on only while it holds."""
+
     def state(self, tensor: Tensor) -> Part | None:
         """Return the part that a tensor is, if it was there before the run."""
 

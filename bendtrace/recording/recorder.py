@@ -445,6 +445,15 @@ class Recorder(TorchFunctionMode):
                 self._observer.escaped(args)
         return self._as_one(op, function, args, {}, frame)
 
+    def expect(self, truth: Any, frame: FrameType) -> bool:
+        """Guard a truth that a gate has given (see `inserter.Stage`)."""
+        if type(truth) is bool:  # a plain one is guarded by now
+            return truth
+        self._writer.guard(
+            Test.TRUTH, self._values.scalar_ref(truth).index, bool(truth._value), "", frame
+        )
+        return bool(truth._value)
+
     def state(self, tensor: Tensor) -> Part | None:
         """Return the part that a tensor is (see `inserter.Stage`)."""
         part = self.surroundings.find(tensor)

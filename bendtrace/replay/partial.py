@@ -32,7 +32,8 @@ def write_rest(rest: Rest, analysis: Analysis, entry: Context) -> Stretch:
     kept = Recording(whole.tape, whole.surroundings, whole.root)
     kept.changes, kept.output_reads = rest.changes, whole.output_reads
     source = _RestWriter(kept, analysis, entry, rest).write()
-    return Stretch(kept, 0, code=Code(source, "run"), available=rest.available)
+    code = Code(source, "run")
+    return Stretch(kept, 0, code=code, available=rest.available, start=rest.start)
 
 
 def carry_out(

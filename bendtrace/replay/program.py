@@ -13,7 +13,7 @@ from bendtrace.recording.contexts import AutocastHold
 from bendtrace.recording.handlers import raised_by
 from bendtrace.recording.parts import Access, Part, identical
 from bendtrace.recording.recorder import Prefix, Recording
-from bendtrace.recording.tape import Guard, OpKind, Ref, Test, refs_in
+from bendtrace.recording.tape import Guard, Op, OpKind, Ref, Test, refs_in
 from bendtrace.replay.ambience import Ambience
 from bendtrace.replay.analysis import Analysis, counts
 from bendtrace.replay.check import Check, CheckWriter
@@ -80,6 +80,8 @@ class Stretch(Path):
     Attributes:
         code: the generated function.
         available: ops before it whose values are handed over when it is entered.
+        start: the first op that it carries out.
+        parent: the code that it branches off.
         sides: where runs go on whose guard (by number; -1 - i where op i raised, or did not
             although it had when recorded) had another outcome.
         failures: names of exceptions that its ops raised and the model has no handler for.
@@ -88,6 +90,8 @@ class Stretch(Path):
 
     code: Code = field(kw_only=True)
     available: frozenset[int] = frozenset()
+    start: int = 0
+    parent: Stretch | None = field(default=None, repr=False)
     # Read without a lock: the tuples are exchanged, not changed.
     sides: dict[int, tuple[Side, ...]] = field(default_factory=dict)
     failures: Counter[tuple[int, str]] = field(default_factory=Counter)
@@ -95,6 +99,13 @@ class Stretch(Path):
 
     def __post_init__(self) -> None:
         self.casts = any(op.context.autocast for op in self.recording.tape.ops)
+
+    def ops_until(self, position: int) -> list[Op]:
+        """Return the ops that were carried out before a position, as those who did so know them."""
+        if self.parent is None:
+            return self.recording.tape.ops[:position]
+        earlier = self.parent.ops_until(min(self.start, position))
+        return earlier + self.recording.tape.ops[self.start : position]
 
     def side(self, number: int, outcome: Any) -> Side | None:
         """Return what is known of an outcome of a guard."""
@@ -153,7 +164,8 @@ class Divergence:
     def position(self) -> int:
         """The first op that has not been carried out."""
         if self.guard is not None:
-            return self.guard.position
+            # A path that branched off may have to test something first that is older than it.
+            return max(self.guard.position, self.stretch.start)
         op = self.recording.tape.ops[-1 - self.number]
         # Arithmetic that raises leaves no op, a torch function that raises does.
         return op.index + (op.kind is OpKind.CALL)
@@ -166,7 +178,7 @@ class Divergence:
 
     def prefix(self) -> Prefix:
         """What a resumed run does not have to do again."""
-        ops = self.recording.tape.ops[: self.position]
+        ops = self.stretch.ops_until(self.position)
         computed: dict[int, Any] = {}
         errors: dict[int, Exception] = {}
         for op in ops:
@@ -388,7 +400,10 @@ class Program:
                 divergence.recording.tape, frozenset(available),
             )  # fmt: skip
             code = Code(source, "run")
-            side.target = Stretch(recording, hits, code=code, available=frozenset(available))
+            side.target = Stretch(
+                recording, hits, code=code, available=frozenset(available), start=position,
+                parent=parent,
+            )  # fmt: skip
 
     def forget(self, path: Path) -> None:
         """Drop a path that none branches off."""

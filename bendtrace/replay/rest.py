@@ -17,6 +17,7 @@ from bendtrace.recording.writes import works_in_place
 from bendtrace.replay.analysis import Analysis, GuardKind, is_read
 from bendtrace.replay.codegen import _HARMLESS as HARMLESS
 from bendtrace.replay.codegen import _existing_in as existing_in
+from bendtrace.replay.source import test_of
 
 __all__ = ["Cut", "Lack", "Rest", "argument_of"]
 
@@ -88,7 +89,7 @@ class Rest:
         is_checked: whether the conditions on arguments and state have been tested already.
         start: the first op that is not carried out yet.
         available: ops before it whose values are there.
-        passed: numbers of the guards that are known to hold.
+        passed: tests (see `test_of`) that were made before `start`.
 
     Attributes:
         needed: the ops to carry out, and the inputs and state among what they use.
@@ -111,7 +112,7 @@ class Rest:
         is_checked: bool = False,
         start: int = 0,
         available: frozenset[int] = frozenset(),
-        passed: frozenset[int] = frozenset(),
+        passed: frozenset[Any] = frozenset(),
     ) -> None:
         self.recording = recording
         self.start = start
@@ -373,7 +374,9 @@ class Rest:
 
     def _add_guards(self) -> None:
         for number, guard in enumerate(self.recording.tape.guards):
-            if number in self._passed or number in self.guards or not self._matters(guard):
+            if guard.position < self.start and test_of(guard) in self._passed:
+                continue
+            if number in self.guards or not self._matters(guard):
                 continue
             self.guards[number] = guard
             reader = self._ops[guard.index]

@@ -312,7 +312,8 @@ def _goes_the_other_way(recording: Recording, divergence: Divergence, guard: Gua
     before = zip(here.tape.guards[: divergence.number], guards, strict=False)
     if not all(_equal(mine, other) for mine, other in before):
         return False
-    if len(there.tape.ops) < guard.position:
+    done = divergence.stretch.ops_until(divergence.position)
+    if len(there.tape.ops) < len(done):
         return False
-    prefixes = zip(here.tape.ops[: guard.position], there.tape.ops, strict=False)
+    prefixes = zip(done, there.tape.ops, strict=False)
     return all(mine.does_the_same_as(other) for mine, other in prefixes)

@@ -69,7 +69,8 @@ class PatchContext(ContextDecorator):
         wanted = [(where, list(_listed(where, given))) for where, given in _items(patches)]
         _check(board, known, [where for where, _ in wanted])
         for where, given in wanted:
-            self._placed += [(where, patch) for patch in given]
+            place = _parameter(known, where)
+            self._placed += [(place, patch) for patch in given]
 
     @property
     def insertions(self) -> list[Any]:
@@ -127,6 +128,18 @@ def _listed(where: Any, given: Any) -> Iterator[Patch[Any]]:
                 + ("; write CustomPatch(custom_op=...)" if callable(patch) else "")
             )
         yield patch
+
+
+def _parameter(known: Any, where: Where) -> Where:
+    """Return the node that a path of a parameter names: here it means one call, not all uses."""
+    if isinstance(where, str):
+        for tree in known.trees():
+            try:
+                found = find(tree.data, where)
+            except NodePathError:
+                continue
+            return Node(tree, *found) if found[0].role == "state" else where
+    return where
 
 
 def _check(board: Placing, known: Known, places: list[Where]) -> None:
