@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
 from bendtrace._trace import OPTIONS, Trace, _name
 from bendtrace.errors import InputError
@@ -17,7 +19,7 @@ from bendtrace.graph.mirror import Graph
 from bendtrace.graph.names import node_names
 from bendtrace.interject.board import Board
 from bendtrace.interject.gates import running
-from bendtrace.interject.inserter import LiveInserter
+from bendtrace.interject.inserter import LiveInserter, Within, is_meant_within
 from bendtrace.interject.knowledge import Knowledge
 from bendtrace.interject.plan import Plan
 from bendtrace.interject.reading import read_and_changed
@@ -28,7 +30,7 @@ from bendtrace.paths.naming import Registry
 from bendtrace.recording.boundaries import opaque
 from bendtrace.recording.recorder import Prefix, Recording
 from bendtrace.recording.run import Signature, record, uninitialized_in
-from bendtrace.recording.serving import call_itself
+from bendtrace.recording.serving import call_itself, serving
 from bendtrace.recording.watcher import current_watcher
 from bendtrace.replay.ambience import Ambience
 from bendtrace.replay.explain import Mismatch, explain_check, explain_divergence
@@ -407,6 +409,31 @@ class ReplayingModule(StandIn):
         self.stats.live += bool(recording.tape.blockers)
         call.tree.grow(program, divergence, recording)
         return self._kept(recording, program)
+
+    @contextmanager
+    def _serving_parts(self) -> Iterator[None]:
+        """Within it, what is inserted is called also where a method calls a part of the model."""
+        model, plan = self._model, self._board.known_plan()
+        with ExitStack() as stack:
+            if plan is not None and isinstance(model, nn.Module):
+                for name, module in model.named_modules():
+                    within = Within(model, name, self._known.path_of(name))
+                    if name and is_meant_within(plan, module, within):
+                        part = functools.partial(self._call_part, module, within)
+                        stack.enter_context(serving(module, part))
+            yield
+
+    def _call_part(self, module: nn.Module, within: Within, *args: Any, **kwargs: Any) -> Any:
+        """Run a part of the model that is called by itself, live."""
+        plan = self._board.known_plan()
+        if plan is None or current_watcher() is not None:
+            return call_itself(module, args, kwargs)
+        inserter = LiveInserter(plan, self._registry, module, within)
+        with running(plan):
+            recording = record(module, args, kwargs, Signature(module), inserter=inserter)
+            plan.ran(recording)
+        self.stats.live += 1
+        return recording.result
 
     @contextmanager
     def _inserting(

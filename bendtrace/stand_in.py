@@ -6,7 +6,7 @@ import functools
 import inspect
 import types
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Self
 
 from torch import nn
@@ -109,12 +109,16 @@ class StandIn(nn.Module):
 
         @functools.wraps(method)
         def call(*args: Any, **kwargs: Any) -> Any:
-            with serving(model, self) if is_served else nullcontext():
+            with serving(model, self) if is_served else nullcontext(), self._serving_parts():
                 result = method(*args, **kwargs)
             object.__setattr__(self, "training", model.training)
             return self if result is model else result  # what `eval` and the like return
 
         return call
+
+    def _serving_parts(self) -> AbstractContextManager[object]:
+        """Within it, parts of the model may be answered for, too, that a method of it calls."""
+        return nullcontext()
 
     def __setattr__(self, name: str, value: Any) -> None:
         # What the model's forward reads has to reach the model.

@@ -1263,3 +1263,41 @@ def test_the_whole_of_what_args_take_is_refused() -> None:
     with bended.interject("more|sub_0", lambda v: v * 2):
         for _ in range(2):
             assert_same(bended(x, x, x), x + 2 * x + x)
+
+
+def test_methods_that_call_parts_of_the_model_themselves_come_by_what_is_inserted() -> None:
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.encoder = nn.Sequential(nn.Linear(3, 3), nn.Sequential(nn.Linear(3, 3), nn.ReLU()))
+            self.head = nn.Linear(3, 2)
+
+        def forward(self, x: Tensor) -> Any:
+            return self.head(self.encoder(x))
+
+        def generate(self, x: Tensor) -> Any:
+            memory = self.encoder(x)
+            return self.head(memory) + self(x)
+
+    model = Both()
+    hooked = copy.deepcopy(model)
+    hooked.encoder[1][0].register_forward_hook(lambda module, args, output: output * 2)
+    before = dict(vars(model.encoder))
+    for warm in (False, True):
+        bended = bt.BendedModule(copy.deepcopy(model))
+        x = torch.randn(4, 3)
+        if warm:
+            bended(x)
+        for where in (bended.model.encoder[1][0], "encoder.sub_1.sub_0"):
+            with bended.interject(where, lambda v: v * 2) as handle:
+                if not warm and isinstance(where, str):
+                    bended(x)  # a path is looked for in the first call
+                for _ in range(2):
+                    assert_same(bended.generate(x), hooked.generate(x))
+            assert handle.report().paths == ("encoder.sub_1.sub_0",)
+        with bended.interject("encoder.1.0.weight", lambda w: w * 0):
+            assert_same(bended.generate(x).shape, torch.Size([4, 2]))
+            zero = copy.deepcopy(model)
+            nn.init.zeros_(zero.encoder[1][0].weight)
+            assert_same(bended.generate(x).detach(), zero.generate(x).detach())
+    assert vars(model.encoder).keys() == before.keys()

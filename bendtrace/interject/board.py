@@ -210,6 +210,18 @@ class Board:
             insertion.is_checked = insertion.is_checked or self._is_met(insertion, rehearsal.graph)
         return self._made(insertions, rehearsal)
 
+    def known_plan(self) -> Plan | None:
+        """Return the insertions as far as it is known where they are; None if there are none."""
+        known = [
+            (insertion, want.place)
+            for insertion in self._insertions
+            for want in insertion.wants
+            if want.place is not None
+        ]
+        if not known:
+            return None
+        return Plan([Entry(insertion, insertion.what, place) for insertion, place in known])
+
     def notes_on(self, insertion: Insertion) -> tuple[str, ...]:
         """Say why an insertion was not called."""
         if not insertion.runs:

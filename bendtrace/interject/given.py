@@ -420,6 +420,7 @@ class _Run:
         values = dict(slots)
         random = [] if prepared.rest.is_straight else _random_states()
         passed: frozenset[Any] = frozenset()
+        seen: set[tuple[int, int]] = set()
         while True:
             stretch, rest = prepared.stretch, prepared.rest
             assert stretch is not None
@@ -438,7 +439,8 @@ class _Run:
             owner, number = _owner(candidate.program, prepared.recording, result.number)
             known = _other_side(owner, number, result.outcome, prepared.recording)
             following = None
-            if known is not None:
+            if known is not None and (id(known), position) not in seen:
+                seen.add((id(known), position))
                 other = _Candidate(candidate.program, known, candidate.arguments, candidate.missing)
                 following = self._following(other, position, done, passed)
             if following is None:

@@ -6,7 +6,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -39,7 +39,7 @@ from bendtrace.recording.inserter import Stage
 from bendtrace.recording.places import user_place
 from bendtrace.recording.tape import ModuleCall
 
-__all__ = ["LiveInserter"]
+__all__ = ["LiveInserter", "Within", "is_meant_within"]
 
 Run = Callable[..., Any]
 
@@ -47,6 +47,42 @@ Run = Callable[..., Any]
 _UNNAMED = frozenset(
     {*CONTEXT, *METADATA, *SHAPES, *ESCAPES, *SETTERS, Tensor.tolist, Tensor.__setitem__}
 )
+
+
+class Within(NamedTuple):
+    """Where in a model a part of it is that is run by itself.
+
+    Attributes:
+        model: the model.
+        name: qualified name of the part.
+        path: its node path.
+    """
+
+    model: Callable[..., Any]
+    name: str
+    path: str
+
+
+def is_meant_within(plan: Plan, module: nn.Module, within: Within) -> bool:
+    """Whether something of a plan is, or may be, in the calls of a part of a model."""
+    for slot in plan.slots:
+        matcher = slot.place.matcher
+        if slot.place.role == "state":
+            if matcher.name.startswith(f"{within.name}."):
+                return True
+            continue
+        paths = getattr(matcher, "paths", (getattr(matcher, "path", None),))
+        if getattr(matcher, "is_broad", False) or any(
+            path is not None and f"{path}.".startswith(f"{within.path}.") for path in paths
+        ):
+            return True
+        for name, inner in module.named_modules(prefix=within.name):
+            path = ".".join(map(identifier, name.split(".")))
+            base = path.rpartition(".")[2]
+            scope = name.rpartition(".")[0]
+            if matcher.matches(Candidate(path, base, inner, name, None, None, scope)):
+                return True
+    return False
 
 
 class _Spot:
@@ -76,12 +112,20 @@ class LiveInserter:
         plan: the insertions.
         registry: gives the names of nodes, as in all trees of the model.
         function: what is run.
+        within: where that is, if it is a part of the model.
 
     Attributes:
         plan: as given.
     """
 
-    def __init__(self, plan: Plan, registry: Registry, function: Callable[..., Any]) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        registry: Registry,
+        function: Callable[..., Any],
+        within: Within | None = None,
+    ) -> None:
+        self._within = within
         self.plan = plan
         self._registry = registry
         self._function = function
@@ -89,7 +133,8 @@ class LiveInserter:
         self._recomputed = 0  # how many checkpointed blocks the run is in
         self._states = plan.states()
         self._exchanged: dict[tuple[tuple[Slot, ...], Context], Tensor] = {}
-        self._state_names = _state_names(function) if self._states else {}
+        model = function if within is None else within.model
+        self._state_names = _state_names(model) if self._states else {}
         self._has_output_slots = any(
             slot.place.matcher.needs_output for slot in plan.slots if slot.place.role == "node"
         )
@@ -104,7 +149,8 @@ class LiveInserter:
     def begins(self, stage: Stage) -> None:
         """Get ready for a run (see `recording.inserter.Inserter`)."""
         self._stage = stage
-        self._names = LiveNames(self._registry, self._function, stage.scope)
+        prefix = "" if self._within is None else self._within.path
+        self._names = LiveNames(self._registry, self._function, stage.scope, prefix)
         self._entry = current_context()
 
     def starts(
@@ -173,7 +219,9 @@ class LiveInserter:
             return run(function, args, kwargs, frame)
         spot = self._spots.get(path)
         if spot is None:
-            candidate = Candidate(path, base, None, "", function, scope.module, scope.path, site)
+            candidate = Candidate(
+                path, base, None, "", function, scope.module, self._qualified(scope), site
+            )
             candidate.uses_parameter = any(
                 isinstance(tensor, nn.Parameter) for tensor in _tensors_in(given)
             )
@@ -248,6 +296,13 @@ class LiveInserter:
         )  # fmt: skip
         return [slot for role in ("node", "input") for slot in self.plan.slots_at(role, node)]
 
+    def _qualified(self, scope: ModuleCall | None) -> str:
+        """Return the qualified name of the module of a call, in the whole model."""
+        path = "" if scope is None else scope.path
+        if self._within is None or path.startswith("<"):
+            return path
+        return f"{self._within.name}.{path}" if path else self._within.name
+
     def inside(self, module: nn.Module, path: str) -> None:
         """Refuse what is inserted where no gate can be (see `recording.inserter.Inserter`)."""
         slots = self._slots_at(module, path)
@@ -289,8 +344,8 @@ class LiveInserter:
     def _spot(self, path: str, base: str, scope: ModuleCall) -> _Spot:
         outer = scope.parent
         candidate = Candidate(
-            path, base, scope.module, scope.path, None,
-            None if outer is None else outer.module, "" if outer is None else outer.path,
+            path, base, scope.module, self._qualified(scope), None,
+            None if outer is None else outer.module, self._qualified(outer),
             scope.site,
         )  # fmt: skip
         spot = self._spots[path] = _Spot(candidate, self.plan)
@@ -467,7 +522,8 @@ class LiveInserter:
         part = self._stage.state(tensor)
         if names:
             # Of several names, the one counts by which the running module knows it.
-            own = (name for name in names if name.rpartition(".")[0] == scope.path)
+            here = self._qualified(scope)
+            own = (name for name in names if name.rpartition(".")[0] == here)
             names = (next(own, names[0]),)
         label = "" if part is None else dotted(str(part.label).removeprefix("self."))
         if label and label not in every:

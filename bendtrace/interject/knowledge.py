@@ -102,6 +102,14 @@ class Knowledge:
             )  # fmt: skip
         return found
 
+    def path_of(self, name: str) -> str:
+        """Return the node path of a module, where it is called first, by its qualified name."""
+        for tree in self.trees():
+            for node in tree.data.walk():
+                if node.role == "call" and node.module == name:
+                    return node.path
+        return ".".join(map(identifier, name.split(".")))
+
     def mirror_path(self, name: str) -> str:
         """Return the path of the node of a mirror that has a name; "" if none has."""
         for recording in self._runs():

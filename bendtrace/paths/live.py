@@ -26,15 +26,23 @@ class LiveNames:
         registry: gives the names, shared with the trees of other runs.
         function: what is run.
         root: the scope around the run.
+        prefix: path of what is run, where that is a part of a model.
     """
 
-    def __init__(self, registry: Registry, function: Callable[..., Any], root: ModuleCall) -> None:
+    def __init__(
+        self,
+        registry: Registry,
+        function: Callable[..., Any],
+        root: ModuleCall,
+        prefix: str = "",
+    ) -> None:
         self._registry = registry
         self._function = function
         self._root = root
         self._holders = Holders(function if isinstance(function, nn.Module) else None)
         # By identity; all of these are kept by the tape.
-        self._paths: dict[int, str] = {id(root): ""}
+        self._prefix = prefix
+        self._paths: dict[int, str] = {id(root): prefix}
         self._parameters: dict[int, list[tuple[str, Any]]] = {}
         self._numbers: dict[int, tuple[Site, int]] = {}
         self._named: dict[tuple[str, int, Any], str] = {}
@@ -47,7 +55,7 @@ class LiveNames:
         """Name a call of a module, and what it is given."""
         outer = scope.parent
         if outer is None or (outer is self._root and isinstance(self._function, nn.Module)):
-            path = ""
+            path = self._prefix
         else:
             path = self._below(self._paths[id(outer)], scope)
         self._paths[id(scope)] = path
