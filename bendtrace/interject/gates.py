@@ -41,6 +41,7 @@ class _Local(threading.local):
     def __init__(self) -> None:
         self.through: dict[tuple[str, int], Through] = {}
         self.error: Exception | None = None
+        self.models_own: Exception | None = None  # raised by the node itself, inside of a gate
         self.kept: dict[Any, Any] = {}
 
 
@@ -62,6 +63,7 @@ def running(plan: Plan) -> Iterator[None]:
             raise _local.error
     finally:
         _local.plan, _local.through, _local.error, _local.kept = before
+        _local.models_own = None
 
 
 def noted(error: Exception) -> Exception:
@@ -134,7 +136,8 @@ class Gate:
         try:
             given = self._through(values)
         except Exception as error:
-            noted(error)
+            if error is not _local.models_own:
+                noted(error)
             for entry in self._entries():
                 entry.insertion.failed()
             raise
@@ -386,11 +389,20 @@ class InsteadGate(Gate):
     def _through(self, values: tuple[Any, ...]) -> Any:
         """Return what the outermost insertion gives."""
         args, kwargs = assemble(self.shape, list(values))
-        call: Callable[..., Any] = self.at.module or self.at.function  # type: ignore[assignment]
+        call: Callable[..., Any] = self._node
         for entry in self._entries():
             if entry.instead:
                 call = self._around(entry, call)
         return call(*args, **kwargs)
+
+    def _node(self, *args: Any, **kwargs: Any) -> Any:
+        """Call what stands there."""
+        called: Any = self.at.module or self.at.function
+        try:
+            return called(*args, **kwargs)
+        except Exception as error:
+            _local.models_own = error  # for which the model may have a handler
+            raise
 
     def _around(self, entry: Entry, call: Callable[..., Any]) -> Callable[..., Any]:
         def instead(*args: Any, **kwargs: Any) -> Any:

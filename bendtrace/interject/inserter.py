@@ -49,6 +49,10 @@ _UNNAMED = frozenset(
 )
 
 
+# What is given to these has to be the very tensors of the graph.
+_GOING_BACK = frozenset({torch.autograd.grad, torch.autograd.backward, Tensor.backward})
+
+
 class Within(NamedTuple):
     """Where in a model a part of it is that is run by itself.
 
@@ -96,9 +100,10 @@ class _Spot:
         self.seen = False  # whether what it gives is known
         self.slots = plan.slots_at("node", candidate)
         self.inputs = plan.slots_at("input", candidate) if candidate.function is None else ()
-        self.before = _with(self.slots, "before", "backward")
+        told = () if candidate.function in _GOING_BACK else ("backward",)
+        self.before = _with(self.slots, "before", *told)
         self.instead = _with(self.slots, "instead")
-        self.after = _with(self.slots, "after", "backward")
+        self.after = _with(self.slots, "after", *told)
 
 
 def _with(slots: tuple[Slot, ...], *forms: str) -> tuple[Slot, ...]:
@@ -614,7 +619,13 @@ def _written(spot: _Spot, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tens
     elif not _works_in_place(node.function, args, kwargs):
         return None
     given = args[0] if args else kwargs.get("input")
-    return given if isinstance(given, Tensor) else None
+    if not isinstance(given, Tensor):
+        return None
+    with torch._C.DisableTorchFunction():
+        base = given if given._base is None else given._base
+        if torch.is_grad_enabled() and base.is_leaf and base.requires_grad:
+            return None  # which torch refuses, and so it shall
+    return given
 
 
 def _works_in_place(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -170,16 +170,19 @@ def refilled(value: Any, shape: Any, values: list[Any]) -> Any:
     items = [
         refilled(held[key], item, values) for key, item in zip(shape.keys, shape.items, strict=True)
     ]
+    same = all(new is held[key] for key, new in zip(shape.keys, items, strict=True))
     if shape.kind in (tuple, list):
-        return shape.kind(items)
+        return value if same else shape.kind(items)
     named = dict(zip(shape.keys, items, strict=True))
     if shape.kind is dict:
-        return named
+        return value if same else named
     own = attributes_of(value)
     attributes = {
         name: refilled(own[name], item, values)
         for name, item in zip(shape.names, shape.attributes, strict=True)
     }
+    if same and all(attributes[name] is own[name] for name in shape.names):
+        return value  # somebody else may hold it
     attributes.update((name, named[name]) for name in shape.mirrored)
     return _built(shape, named, items, attributes)
 

@@ -1,0 +1,279 @@
+"""The examples of TackleBox's README, in its order, with only the import line changed.
+
+`activate_all_hook` is written so there once; it is the same as `activate_all_hooks`. Two things
+are otherwise than they were: a hook that was active before a context stays active after it, and a
+module's `name` is there only while a hook runs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from bendtrace import HookFunction, HookHandle, HookManager
+
+
+def my_forward_hook(module: Any, inputs: Any, outputs: Any) -> Any:
+    print("Finished forward pass for module %s" % module.name)  # noqa: UP031
+    return outputs
+
+
+def my_forward_pre_hook(module: Any, inputs: Any) -> Any:
+    print("Beginning forward pass for module %s" % module.name)  # noqa: UP031
+    return inputs
+
+
+def my_backward_hook(module: Any, grad_in: Any, grad_out: Any) -> Any:
+    print("Finished backward pass for module %s" % module.name)  # noqa: UP031
+
+
+class Pair(nn.Module):
+    """Two modules of equal `repr`, and a third."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.my_module = nn.Linear(3, 3)
+        self.other_module = nn.Linear(3, 3)
+        self.third = nn.ReLU(inplace=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.third(self.other_module(self.my_module(x)))
+
+
+@pytest.fixture
+def model() -> Pair:
+    torch.manual_seed(0)
+    return Pair()
+
+
+@pytest.fixture
+def hookmngr() -> HookManager:
+    return HookManager()
+
+
+def said(model: nn.Module, capsys: pytest.CaptureFixture[str]) -> list[str]:
+    """Run forward and backward and return what was printed."""
+    capsys.readouterr()
+    model(torch.ones(2, 3, requires_grad=True)).sum().backward()
+    return capsys.readouterr().out.splitlines()
+
+
+BEFORE, AFTER, BACK = (
+    f"{start} pass for module "
+    for start in ("Beginning forward", "Finished forward", "Finished backward")
+)
+
+
+def test_registering_hooks(
+    model: Pair, hookmngr: HookManager, capsys: pytest.CaptureFixture[str]
+) -> None:
+    my_module, other_module = model.my_module, model.other_module
+    more_named_modules = {"third": model.third}
+
+    # register a forward hook on my_module, other_module, etc.
+    hookmngr.register_forward_hook(my_forward_hook,
+                                   my_module_name=my_module,
+                                   other_module_name=other_module,
+                                   **more_named_modules)  # fmt: skip
+
+    # register a forward pre-hook on my_module, other_module, etc.
+    hookmngr.register_forward_pre_hook(my_forward_pre_hook,
+                                       my_module_name=my_module,
+                                       other_module_name=other_module,
+                                       **more_named_modules)  # fmt: skip
+
+    # register a backward hook on my_module, other_module, etc.
+    hookmngr.register_backward_hook(my_backward_hook,
+                                    my_module_name=my_module,
+                                    other_module_name=other_module,
+                                    **more_named_modules)  # fmt: skip
+
+    names = ["my_module_name", "other_module_name", "third"]
+    forward = [line for name in names for line in (BEFORE + name, AFTER + name)]
+    assert said(model, capsys) == forward + [BACK + name for name in reversed(names)]
+    assert not hasattr(my_module, "name")
+
+
+def test_what_hooks_are_given(model: Pair, hookmngr: HookManager) -> None:
+    seen: dict[str, Any] = {}
+
+    def forward(module: Any, inputs: Any, outputs: Any) -> None:
+        seen.update(inputs=inputs, outputs=outputs)
+
+    def backward(module: Any, grad_in: Any, grad_out: Any) -> None:
+        seen.update(grad_in=grad_in, grad_out=grad_out)
+
+    hookmngr.register_forward_hook(forward, my_module=model.my_module)
+    hookmngr.register_backward_hook(backward, my_module=model.my_module)
+    x = torch.ones(2, 3, requires_grad=True)
+    model(x).sum().backward()
+    assert [type(value) for value in seen.values()] == [tuple] * 4
+    assert len(seen["grad_in"]) == len(seen["inputs"]) == 1
+    assert len(seen["grad_out"]) == len(seen["outputs"]) == 1
+    assert torch.equal(seen["inputs"][0], x)
+    assert x.grad is not None
+    assert torch.equal(seen["grad_in"][0], x.grad)
+
+
+def test_new_inputs_and_outputs_are_used(model: Pair, hookmngr: HookManager) -> None:
+    def zero(module: Any, inputs: Any) -> Any:
+        return tuple(value * 0 for value in inputs)
+
+    def seven(module: Any, inputs: Any, outputs: Any) -> Any:
+        assert not inputs[0].any()
+        return tuple(value * 0 + 7 for value in outputs)
+
+    hookmngr.register_forward_pre_hook(zero, my_module=model.my_module)
+    hookmngr.register_forward_hook(seven, my_module=model.my_module)
+    out = model(torch.ones(2, 3))
+    assert torch.equal(out, model.third(model.other_module(torch.full((2, 3), 7.0))))
+
+
+def test_activating_hooks(
+    model: Pair, hookmngr: HookManager, capsys: pytest.CaptureFixture[str]
+) -> None:
+    my_module, other_module = model.my_module, model.other_module
+    more_modules = [model.third]
+    hookmngr.register_forward_hook(my_forward_hook, my_module_name=my_module,
+                                   activate=False)  # fmt: skip
+    assert said(model, capsys) == []
+    modules = dict(my_module_name=my_module, other=other_module, third=model.third)
+    hookmngr.register_forward_hook(my_forward_hook, **modules, activate=False)
+    hookmngr.register_backward_hook(my_backward_hook, **modules, activate=False)
+    forward = [AFTER + name for name in modules]
+    backward = [BACK + name for name in reversed(modules)]
+    assert said(model, capsys) == []
+
+    # activate/deactivate all hooks
+    hookmngr.activate_all_hooks()
+    assert said(model, capsys) == forward + backward
+    hookmngr.deactivate_all_hooks()
+    assert said(model, capsys) == []
+
+    # filter by module:
+    # activate/deactivate all hooks registered to my_module, other_module, etc.
+    hookmngr.activate_module_hooks(my_module, other_module, *more_modules)
+    assert said(model, capsys) == forward + backward
+    hookmngr.deactivate_module_hooks(my_module, other_module, *more_modules)
+    assert said(model, capsys) == []
+
+    # filter by function:
+    # activate/deactivate my_forward_hook on all modules it's been registered with
+    hookmngr.activate_all_hook(hook_types=[my_forward_hook])
+    assert said(model, capsys) == forward
+    hookmngr.deactivate_all_hooks(hook_types=[my_forward_hook])
+    assert said(model, capsys) == []
+
+    # filter by hook category
+    # activate/deactivate all forward hooks that have been registered
+    hookmngr.activate_all_hooks(category="forward_hook")
+    assert said(model, capsys) == forward
+    hookmngr.deactivate_all_hooks(category="forward_hook")
+    assert said(model, capsys) == []
+
+    # module, hook function and category in the same call
+    hookmngr.activate_module_hooks(
+        my_module, hook_types=[my_backward_hook], category="backward_hook"
+    )
+    assert said(model, capsys) == [BACK + "my_module_name"]
+    hookmngr.deactivate_module_hooks(other_module, category="all")
+    assert said(model, capsys) == [BACK + "my_module_name"]
+
+
+def test_hook_activation_with_python_contexts(
+    model: Pair, hookmngr: HookManager, capsys: pytest.CaptureFixture[str]
+) -> None:
+    my_module, other_module = model.my_module, model.other_module
+    more_modules: list[nn.Module] = []
+    modules = dict(my_module=my_module, other=other_module, third=model.third)
+    hookmngr.register_forward_hook(my_forward_hook, **modules, activate=False)
+    hookmngr.register_backward_hook(my_backward_hook, **modules, activate=False)
+
+    with hookmngr.hook_all_context():
+        # all hooks active
+        assert len(said(model, capsys)) == 6
+    # all hooks inactive
+    assert said(model, capsys) == []
+
+    with hookmngr.hook_module_context(my_module, other_module, *more_modules):
+        # hooks on my_module, other_module, etc. are active
+        assert [AFTER + "third" in said(model, capsys), len(said(model, capsys))] == [False, 4]
+    # hooks on my_module, other_module, etc. are inactive
+    assert said(model, capsys) == []
+
+    with hookmngr.hook_all_context(hook_types=[my_backward_hook], category="backward_hook"):
+        assert said(model, capsys) == [BACK + name for name in reversed(modules)]
+
+
+def test_hook_function_and_hook_handle_objects(
+    model: Pair, hookmngr: HookManager, capsys: pytest.CaptureFixture[str]
+) -> None:
+    my_module = model.my_module
+    hook_function = hookmngr.register_forward_hook(my_forward_hook, my_module=my_module)
+    assert isinstance(hook_function, HookFunction)
+    assert hook_function.function is my_forward_hook
+
+    # access the HookHandle obtained from registering hook_function on my_module
+    hook_handle = hook_function.module_to_handle[my_module]
+    assert isinstance(hook_handle, HookHandle)
+
+    assert hook_handle.module is my_module
+    assert hook_handle.hook_fn is hook_function
+
+    # activate/deactivate hook_function for my_module
+    hook_handle.activate()
+    assert said(model, capsys) == [AFTER + "my_module"]
+    hook_handle.deactivate()
+    assert said(model, capsys) == []
+
+
+def test_looking_up_registered_hooks(model: Pair, hookmngr: HookManager) -> None:
+    my_module = model.my_module
+    hookmngr.register_forward_hook(my_forward_hook, my_module_name=my_module)
+    assert hookmngr.name_to_module["my_module_name"] is my_module
+    automatic = hookmngr.name_to_hookfn[repr(my_forward_hook)]
+    assert automatic.function is my_forward_hook
+
+    hookmngr.register_forward_hook(my_forward_hook, hook_fn_name="my_forward_hook")
+    assert hookmngr.name_to_hookfn["my_forward_hook"] is automatic
+    assert list(hookmngr.name_to_hookhandle) == ["my_forward_hook[my_module_name]"]
+
+    hookmngr.remove_module(my_module)
+    hookmngr.register_forward_hook(my_forward_hook, my_module=my_module)
+
+    # access the HookHandle obtained from registering my_forward_hook on my_module
+    handle = hookmngr.name_to_hookhandle["my_forward_hook[my_module]"]
+    assert (handle.module, handle.hook_fn.function) == (my_module, my_forward_hook)
+
+
+def test_removing_hooks(
+    model: Pair, hookmngr: HookManager, capsys: pytest.CaptureFixture[str]
+) -> None:
+    modules = dict(my_module=model.my_module, other=model.other_module)
+
+    def register() -> None:
+        name = "my_forward_hook"
+        hookmngr.register_forward_hook(my_forward_hook, hook_fn_name=name, **modules)
+        hookmngr.register_forward_pre_hook(my_forward_pre_hook, **modules)
+
+    def left() -> list[str]:
+        hookmngr.activate_all_hooks()
+        return said(model, capsys)
+
+    register()
+    hookmngr.remove_hook_function(my_forward_hook)
+    assert left() == [BEFORE + "my_module", BEFORE + "other"]
+    assert my_forward_hook.__name__ not in hookmngr.name_to_hookfn
+
+    register()
+    hookmngr.remove_module_by_name("my_module")
+    assert left() == [BEFORE + "other", AFTER + "other"]
+    assert list(hookmngr.name_to_module) == ["other"]
+
+    register()
+    hookmngr.remove_hook_by_name("my_forward_hook[my_module]")
+    assert left() == [BEFORE + "my_module", BEFORE + "other", AFTER + "other"]
+    assert "my_forward_hook[my_module]" not in hookmngr.name_to_hookhandle

@@ -1,0 +1,289 @@
+"""The examples of TorchWatcher's document, as they stand there but for the import.
+
+Its headings on how to insert have no examples of their own; those of its package's README are used.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import bendtrace as bt
+from bendtrace import (
+    ForwardInterjection,
+    WrappedForwardBackwardInterjection,
+    WrappedForwardInterjection,
+    interject_by_match,
+    interject_by_module_class,
+    interject_by_module_class_native,
+    interject_by_name,
+    node_selector,
+    replace_module,
+    replace_module_native,
+)
+from tests.promise import bits, state
+
+
+class MyForwardInterjection(ForwardInterjection):
+    def process(self, name: str, module: nn.Module | None, inputs):
+        print(name, inputs.shape)
+
+
+class MyWrappedFwd(WrappedForwardInterjection):
+    def process(self, name, module, inputs, outputs):
+        print(name)
+
+
+class MyWrappedFwdBwd(WrappedForwardBackwardInterjection):
+    def process(self, name, module, inputs, outputs):
+        print(name)
+
+    def process_backward(self, name, module, grad_input, grad_output):
+        print(name)
+
+
+class Chain(nn.Module):
+    """The compute graph of the document."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        node_1 = torch.sin(x)
+        node_2 = torch.relu(node_1)
+        node_3 = node_2.exp()
+        return node_3
+
+
+def printed(capsys: pytest.CaptureFixture[str], call: Any) -> list[str]:
+    capsys.readouterr()
+    call()
+    return capsys.readouterr().out.splitlines()
+
+
+def test_a_forward_interjection_is_inserted_after_a_node(capsys: Any) -> None:
+    my_interjection = MyForwardInterjection()
+    watched = interject_by_name(Chain(), "relu", my_interjection)
+    for _ in range(2):
+        shown = printed(capsys, lambda: watched(torch.ones(2, 3)))
+        assert shown == ["relu torch.Size([2, 3])"]
+
+
+def test_what_it_returns_is_passed_along() -> None:
+    class Halved(ForwardInterjection):
+        def process(self, name: str, module: nn.Module | None, inputs):
+            return inputs / 2
+
+    x = torch.linspace(0, 1, 3)
+    watched = interject_by_name(Chain(), "relu", Halved())
+    for _ in range(2):
+        assert torch.equal(watched(x), (x.sin().relu() / 2).exp())
+
+
+def test_a_wrapped_interjection_sees_input_and_output(capsys: Any) -> None:
+    my_interjection = MyWrappedFwd()
+    watched = interject_by_name(Chain(), "relu", my_interjection)
+    for _ in range(2):
+        assert printed(capsys, lambda: watched(torch.ones(2))) == ["relu"]
+
+    class Difference(WrappedForwardInterjection):
+        def process(self, name, module, inputs, outputs):
+            return outputs - inputs
+
+    x = torch.linspace(-1, 1, 3)
+    watched = interject_by_name(Chain(), "relu", Difference())
+    for _ in range(2):
+        assert torch.equal(watched(x), (x.sin().relu() - x.sin()).exp())
+
+
+def test_gradients_of_a_functional_call_are_captured(capsys: Any) -> None:
+    my_interjection = MyWrappedFwdBwd()
+    watched = interject_by_name(Chain(), "relu", my_interjection)
+    for _ in range(2):
+        x = torch.ones(2, requires_grad=True)
+        assert printed(capsys, lambda: watched(x).sum().backward()) == ["relu", "relu"]  # noqa: B023
+
+
+class ResNet(nn.Module):
+    """A network with modules, functions and in-place activations."""
+
+    class Block(nn.Module):
+        def __init__(self, width: int) -> None:
+            super().__init__()
+            self.conv1 = nn.Conv2d(width, width, 3, padding=1)
+            self.bn1 = nn.BatchNorm2d(width)
+            self.conv2 = nn.Conv2d(width, width, 3, padding=1)
+            self.bn2 = nn.BatchNorm2d(width)
+            self.relu = nn.ReLU(inplace=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            identity = x
+            out = self.relu(self.bn1(self.conv1(x)))
+            out = self.bn2(self.conv2(out))
+            out += identity
+            return self.relu(out)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(3, 4, 3)
+        self.layer1 = nn.Sequential(self.Block(4), self.Block(4))
+        self.fc = nn.Linear(4, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.conv1(x))
+        x = self.layer1(x)
+        x = torch.relu(F.adaptive_avg_pool2d(x, 1).flatten(1))
+        return self.fc(x)
+
+
+RELUS = [
+    "relu", "layer1.sub_0.relu", "layer1.sub_0.relu_1", "layer1.sub_1.relu", "layer1.sub_1.relu_1",
+    "relu_1",
+]  # fmt: skip
+
+
+def resnet() -> ResNet:
+    torch.manual_seed(0)
+    return ResNet()
+
+
+class Names(WrappedForwardBackwardInterjection):
+    def __init__(self) -> None:
+        super().__init__()
+        self.reset()
+
+    def reset(self) -> None:
+        self.names: list[str] = []
+        self.backward_names: list[str] = []
+        self.shapes: dict[str, Any] = {}
+
+    def process(self, name, module, inputs, outputs):
+        self.names.append(name)
+        self.shapes[name] = inputs.shape, outputs.shape
+
+    def process_backward(self, name, module, grad_input, grad_output):
+        self.backward_names.append(name)
+        assert (grad_input.shape, grad_output.shape) == self.shapes[name]
+
+
+def test_inserting_by_matching_a_module_class() -> None:
+    model, names = resnet(), Names()
+    watched_model = interject_by_module_class(model, nn.Conv2d, names)
+    convs = [
+        "conv1", "layer1.sub_0.conv1", "layer1.sub_0.conv2", "layer1.sub_1.conv1",
+        "layer1.sub_1.conv2",
+    ]  # fmt: skip
+    for _ in range(2):
+        names.reset()
+        r = watched_model(torch.zeros(1, 3, 8, 8, requires_grad=True))
+        loss = F.cross_entropy(r, torch.tensor([0], dtype=torch.long))
+        loss.backward()
+        assert names.names == convs
+        assert names.backward_names == convs[::-1]
+
+
+def test_inserting_by_name() -> None:
+    names = Names()
+    watched_model = interject_by_name(resnet(), "layer1.0.conv1", names)
+    for _ in range(2):
+        watched_model(torch.zeros(1, 3, 8, 8))
+    assert names.names == ["layer1.sub_0.conv1"] * 2
+
+
+def test_inserting_using_the_node_selector_api() -> None:
+    names = Names()
+    watched_model = interject_by_match(resnet(), node_selector.Activations.is_relu, names)
+    for _ in range(2):
+        names.reset()
+        watched_model(torch.randn(2, 3, 8, 8)).sum().backward()
+        assert names.names == RELUS
+        assert names.backward_names == RELUS[::-1]
+
+
+def test_tracing_and_setting_custom_leaf_modules() -> None:
+    names = Names()
+    watched_model = interject_by_match(
+        resnet(),
+        node_selector.Activations.is_relu | node_selector.matches_module_class(ResNet.Block),
+        names,
+        tracer_kwargs={"leaf_modules": [ResNet.Block]},
+    )
+    watched_model(torch.randn(2, 3, 8, 8))
+    assert names.names == ["relu", "layer1.sub_0", "layer1.sub_1", "relu_1"]
+
+
+def test_an_interjected_model_is_the_model() -> None:
+    model, plain = resnet(), resnet()
+    before = state(model)
+    watched = interject_by_match(model, node_selector.Activations.is_relu, Names())
+    assert isinstance(watched, nn.Module)
+    assert state(model) == before
+    assert list(watched.state_dict()) == list(plain.state_dict())
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (watched, plain)]
+    for step in range(6):
+        for m in (watched, plain):
+            m.train(step % 3 != 0)
+        x = torch.randn(4, 3, 8, 8)
+        losses = [F.cross_entropy(m(x), torch.tensor([0, 1, 2, 3])) for m in (watched, plain)]
+        for optimizer, loss in zip(optimizers, losses, strict=True):
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        assert bits(losses[0].detach()) == bits(losses[1].detach())
+        assert state(model) == state(plain)
+    assert isinstance(watched, bt.BendedModule)
+    assert watched.stats.replays == 4
+
+
+def test_native_interjections() -> None:
+    model, names = resnet(), Names()
+    watched = interject_by_module_class_native(model, ResNet.Block, names)
+    watched(torch.randn(2, 3, 8, 8)).sum().backward()
+    assert names.names == ["layer1.0", "layer1.1"]
+    assert names.backward_names == ["layer1.1", "layer1.0"]
+    assert not any(module._forward_hooks for module in model.modules())
+
+
+def test_rewriting_the_graph() -> None:
+    model = resnet()
+    before = repr(model)
+    make = functools.partial(nn.LeakyReLU, 0.1)
+    for rewritten in (
+        replace_module(model, node_selector.is_module & nn.ReLU, lambda relu: make()),
+        replace_module_native(model, nn.ReLU, lambda relu: make()),
+    ):
+        assert sum(isinstance(module, nn.LeakyReLU) for module in rewritten.modules()) == 2
+        assert not any(isinstance(module, nn.ReLU) for module in rewritten.modules())
+        assert repr(model) == before
+        assert rewritten(torch.randn(2, 3, 8, 8)).shape == (2, 5)
+
+
+class GradientIdentity(nn.Identity):
+    def forward(self, x: Tensor) -> Tensor:
+        if not x.requires_grad:
+            x.requires_grad = True
+        return x
+
+
+def test_recording_input_gradients() -> None:
+    """The example of the package that records what the network's input would have to be."""
+
+    class GradTracker(WrappedForwardBackwardInterjection):
+        def process_backward(self, name, module, grad_input, grad_output):
+            self.name, self.grad = name, grad_output.detach()
+
+    model, gt = resnet().eval(), GradTracker()
+    model2 = interject_by_match(
+        nn.Sequential(GradientIdentity(), model),
+        node_selector.matches_module_class(GradientIdentity),
+        gt,
+    )
+    for seed in range(3):
+        x = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(seed))
+        model2(x.clone()).max(dim=1)[0].sum().backward()
+        x.requires_grad = True
+        wanted = torch.autograd.grad(model(x).max(dim=1)[0].sum(), x)[0]
+        assert torch.equal(gt.grad, wanted)
+        assert gt.name == "sub_0"
