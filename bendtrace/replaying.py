@@ -105,6 +105,7 @@ class ReplayingModule(StandIn):
         self._signature = Signature(model)
         self._trees = Trees(max_traces)
         self._latest: Trace | None = None
+        self._latest_run: Recording | None = None  # that the latest call has repeated, or made
         self._registry = Registry()
         self._known = Knowledge(
             model, self._registry, self._trees.plain_runs, self._trees.inserted_runs, self.coverage,
@@ -118,8 +119,8 @@ class ReplayingModule(StandIn):
 
     _untraced = frozenset(
         {
-            "stats", "last_mismatch", "_signature", "_trees", "_latest", "_registry", "_passing",
-            "_known", "_board", "_as_one_op",
+            "stats", "last_mismatch", "_signature", "_trees", "_latest", "_latest_run",
+            "_registry", "_passing", "_known", "_board", "_as_one_op",
         }
     )  # fmt: skip
     _own = StandIn._own | {"stats", "_passing", "last_mismatch", "_latest"}
@@ -200,6 +201,7 @@ class ReplayingModule(StandIn):
         result = tree.replay(names, program, arguments)
         if isinstance(result, Finished):
             self.stats.replays += 1
+            object.__setattr__(self, "_latest_run", result.recording)
             if plan is not None:
                 plan.ran(result.recording)
             return result.output
@@ -367,6 +369,7 @@ class ReplayingModule(StandIn):
         """Run the model under the tracer, with what is inserted in it."""
         inserter = None
         if call.plan is not None:
+            self._known.name_nodes()  # before the run does so in passing
             inserter = LiveInserter(call.plan, self._registry, self._model)
         recording = record(
             self._model, call.args, dict(call.kwargs), self._signature, prefix, inserter=inserter
@@ -383,6 +386,7 @@ class ReplayingModule(StandIn):
     def _kept(self, recording: Recording, program: Program) -> Any:
         """Remember a run as the latest, but not its output, which is only the caller's."""
         output, recording.result = recording.result, None
+        object.__setattr__(self, "_latest_run", recording)
         self._latest = self._trace_of(recording, program)
         return output
 
@@ -413,21 +417,28 @@ class ReplayingModule(StandIn):
     @contextmanager
     def _serving_parts(self) -> Iterator[None]:
         """Within it, what is inserted is called also where a method calls a part of the model."""
-        model, plan = self._model, self._board.known_plan()
+        model = self._model
+        plan, unknown = self._board.plan_of_parts()
         with ExitStack() as stack:
-            if plan is not None and isinstance(model, nn.Module):
+            if self._board and isinstance(model, nn.Module):
                 for name, module in model.named_modules():
                     within = Within(model, name, self._known.path_of(name))
-                    if name and is_meant_within(plan, module, within):
+                    if name and (unknown or is_meant_within(plan, module, within)):
                         part = functools.partial(self._call_part, module, within)
                         stack.enter_context(serving(module, part))
             yield
 
     def _call_part(self, module: nn.Module, within: Within, *args: Any, **kwargs: Any) -> Any:
         """Run a part of the model that is called by itself, live."""
-        plan = self._board.known_plan()
-        if plan is None or current_watcher() is not None:
+        plan, unknown = self._board.plan_of_parts()
+        if not self._board or current_watcher() is not None:
             return call_itself(module, args, kwargs)
+        if unknown:
+            raise InputError(
+                f"{within.name} is called by itself, by a method of the model, and where something "
+                "is inserted has to be found out in a call of the whole model: call that once "
+                "first, or give places that do not look ahead, nor passes from the end"
+            )
         inserter = LiveInserter(plan, self._registry, module, within)
         with running(plan):
             recording = record(module, args, kwargs, Signature(module), inserter=inserter)

@@ -394,12 +394,17 @@ def test_tied_parameters_are_told_apart_by_the_module_that_uses_them() -> None:
     bended = bt.BendedModule(model)
     x, w = torch.randn(3, 2), model.inner.weight
     bended(x)
-    with bended.interject("outer.weight", lambda v: v * 2):
+    tree = bended.trace(x).tree
+    with bended.interject(tree.outer.weight, lambda v: v * 2):
         for _ in range(2):
             assert_same(bended(x), F.linear(torch.sin(F.linear(x, w)), w * 2))
-    with bended.interject("inner.weight", lambda v: v * 2):
+    with bended.interject(tree.inner.weight, lambda v: v * 2):
         for _ in range(2):
             assert_same(bended(x), F.linear(torch.sin(F.linear(x, w * 2)), w))
+    for name in ("inner.weight", "outer.weight"):  # of the state dict: wherever it is used
+        with bended.interject(name, lambda v: v * 2):
+            for _ in range(2):
+                assert_same(bended(x), F.linear(torch.sin(F.linear(x, w * 2)), w * 2))
 
 
 def test_a_parameter_is_handed_out_as_a_copy() -> None:

@@ -40,6 +40,11 @@ def test_the_examples_of_the_log_s_page_print_what_it_shows(tmp_path: Path) -> N
     assert _printed(code, tmp_path, "log.py") == shown.splitlines()
 
 
+def test_the_examples_of_the_page_on_insertions_print_what_it_shows(tmp_path: Path) -> None:
+    code, shown = _examples((ROOT / "docs" / "insertions.md").read_text())
+    assert _printed(code, tmp_path, "insertions.py") == shown.splitlines()
+
+
 def test_the_documents_link_to_files_that_exist() -> None:
     for document in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/*.md")]:
         for target in re.findall(r"\]\(([^)#]+)\)", document.read_text()):

@@ -210,17 +210,24 @@ class Board:
             insertion.is_checked = insertion.is_checked or self._is_met(insertion, rehearsal.graph)
         return self._made(insertions, rehearsal)
 
-    def known_plan(self) -> Plan | None:
-        """Return the insertions as far as it is known where they are; None if there are none."""
-        known = [
-            (insertion, want.place)
-            for insertion in self._insertions
-            for want in insertion.wants
-            if want.place is not None
-        ]
-        if not known:
-            return None
-        return Plan([Entry(insertion, insertion.what, place) for insertion, place in known])
+    def plan_of_parts(self) -> tuple[Plan, bool]:
+        """Return the insertions whose places are known, and whether those are not all."""
+        entries = []
+        unknown = False
+        modules = {node.module_path: node.module for node in self._model.modules()}
+        for insertion in self._insertions:
+            unknown = unknown or insertion.passes.needs_total
+            for want in insertion.wants:
+                place = want.place
+                if place is None and want.is_open and want.said in modules:
+                    module = modules[want.said]
+                    assert module is not None
+                    place = Place("node", OfModule(module))
+                if place is None:
+                    unknown = True
+                else:
+                    entries.append(Entry(insertion, insertion.what, place))
+        return Plan(entries), unknown
 
     def notes_on(self, insertion: Insertion) -> tuple[str, ...]:
         """Say why an insertion was not called."""

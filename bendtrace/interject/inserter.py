@@ -523,22 +523,19 @@ class LiveInserter:
 
     def _state_slots(self, tensor: Tensor, scope: ModuleCall) -> tuple[Slot, ...]:
         """Return the slots at a parameter or buffer, as the code of a call uses it."""
-        names = every = self._state_names.get(id(tensor), ())
+        every = self._state_names.get(id(tensor), ())
         part = self._stage.state(tensor)
-        if names:
-            # Of several names, the one counts by which the running module knows it.
-            here = self._qualified(scope)
-            own = (name for name in names if name.rpartition(".")[0] == here)
-            names = (next(own, names[0]),)
         label = "" if part is None else dotted(str(part.label).removeprefix("self."))
-        if label and label not in every:
-            names = (*names, label)
-        here = self._names.path(scope)
+        # Of several names, that is the one in a call by which the running module knows it.
+        here = self._qualified(scope)
+        called = next((n for n in every if n.rpartition(".")[0] == here), *every[:1] or (label,))
+        path = self._names.path(scope)
         return tuple(
             slot
-            for name in dict.fromkeys(names)
+            for name in dict.fromkeys((*every, label))
             for slot in self._states.get(name, ())
-            if _is_held(slot.place.matcher.holder, here)
+            if slot.place.matcher.holder is None
+            or (name in (called, label) and _is_held(slot.place.matcher.holder, path))
         )
 
     def _labels(self, value: Any) -> list[str]:

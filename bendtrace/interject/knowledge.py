@@ -61,9 +61,15 @@ class Knowledge:
 
     def trees(self) -> Iterator[Tree]:
         """Yield the trees of the runs, those without insertions first."""
+        self.name_nodes()
         yield from self.examples
         for recording in self.recordings():
             yield self._tree(recording)
+
+    def name_nodes(self) -> None:
+        """Name the nodes of all runs in the order in which these were recorded."""
+        for recording in reversed(self._runs()):
+            self._tree(recording)
 
     def recordings(self) -> list[Recording]:
         """Return all runs that are known."""

@@ -18,7 +18,7 @@ from bendtrace.outline.source import Header, header_of, under, while_around
 from bendtrace.recording.iterations import running_code, user_code
 from bendtrace.recording.recorder import Recording
 from bendtrace.recording.sites import Place, Site, Span
-from bendtrace.recording.tape import Guard, ModuleCall, Op, Test
+from bendtrace.recording.tape import Guard, ModuleCall, Op, Raised, Test
 from bendtrace.replay.analysis import Analysis, GuardKind
 
 __all__ = [
@@ -227,9 +227,9 @@ class _Raised:
         self.value = raised_as(op.raised)
 
 
-def raised_as(raised: Any) -> str:
+def raised_as(raised: Raised | None) -> str:
     """Say what an op raised, in a word."""
-    return "no error" if raised is None else str(raised.__name__)
+    return "no error" if raised is None else str(raised.type.__name__)
 
 
 def key_of_guard(guard: Guard) -> Key | None:

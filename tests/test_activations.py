@@ -1,0 +1,1049 @@
+"""Handing activations out, and running the rest of a model from activations that are given."""
+
+from __future__ import annotations
+
+import copy
+import re
+import threading
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import bendtrace as bt
+from bendtrace import node_selector
+from bendtrace.interject.activations import get_activations, inputs_of
+from bendtrace.interject.errors import InterjectionError, NeverFiredWarning
+from bendtrace.interject.given import from_activations, told
+from tests.promise import bits, footprint, state
+from tests.test_readme import ROOT, _examples, _printed
+
+
+class Net(nn.Module):
+    """A trunk (`fc1`, `bn`, `drop`) and a head (`relu`, `bn2`, `fc2`)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc1 = nn.Linear(4, 8)
+        self.bn = nn.BatchNorm1d(8)
+        self.drop = nn.Dropout(0.5)
+        self.bn2 = nn.BatchNorm1d(8)
+        self.fc2 = nn.Linear(8, 3)
+
+    def trunk(self, x: Tensor) -> Tensor:
+        return self.drop(self.bn(self.fc1(x)))
+
+    def head(self, h: Tensor) -> Tensor:
+        return self.fc2(self.bn2(torch.relu(h)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.trunk(x))
+
+
+class Branching(nn.Module):
+    """Branches before and after what `act` gives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.act = nn.ReLU()
+        self.big, self.small = nn.Linear(4, 2), nn.Linear(4, 2)
+
+    def trunk(self, x: Tensor) -> Tensor:
+        return self.up(x) if x.sum() > 0 else self.down(x)
+
+    def head(self, h: Tensor) -> Tensor:
+        if h.norm() > 2:
+            return self.big(h) * h.norm()
+        for _ in range(int(h.abs().max() * 10)):
+            h = h * 1.5
+        return self.small(h)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.act(self.trunk(x)))
+
+
+class Loop(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor, n: int) -> Tensor:
+        for _ in range(n):
+            x = torch.relu(self.cell(x)) + x
+        return x * 2
+
+
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc1, self.fc2 = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        h = torch.relu(self.fc1(x))
+        return self.fc2(h) * mask + h
+
+
+def made(make: Callable[[], Any], seed: int = 0) -> Any:
+    torch.manual_seed(seed)
+    return make()
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def traced(make: Callable[[], Any], *calls: Any, **kwargs: Any) -> bt.BendedModule:
+    """Return a `BendedModule` that was called with each of some inputs."""
+    bended = bt.BendedModule(made(make))
+    for call in calls:
+        bended(*(call if isinstance(call, tuple) else (call,)), **kwargs)
+    return bended
+
+
+# Handing out
+
+
+@pytest.mark.parametrize(
+    ("where", "paths"),
+    [
+        ("fc1", ["fc1"]),
+        ("fc1.linear", ["fc1.linear"]),
+        (["relu", "fc2"], ["relu", "fc2"]),
+        (r"fc\d", ["fc1", "fc2"]),
+        (re.compile("^bn2?$"), ["bn", "bn2"]),
+        (nn.BatchNorm1d, ["bn", "bn2"]),
+        (node_selector.Activations.is_relu, ["relu"]),
+        (lambda node: node.path == "drop", ["drop"]),
+        ("fc2.input", ["fc2.input"]),
+        ("fc2.weight", ["fc2.weight"]),
+        ("output", ["output"]),
+    ],
+)
+def test_activations_are_what_the_nodes_gave(where: Any, paths: list[str]) -> None:
+    bended, x = traced(Net, normal(5, 4)), normal(5, 4, seed=1)
+    model = copy.deepcopy(bended.model)
+    wanted: dict[str, Tensor] = {"fc2.weight": model.fc2.weight}
+    for name, module in model.named_children():
+        module.register_forward_hook(
+            lambda *a, n=name: wanted.update({n: a[2], f"{n}.input": a[1][0]})
+        )
+    for again in range(2):
+        torch.manual_seed(5)
+        wanted["output"] = model(x)
+        wanted["fc1.linear"], wanted["relu"] = wanted["fc1"], wanted["bn2.input"]
+        torch.manual_seed(5)
+        found, output = get_activations(bended, where, (x,), return_output=True)
+        assert list(found) == paths
+        for path in paths:
+            assert bits(found[path]) == bits(wanted[path].detach())
+        assert bits(output) == bits(wanted["output"])
+        assert state(bended.model) == state_without_hooks(model)
+        assert bended.stats.replays == again
+    assert bended.insertions == ()
+
+
+def state_without_hooks(model: nn.Module) -> Any:
+    model = copy.deepcopy(model)
+    for module in model.modules():
+        module._forward_hooks.clear()
+    return state(model)
+
+
+def test_a_module_of_the_model_says_where_too() -> None:
+    bended = traced(Net, normal(5, 4))
+    assert list(get_activations(bended, bended.model.fc1, (normal(5, 4),))) == ["fc1"]
+
+
+def test_they_are_found_under_the_names_they_were_asked_for_by() -> None:
+    def make() -> nn.Module:
+        return nn.Sequential(nn.Sequential(nn.Linear(2, 3), nn.ReLU()), nn.Linear(3, 1))
+
+    bended, x = traced(make, normal(5, 2)), normal(5, 2)
+    found = get_activations(bended, ["0.0", "0_1", "sub_1.linear", "0_0"], (x,))
+    assert list(found) == ["sub_0.sub_0", "sub_0.sub_1", "sub_1.linear"]
+    assert found["0.0"] is found["0_0"] is found["sub_0.sub_0"]
+    assert bits(found["0_1"]) == bits(bended.model[0](x).detach())
+    assert bits(get_activations(bt.BendedModule(make()), "0_0", (x,))["0_0"].shape) == bits(
+        torch.Size([5, 3])
+    )
+
+
+def test_nothing_has_to_be_traced_before() -> None:
+    model, x = made(Branching), normal(2, 4)
+    for where in ("act", "ac.*", nn.ReLU, model.act):
+        found = get_activations(bt.BendedModule(model), where, (x,))
+        assert bits(found["act"]) == bits(model.act(model.trunk(x)).detach())
+
+
+def test_snapshots_stay_as_they_are() -> None:
+    def f(x: Tensor) -> Tensor:
+        h = x * 2
+        h.relu_()
+        return h + 1
+
+    bended = bt.BendedModule(f)
+    x = torch.tensor([-1.0, 1.0], requires_grad=True)
+    for _ in range(2):
+        found, output = get_activations(bended, ["mul", "relu_"], (x,), return_output=True)
+        assert bits(found["mul"]) == bits(torch.tensor([-2.0, 2.0]))
+        assert bits(found["relu_"]) == bits(torch.tensor([0.0, 2.0]))
+        found["relu_"].zero_()
+        assert bits(output.detach()) == bits(torch.tensor([1.0, 3.0]))
+
+
+def test_the_tensors_themselves_can_be_differentiated() -> None:
+    bended, x = traced(Net, normal(5, 4)), normal(5, 4)
+    bended.eval()
+    found, output = get_activations(bended, "relu", (x,), detach=False, return_output=True)
+    (gradient,) = torch.autograd.grad(output.sum(), found["relu"])
+    model = copy.deepcopy(bended.model)
+    h = torch.relu(model.trunk(x)).detach().requires_grad_()
+    model.fc2(model.bn2(h)).sum().backward()
+    assert bits(gradient) == bits(h.grad)
+
+
+def test_snapshots_of_an_inference_are_ordinary_tensors() -> None:
+    with torch.inference_mode():
+        found = get_activations(traced(Net, normal(5, 4)), "relu", (normal(5, 4),))
+    assert not found["relu"].is_inference()
+
+
+def test_each_pass_has_a_path() -> None:
+    bended, x = traced(Loop, (normal(2, 3), 3)), normal(2, 3)
+    values, wanted = x, []
+    for _ in range(3):
+        wanted.append(torch.relu(bended.model.cell(values)).detach())
+        values = wanted[-1] + values
+    found = get_activations(bended, "relu", (x, 3))
+    assert list(found) == ["relu:1", "relu:2", "relu:3"]
+    assert bits(found.passes("relu")) == bits([*found.values()]) == bits(wanted)
+    with pytest.raises(bt.NodePathError, match="'relu:1', 'relu:2', 'relu:3': name one"):
+        found["relu"]
+    for passes, kept in [
+        ([0, -1], ["relu:1", "relu:3"]),
+        (1, ["relu:2"]),
+        (lambda number: number > 0, ["relu:2", "relu:3"]),
+    ]:
+        assert list(get_activations(bended, "relu", (x, 3), passes=passes)) == kept
+    once = get_activations(bended, "relu", (x, 1))
+    assert list(once) == ["relu"]
+    assert once["relu:1"] is once["relu"]
+    assert bits(once.passes("relu")) == bits(wanted[:1])
+    named = get_activations(bended, ["relu:2", "cell:1.linear"], (x, 3))
+    assert list(named) == ["relu:2", "cell.linear:1"]
+    assert bits(named["relu:2"]) == bits(wanted[1])
+
+
+def test_a_container_is_handed_out_as_one() -> None:
+    bended, x = traced(partial(nn.LSTM, 3, 4), normal(5, 2, 3)), normal(5, 2, 3)
+    output, (h, c) = bended.model(x)
+    found = get_activations(bended, ["output", "output|sub_1.sub_1"], (x,))
+    assert bits(found["output"]) == bits((output.detach(), (h.detach(), c.detach())))
+    assert bits(found["output|sub_1.sub_1"]) == bits(c.detach())
+
+
+def test_a_call_that_does_not_come_by_says_why() -> None:
+    bended = traced(Branching, torch.ones(1, 4))
+    bended(-torch.ones(1, 4))
+    line = Branching.trunk.__code__.co_firstlineno + 1
+    with pytest.warns(NeverFiredWarning, match=rf"test_activations.py:{line} `x.sum\(\) > 0`"):
+        found = get_activations(bended, ["down", "act"], (torch.ones(1, 4),))
+    assert list(found) == ["act"]
+    with pytest.raises(bt.NodePathError, match="did not come by 'down'"):
+        found["down"]
+    assert list(get_activations(bended, "down", (torch.ones(1, 4),), allow_none=True)) == []
+    with pytest.raises(bt.NodePathError, match="there is no 'up' among these activations: 'act'"):
+        found["up"]
+
+
+def test_a_path_that_is_not_known_is_traced_with_the_values_taken() -> None:
+    bended = traced(Branching, torch.ones(1, 4))
+    model = copy.deepcopy(bended.model)
+    for x in (torch.full((1, 4), 20.0), -torch.ones(1, 4), torch.full((1, 4), 0.01)):
+        found, output = get_activations(bended, "act", (x,), return_output=True)
+        assert bits(found["act"]) == bits(model.act(model.trunk(x)).detach())
+        assert bits(output) == bits(model(x))
+
+
+def test_what_is_inserted_at_a_node_counts_or_not_as_asked() -> None:
+    bended, x = traced(Residual, (normal(2, 4), torch.ones(2, 1))), normal(2, 4)
+    h = torch.relu(bended.model.fc1(x)).detach()
+    with (
+        bended.interject("relu", lambda value: value * 2),
+        bended.interject("fc2", lambda v: v + 1),
+    ):
+        args = x, torch.ones(2, 1)
+        after = get_activations(bended, ["relu", "fc2"], args)
+        before = get_activations(bended, ["relu", "fc2"], args, bended=False)
+        assert len(bended.insertions) == 2
+    assert bits(before["relu"]) == bits(h)
+    assert bits(after["relu"]) == bits(h * 2)
+    assert bits(before["fc2"]) == bits(bended.model.fc2(h * 2).detach())
+    assert bits(after["fc2"]) == bits(bended.model.fc2(h * 2).detach() + 1)
+
+
+def test_nothing_is_left_when_the_model_raises() -> None:
+    def f(x: Tensor) -> Tensor:
+        raise KeyError(x.relu())
+
+    bended, before = bt.BendedModule(f), footprint()
+    with pytest.raises(KeyError):
+        get_activations(bended, "rel.*", (torch.ones(2),))
+    assert bended.insertions == ()
+    assert footprint() == before
+
+
+def test_calls_of_other_threads_are_not_mixed_in() -> None:
+    inside, go_on = threading.Event(), threading.Event()
+
+    class Waiting(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return wait(torch.relu(x))
+
+    @bt.opaque
+    def wait(x: Tensor) -> Tensor:
+        if threading.current_thread() is not threading.main_thread():
+            inside.set()
+            go_on.wait(10)
+        return x + 1
+
+    bended = bt.BendedModule(Waiting())
+    get_activations(bended, "relu", (torch.zeros(1),))
+    found: list[Any] = []
+    thread = threading.Thread(
+        target=lambda: found.append(get_activations(bended, "relu", (torch.full((1,), 7.0),)))
+    )
+    thread.start()
+    assert inside.wait(10)
+    mine = get_activations(bended, "relu", (torch.full((1,), 3.0),))
+    go_on.set()
+    thread.join()
+    assert bits(mine["relu"]) == bits(torch.full((1,), 3.0))
+    assert bits(found[0]["relu"]) == bits(torch.full((1,), 7.0))
+
+
+@pytest.mark.parametrize(
+    ("where", "message"),
+    [
+        ([], "say of which nodes"),
+        (torch.ones(2), "goes by keyword, or into args"),
+        ("rlu", "did you mean 'relu'"),
+        ("co.*", "means no node"),
+        ("relu(", "no regular expression"),
+    ],
+)
+def test_what_means_nothing_is_refused(where: Any, message: str) -> None:
+    bended = traced(Net, normal(5, 4))
+    with pytest.raises((bt.InputError, bt.NodePathError), match=message):
+        get_activations(bended, where, (normal(5, 4),))
+    assert bended.insertions == ()
+
+
+def test_passes_are_named_in_one_way() -> None:
+    bended = traced(Loop, (normal(2, 3), 3))
+    with pytest.raises(bt.InputError, match="'relu:2' names passes"):
+        get_activations(bended, "relu:2", (normal(2, 3), 3), passes=[0])
+
+
+def test_arguments_of_the_model_are_not_taken_for_options() -> None:
+    def f(x: Tensor, passes: int = 1) -> Tensor:
+        return x * passes
+
+    bended = bt.BendedModule(f)
+    assert inputs_of(bended, {"passes": 2}, {}) == {"passes": 2}
+    with pytest.raises(bt.InputError, match="argument of its own called passes"):
+        inputs_of(bended, None, {"x": 1})
+    other = bt.BendedModule(Net())
+    assert inputs_of(other, {"y": 2}, {"x": 1}) == {"y": 2, "x": 1}
+    with pytest.raises(bt.InputError, match="'x' is given twice"):
+        inputs_of(other, {"x": 2}, {"x": 1})
+
+
+# Running the rest
+
+
+def gradients(output: Tensor, h: Tensor, model: nn.Module) -> Any:
+    wanted = [h, *model.parameters()]
+    return bits(torch.autograd.grad(output.square().sum(), wanted, allow_unused=True))
+
+
+@pytest.mark.parametrize("rows", [5, 3])
+@pytest.mark.parametrize("train", [True, False])
+@pytest.mark.parametrize("with_inputs", [True, False])
+@pytest.mark.parametrize("node", ["drop", "relu", "bn2", "bn2.batch_norm", "fc2"])
+def test_the_rest_is_what_a_model_split_by_hand_gives(
+    node: str, with_inputs: bool, train: bool, rows: int
+) -> None:
+    torch.manual_seed(0)
+    bended = bt.BendedModule(Net().train(train))
+    bended(normal(5, 4))
+    model = copy.deepcopy(bended.model)
+    h = normal(rows, 3 if node == "fc2" else 8).requires_grad_()
+    rest = {
+        "drop": model.head, "relu": lambda h: model.fc2(model.bn2(h)), "bn2": model.fc2,
+        "bn2.batch_norm": model.fc2, "fc2": lambda h: h,
+    }[node]  # fmt: skip
+    if node == "drop" and not train:  # it hands on what it is given, and relu alone uses that
+        assert len(bended._latest.recording.tape.ops)
+    before, stats = torch.get_rng_state(), str(bended.stats)
+    for _ in range(2):
+        wanted = rest(h)
+        given = from_activations(bended, {node: h}, (normal(5, 4),) if with_inputs else ())
+        assert bits(given) == bits(wanted)
+        assert gradients(given, h, bended.model) == gradients(wanted, h, model)
+        assert state(bended.model) == state(model)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert str(bended.stats) == stats
+
+
+def test_what_only_leads_to_the_given_values_is_not_carried_out() -> None:
+    bended = traced(Net, normal(5, 4))
+    model, h = copy.deepcopy(bended.model), normal(5, 8)
+    torch.manual_seed(3)
+    given = from_activations(bended, {"bn": h}, (normal(5, 4),))
+    drawn = torch.get_rng_state()
+    torch.manual_seed(3)
+    assert bits(given) == bits(model.head(model.drop(h)))  # the dropout after it draws
+    assert torch.equal(torch.get_rng_state(), drawn)
+    assert state(bended.model) == state(model)
+    assert bended.model.bn.num_batches_tracked == 1
+    assert bended.model.bn2.num_batches_tracked == 2
+
+
+def test_activations_of_a_call_lead_to_its_output() -> None:
+    bended, x = traced(Net, normal(5, 4)), normal(5, 4, seed=1)
+    bended.eval()
+    bended(x)
+    for node in ("fc1", "fc1.linear", "bn", "relu", "bn2", "fc2", "output", ["fc1", "relu"]):
+        found, output = get_activations(bended, node, (x,), return_output=True)
+        assert bits(from_activations(bended, found).detach()) == bits(output.detach())
+
+
+def test_what_else_is_needed_is_computed_from_the_arguments() -> None:
+    bended = traced(Residual, (normal(2, 4), torch.ones(2, 1)))
+    model, value = copy.deepcopy(bended.model), normal(2, 4, seed=3)
+    x, mask = normal(2, 4, seed=4), torch.tensor([[1.0], [0.0]])
+    h = torch.relu(model.fc1(x))
+    assert bits(from_activations(bended, {"fc2": value}, (x, mask))) == bits(value * mask + h)
+    wanted = model.fc2(value) * mask + value
+    for call in [((x, mask), {}), ((), {"mask": mask})]:
+        assert bits(from_activations(bended, {"relu": value}, *call)) == bits(wanted)
+    several = {"fc2": value, "relu": h}
+    assert bits(from_activations(bended, several, (), {"mask": mask})) == bits(value * mask + h)
+
+
+def test_an_argument_that_is_needed_and_missing_is_named() -> None:
+    bended = traced(Residual, (normal(2, 4), torch.ones(2, 1)))
+    line = Residual.forward.__code__.co_firstlineno + 2
+    with pytest.raises(bt.InputError) as error:
+        from_activations(bended, {"relu": normal(2, 4)})
+    assert str(error.value) == (
+        f"the argument mask is needed as well: 'mul' (test_activations.py:{line} "
+        "`self.fc2(h) * mask`) uses it. Give it, or an activation between"
+    )
+    with pytest.raises(bt.InputError) as error:
+        from_activations(bended, {"fc2": normal(2, 4)}, (), {"mask": torch.ones(2, 1)})
+    assert str(error.value) == (
+        f"the argument x is needed as well: 'add' (test_activations.py:{line} "
+        f"`self.fc2(h) * mask + h`) uses 'relu' (test_activations.py:{line - 1} "
+        "`torch.relu(self.fc1(x))`), which is computed from it. Give it, or an activation between"
+    )
+    assert bended.stats.traces == 1
+
+
+def test_a_branch_in_the_rest_is_taken_anew() -> None:
+    bended = traced(Branching, torch.full((1, 4), 0.1))
+    model = copy.deepcopy(bended.model)
+    rounds, big = torch.full((1, 4), 0.71), torch.full((1, 4), 3.0)
+    with pytest.raises(bt.DivergenceError, match=r"if `h.norm\(\) > 2` at .*was False .* is True"):
+        from_activations(bended, {"act": big})
+    assert bended.stats.traces == 1
+    for h in (big, rounds, torch.full((1, 4), 0.01), big):
+        value = h.clone().requires_grad_()
+        wanted = model.head(value)
+        given = from_activations(bended, {"act": value}, (torch.ones(1, 4),))
+        assert bits(given) == bits(wanted)
+        assert gradients(given, value, bended.model) == gradients(wanted, value, model)
+        assert state(bended.model) == state(model)
+    assert (bended.stats.traces, bended.stats.resumes, bended.stats.live) == (4, 3, 0)
+    for h in (big, rounds):  # known by now, from whatever side they were found
+        assert bits(from_activations(bended, {"act": h})) == bits(model.head(h))
+    far = torch.full((1, 4), 20.0)
+    assert bits(bended(far)) == bits(model(far))
+    assert (bended.stats.traces, bended.stats.replays) == (4, 1)
+    assert bits(bended(-far)) == bits(model(-far))
+
+
+def test_a_branch_before_the_given_value_is_not_looked_at_without_arguments() -> None:
+    bended, h = traced(Branching, torch.ones(1, 4)), torch.full((1, 4), 0.01)
+    model = copy.deepcopy(bended.model)
+    for x in (torch.ones(1, 4), -torch.ones(1, 4)):
+        found = get_activations(bended, "act", (x,))
+        bended(x)
+        assert bits(from_activations(bended, found)) == bits(model(x))
+    with pytest.raises(bt.DivergenceError, match="range"):
+        from_activations(bended, {"act": h})
+    for x in (torch.ones(1, 4), -torch.ones(1, 4)):
+        assert bits(from_activations(bended, {"act": h}, (x,))) == bits(model.head(h))
+
+
+def test_a_branch_before_that_decides_about_the_rest_is_looked_at() -> None:
+    def f(x: Tensor) -> Tensor:
+        h = torch.tanh(x)
+        flag = x.sum() > 0
+        scale = 2 if flag else 3
+        return torch.relu(h) * scale
+
+    bended, h = bt.BendedModule(f), torch.ones(2)
+    bended(torch.ones(2))
+    for x in (torch.ones(2), -torch.ones(2), torch.ones(2)):
+        assert bits(from_activations(bended, {"relu": h}, (x,))) == bits(
+            h * (2 if x.sum() > 0 else 3)
+        )
+    assert bits(from_activations(bended, {"relu": h})) in (bits(h * 2), bits(h * 3))
+
+
+def test_what_a_module_that_is_over_decided_is_not_looked_at() -> None:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bn = nn.BatchNorm1d(4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.bn(x)
+            return x if x.max() > 1 else x * 3
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = Block(), Block()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.two(self.one(x))
+
+    bended = traced(Model, normal(6, 4))
+    model, h = copy.deepcopy(bended.model), normal(6, 4, seed=2)
+    low = torch.zeros(6, 4)
+    low[0] = -1  # so that nothing is above 1 in the first block
+    assert bits(from_activations(bended, {"one": h}, (low,))) == bits(model.two(h))
+    assert state(bended.model) == state(model)
+    assert bended.stats.traces == 1
+
+
+def test_one_pass_of_a_loop_can_be_given() -> None:
+    bended = traced(Loop, (normal(2, 3), 3))
+    model, x, value = copy.deepcopy(bended.model), normal(2, 3, seed=1), normal(2, 3, seed=2)
+
+    def wanted(number: int, n: int) -> Tensor:
+        y = x
+        for i in range(n):
+            y = (value if i == number else torch.relu(model.cell(y))) + y
+        return y * 2
+
+    for number in range(3):
+        given = from_activations(bended, {f"relu:{number + 1}": value}, (x, 3))
+        assert bits(given) == bits(wanted(number, 3))
+    both = {"relu:1": value, "add:2": value}
+    assert bits(from_activations(bended, both, (x, 3))) == bits(
+        (torch.relu(model.cell(value)) + value) * 2
+    )
+    with pytest.raises(bt.InputError, match="'relu' has 3 passes in this run: name one, as in"):
+        from_activations(bended, {"relu": value}, (), {"n": 3})
+    last = from_activations(bended, {"relu:2": value, "add:1": x}, (), {"n": 3})
+    y = value + x
+    assert bits(last) == bits((torch.relu(model.cell(y)) + y) * 2)
+    # Another number of rounds is another path.
+    assert bits(from_activations(bended, {"relu:2": value}, (x, 2))) == bits(wanted(1, 2))
+    with pytest.raises(bt.InputError, match=r"did not come by 'relu:3'.*`range\(n\)` came to 2"):
+        from_activations(bended, {"relu:3": value}, (x, 2))
+
+
+def test_of_several_values_those_count_that_matter() -> None:
+    bended = traced(Net, normal(5, 4))
+    bended.eval()
+    bended(normal(5, 4))
+    model = copy.deepcopy(bended.model)
+    early, late = normal(5, 8, seed=1).requires_grad_(), normal(5, 8, seed=2).requires_grad_()
+    given = from_activations(bended, {"bn": early, "relu": late})
+    assert bits(given) == bits(model.fc2(model.bn2(late)))
+    assert torch.autograd.grad(given.sum(), early, allow_unused=True) == (None,)
+
+
+def test_parts_of_containers_and_whole_ones_can_be_given() -> None:
+    class Split(nn.Module):
+        def forward(self, x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+            return x.relu(), {"a": x.tanh(), "b": x.sigmoid()}
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.split, self.rnn = Split(), nn.LSTM(3, 3)
+
+        def forward(self, x: Tensor) -> Any:
+            one, two = self.split(x)
+            y, (h, c) = self.rnn(one + two["a"] * two["b"])
+            low, high = torch.stack([y.amin(0), h[0] + c[0]]).unbind()
+            return low, {"high": high}
+
+    bended, x, v = traced(Model, normal(5, 2, 3)), normal(5, 2, 3), normal(5, 2, 3, seed=1)
+    model, (one, two) = copy.deepcopy(bended.model), Split()(x)
+    state_of = normal(1, 2, 3, seed=3)
+
+    def rest(one: Tensor, two: Any, rnn: Any = None) -> Any:
+        y, (h, c) = model.rnn(one + two["a"] * two["b"]) if rnn is None else rnn
+        low, high = torch.stack([y.amin(0), h[0] + c[0]]).unbind()
+        return low, {"high": high}
+
+    ran = model.rnn(one + two["a"] * two["b"])
+    for given, wanted in [
+        ({"split.output|sub_1.b": v}, rest(one, {**two, "b": v})),
+        ({"split.output|sub_0": v}, rest(v, two)),
+        ({"split": (v, {"a": v, "b": v})}, rest(v, {"a": v, "b": v})),
+        ({"rnn": (v, (state_of, state_of))}, rest(one, two, (v, (state_of, state_of)))),
+        ({"rnn.output|sub_1.sub_0": state_of}, rest(one, two, (ran[0], (state_of, ran[1][1])))),
+        ({"output|sub_1.high": v}, (rest(one, two)[0], {"high": v})),
+        ({"output": (v, {"high": x})}, (v, {"high": x})),
+    ]:
+        assert bits(from_activations(bended, given, (x,))) == bits(wanted), given
+    assert bended.stats.traces == 1
+    for wrong in [(v,), (v, {"a": v}), v, (v, {"a": v, "b": 3}), (v, {"a": v, "b": v, "c": x})]:
+        with pytest.raises(bt.InputError, match="'split'"):
+            from_activations(bended, {"split": wrong})
+        with pytest.raises(InterjectionError, match="from_activations at split"):
+            from_activations(bended, {"split": wrong}, (x,))
+
+
+def test_numbers_that_came_out_of_tensors_can_be_given() -> None:
+    def f(x: Tensor) -> Tensor:
+        n = x.sum().item()
+        return x * 2 + n if n > 3 else x - n
+
+    bended, x = bt.BendedModule(f), torch.ones(4)
+    bended(x)
+    assert bits(from_activations(bended, {"item": 5.0}, (x,))) == bits(x * 2 + 5)
+    with pytest.raises(bt.InputError, match="is a float, and 5 was given"):
+        from_activations(bended, {"item": 5})
+
+
+def test_what_is_inserted_applies_to_the_rest() -> None:
+    bended = traced(Residual, (normal(2, 4), torch.ones(2, 1)))
+    model, v, ones = copy.deepcopy(bended.model), normal(2, 4), torch.ones(2, 1)
+    called = []
+    bended.interject("fc1", lambda value: called.append("fc1"))
+    bended.interject("relu", lambda value: value * 2)
+    handle = bended.interject("fc2", lambda value: value + 1)
+    bended(v, ones)
+    assert handle.report().fired == 1
+    for _ in range(2):
+        given = from_activations(bended, {"relu": v}, (), {"mask": ones})
+        assert bits(given) == bits((model.fc2(v) + 1) * ones + v)
+        given = from_activations(bended, {"relu": v}, (), {"mask": ones}, bended=False)
+        assert bits(given) == bits((model.fc2(v * 2) + 1) * ones + v * 2)
+    assert (handle.report().fired, called) == (5, ["fc1"])
+    handle.remove()
+    with pytest.raises(bt.InputError, match="nothing has been traced yet with what is inserted"):
+        from_activations(bended, {"relu": v})
+    for with_own in (True, False):
+        given = from_activations(bended, {"relu": v}, (v, ones), bended=with_own)
+        h = v if with_own else v * 2
+        assert bits(given) == bits(model.fc2(h) * ones + h)
+    assert len(bended.insertions) == 2
+
+
+def test_a_given_value_is_not_written_to() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Linear(3, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.conv(x)
+            view = h[0]
+            h = h.mul_(2)
+            view.add_(1)
+            return h.sum() + view.unsqueeze_(0).sum()
+
+    bended, v = traced(Model, normal(2, 3)), normal(2, 3, seed=1).requires_grad_()
+    before = v.detach().clone()
+
+    def rest(h: Tensor) -> Tensor:
+        h = h.clone()
+        view = h[0]
+        h.mul_(2)
+        view.add_(1)
+        return h.sum() + view.sum()
+
+    for call in [(), (normal(2, 3),)]:
+        given = from_activations(bended, {"conv": v}, call)
+        assert bits(given) == bits(rest(v))
+        assert bits(torch.autograd.grad(given, v)) == bits(torch.autograd.grad(rest(v), v))
+        assert bits(v.detach()) == bits(before)
+
+
+@torch.no_grad()
+def test_state_is_changed_by_the_rest_and_by_nothing_else() -> None:
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(2, 2)
+            self.register_buffer("seen", torch.zeros(()))
+            self.register_buffer("calls", torch.zeros((), dtype=torch.long))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            self.last = self.fc(x)
+            self.seen = self.seen + self.last.detach().mean()
+            return self.last
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two, self.kept = Counting(), Counting(), []
+            self.register_buffer("noise", torch.zeros(2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.early = x * 2
+            h = self.one(x)
+            self.noise.normal_()
+            self.middle = h
+            y = self.two(h)
+            self.kept.append(y)
+            return y
+
+    bended = traced(Model, normal(3, 2))
+    bended.model.kept.clear()
+    bended(normal(3, 2))
+    bended.model.kept.clear()
+    model, v = copy.deepcopy(bended.model), normal(3, 2, seed=1)
+    early = bits(model.early)
+    torch.manual_seed(4)
+    given = from_activations(bended, {"one": v})
+    torch.manual_seed(4)
+    model.noise.normal_()
+    model.middle = v
+    y = model.two(v)
+    model.kept.append(y)
+    assert bits(given) == bits(y)
+    assert state(bended.model) == state(model)
+    assert bits(bended.model.early) == early
+    assert bended.model.one.calls == 2
+    assert bended.model.two.calls == 3
+
+
+def test_a_tensor_that_is_handed_on_is_not_mixed_up_with_the_one_that_came() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc, self.same, self.drop = nn.Linear(3, 3), nn.Identity(), nn.Dropout()
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.fc(x)
+            y = self.same(h)
+            z = torch.relu(y) + h
+            w = self.drop(z)
+            return z * w
+
+    torch.manual_seed(0)
+    bended = bt.BendedModule(Model().eval())
+    x, v = normal(2, 3), normal(2, 3, seed=1)
+    bended(x)
+    fc = bended.model.fc
+    for node, wanted in [
+        ("fc", (torch.relu(v) + v) ** 2 * 1),
+        ("same", (torch.relu(v) + fc(x)) * (torch.relu(v) + fc(x))),
+        ("drop", (torch.relu(fc(x)) + fc(x)) * v),
+    ]:
+        assert torch.equal(from_activations(bended, {node: v}, (x,)), wanted), node
+    for node in ("same", "drop"):
+        with pytest.raises(bt.InputError, match="hands on a tensor that it was given"):
+            from_activations(bended, {node: v})
+
+
+def test_a_module_that_hands_on_a_tensor_which_nobody_else_uses_is_no_question() -> None:
+    torch.manual_seed(0)
+    bended = bt.BendedModule(nn.Sequential(nn.Linear(3, 3), nn.Dropout(), nn.Linear(3, 2)).eval())
+    bended(normal(2, 3))
+    v = normal(4, 3, seed=1)
+    assert bits(from_activations(bended, {"1": v})) == bits(bended.model[2](v))
+
+
+def test_a_value_that_makes_no_difference_makes_none() -> None:
+    def f(x: Tensor) -> Tensor:
+        x.tanh()
+        return x.relu()
+
+    bended, x = bt.BendedModule(f), torch.ones(2)
+    bended(x)
+    assert bits(from_activations(bended, {"tanh": x}, (-x,))) == bits(torch.zeros(2))
+    with pytest.raises(bt.InputError, match="argument x is needed as well: the rest uses 'relu'"):
+        from_activations(bended, {"tanh": x})
+    bended = bt.BendedModule(lambda x: (x.tanh(), torch.ones(1))[1])
+    bended(x)
+    with pytest.raises(bt.InputError, match=r"nothing of what .* depends on 'tanh'"):
+        from_activations(bended, {"tanh": x})
+
+
+def test_what_is_no_activation_cannot_be_given() -> None:
+    bended = traced(Net, normal(5, 4))
+    v = torch.ones(5, 8)
+    for node, message in [
+        ("fc1.weight", "is a parameter or buffer"),
+        ("fc2.input", "is what a module is given"),
+        ("fc3", "did you mean 'fc[12]' or 'fc[12]'"),
+    ]:
+        with pytest.raises((bt.InputError, bt.NodePathError), match=message):
+            from_activations(bended, {node: v})
+    with pytest.raises(bt.InputError, match=r"is a Tensor\(5, 8\), and 3 was given"):
+        from_activations(bended, {"fc1": 3})
+    with pytest.raises(bt.InputError, match="no activations are given"):
+        from_activations(bended, {})
+    with pytest.raises(bt.InputError, match="as a dict by node path"):
+        from_activations(bended, v)  # type: ignore[arg-type]
+    with pytest.raises(bt.InputError, match="by node paths, not by 3"):
+        from_activations(bended, {3: v})
+
+
+def test_the_model_s_own_input_can_be_given_as_well() -> None:
+    bended, x = traced(Residual, (normal(2, 4), torch.ones(2, 1))), normal(2, 4, seed=1)
+    given = from_activations(bended, {"x": x}, (), {"mask": torch.ones(2, 1)})
+    assert bits(given) == bits(bended.model(x, torch.ones(2, 1)))
+
+
+def test_something_has_to_be_traced() -> None:
+    bended = bt.BendedModule(made(Net))
+    with pytest.raises(bt.InputError, match="nothing has been traced yet: call the module"):
+        from_activations(bended, {"relu": normal(5, 8)})
+    bended.eval()
+    model, h = copy.deepcopy(bended.model), normal(5, 8)
+    given = from_activations(bended, {"relu": h}, (normal(5, 4),))  # its own Python tells
+    assert bits(given) == bits(model.fc2(model.bn2(h)))
+
+
+def test_a_run_under_other_conditions_is_not_gone_on_with() -> None:
+    bended, h = traced(Net, normal(5, 4)), normal(5, 8)
+    with torch.no_grad():
+        with pytest.raises(bt.DivergenceError, match="grad, inference or autocast mode was"):
+            from_activations(bended, {"relu": h})
+        bended(normal(5, 4))
+        assert not from_activations(bended, {"relu": h}).requires_grad
+    assert from_activations(bended, {"relu": h}).requires_grad
+    bended.eval()
+    with pytest.raises(bt.DivergenceError, match="training is not True"):
+        from_activations(bended, {"relu": h})
+    model = copy.deepcopy(bended.model)
+    wanted = model.fc2(model.bn2(h))
+    assert bits(from_activations(bended, {"relu": h}, (normal(5, 4),))) == bits(wanted)
+    bended(normal(5, 4))
+    assert bits(from_activations(bended, {"relu": h})) == bits(wanted)
+
+
+def test_a_model_that_runs_live_needs_its_arguments() -> None:
+    def f(x: Tensor) -> Tensor:
+        return torch.relu(x) * float(x.detach().numpy()[0])
+
+    bended, x = bt.BendedModule(f), torch.tensor([2.0])
+    bended(x)
+    with pytest.raises(bt.DivergenceError, match="hands the content of a tensor"):
+        from_activations(bended, {"relu": x})
+    assert bits(from_activations(bended, {"relu": x * 3}, (x,))) == bits(x * 6)
+
+
+def test_the_modes_that_operations_ran_under_are_restored() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two, self.three = (nn.Linear(4, 4) for _ in range(3))
+
+        def head(self, h: Tensor) -> Tensor:
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                y = self.two(h) + self.two(h * 2)
+            with torch.no_grad():
+                scale = self.three(h).mean()
+            return self.three(y.float() * scale)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.one(x))
+
+    bended = traced(Model, normal(2, 4))
+    model, h = copy.deepcopy(bended.model), normal(2, 4, seed=1).requires_grad_()
+    given, wanted = from_activations(bended, {"one": h}), model.head(h)
+    assert bits(given) == bits(wanted)
+    assert gradients(given, h, bended.model) == gradients(wanted, h, model)
+    assert torch.is_grad_enabled()
+    assert not torch.is_autocast_enabled("cpu")
+
+
+def test_an_error_that_the_model_catches_in_the_rest_leads_on() -> None:
+    def f(x: Tensor) -> Tensor:
+        h = torch.relu(x)
+        try:
+            return h.view(2, -1)
+        except RuntimeError:
+            return h * 2
+
+    bended = bt.BendedModule(f)
+    bended(torch.ones(4))
+    odd, even = torch.ones(3), torch.full((6,), 2.0)
+    with pytest.raises(bt.DivergenceError, match="raised nothing when traced and raises RuntimeE"):
+        from_activations(bended, {"relu": odd})
+    assert bits(from_activations(bended, {"relu": odd}, (torch.ones(4),))) == bits(odd * 2)
+    assert bits(from_activations(bended, {"relu": odd})) == bits(odd * 2)
+    assert bits(from_activations(bended, {"relu": even})) == bits(even.view(2, -1))
+
+
+def test_an_error_of_the_rest_is_the_model_s_own() -> None:
+    bended = traced(Net, normal(5, 4))
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        from_activations(bended, {"bn2": normal(5, 7)})
+    assert torch.is_grad_enabled()
+
+
+class Deciding(nn.Module):
+    """Changes state and draws numbers in the rest, before it branches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.bn, self.drop = nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.3)
+        self.big, self.small = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def head(self, h: Tensor) -> Tensor:
+        h = self.drop(self.bn(h) * h.abs().max())
+        return self.big(h) if h.abs().max() > 9 else self.small(h)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.fc(x))
+
+
+def test_a_rest_that_has_changed_state_is_gone_on_with_where_it_is() -> None:
+    bended = traced(Deciding, normal(8, 4))
+    model, h = copy.deepcopy(bended.model), normal(8, 4, seed=1) * 50
+    for round_ in range(3):
+        torch.manual_seed(round_)
+        given = from_activations(bended, {"fc": h}, (normal(8, 4),))
+        torch.manual_seed(round_)
+        assert bits(given) == bits(model.head(h))
+        assert state(bended.model) == state(model)
+    assert (bended.stats.traces, bended.stats.resumes) == (2, 1)
+    torch.manual_seed(0)
+    wanted = model(normal(8, 4) * 100)
+    torch.manual_seed(0)
+    assert bits(bended(normal(8, 4) * 100)) == bits(wanted)
+    assert bended.stats.traces == 2
+
+
+def test_a_rest_that_cannot_be_gone_on_with_after_it_changed_state_says_so() -> None:
+    class Model(Deciding):
+        def forward(self, x: Tensor) -> Tensor:
+            low, high = self.fc(x).split(2, -1)
+            return self.head(torch.cat([low, high], -1))
+
+    bended, x = traced(Model, normal(8, 4)), normal(8, 4)
+    value = normal(8, 2) * 50
+    with pytest.raises(bt.DivergenceError, match="have been carried out that change something"):
+        from_activations(bended, {"split|sub_0": value}, (x,))
+    bended(normal(8, 4) * 100)
+    model = copy.deepcopy(bended.model)
+    torch.manual_seed(1)
+    given = from_activations(bended, {"split|sub_0": value}, (x,))
+    torch.manual_seed(1)
+    assert bits(given) == bits(model.head(torch.cat([value, model.fc(x)[:, 2:]], -1)))
+    assert state(bended.model) == state(model)
+
+
+def test_values_on_both_sides_of_an_unknown_branch_are_given_to_the_model_itself() -> None:
+    def f(x: Tensor) -> Tensor:
+        h = torch.relu(x)
+        y = h * 2 if h.sum() > 3 else h * 5
+        return torch.tanh(y) + h
+
+    bended, x, v = bt.BendedModule(f), torch.ones(2), torch.full((2,), 4.0)
+    bended(x)
+    for _ in range(2):
+        given = from_activations(bended, {"relu": v, "tanh": x * 7}, (x,))
+        assert bits(given) == bits(x * 7 + v)
+    bended(v)
+    with pytest.raises(bt.InputError, match=r"did not come by 'mul_1'.*`h.sum\(\) > 3`"):
+        from_activations(bended, {"relu": x * 0.1, "mul_1": x}, (x,))
+
+
+def test_a_node_that_another_trace_has_leads_to_that_trace() -> None:
+    bended = traced(Branching, torch.ones(1, 4))
+    bended(-torch.ones(1, 4))
+    model = copy.deepcopy(bended.model)
+    for node, x in [("up", torch.ones(1, 4)), ("down", -torch.ones(1, 4))]:
+        v = getattr(model, node)(x).detach() * 1.001
+        for call in [(), (x,)]:
+            assert bits(from_activations(bended, {node: v}, call)) == bits(model.head(model.act(v)))
+    with pytest.raises(bt.InputError, match=r"did not come by 'down'.*`x.sum\(\) > 0` was taken"):
+        from_activations(bended, {"down": v}, (torch.ones(1, 4),))
+    assert bended.insertions == ()
+
+
+def test_torchbend_s_form_is_understood() -> None:
+    bended = traced(Residual, (normal(2, 4), torch.ones(2, 1)))
+    x, mask = normal(2, 4), torch.ones(2, 1)
+    found = get_activations(bended, ["relu", "fc2"], (), {"x": x, "mask": mask})
+    for form in [
+        told(("relu", "fc2"), {**found, "x": x, "mask": mask}),
+        told((found, x), {"mask": mask}),
+        told((found, x, mask), {}),
+    ]:
+        assert bits(from_activations(bended, *form).detach()) == bits(bended(x, mask).detach())
+    with pytest.raises(bt.InputError, match="no value is given for 'fc2'"):
+        told(("relu", "fc2"), {"relu": x})
+    for args in [(), (x,), ("relu", x)]:
+        with pytest.raises(bt.InputError, match="a dict of activations by path first"):
+            told(args, {"relu": x})
+
+
+def test_nothing_is_left_behind() -> None:
+    bended = traced(Branching, torch.full((1, 4), 0.1))
+    before, names = footprint(), vars(bended).keys() | set()
+    for h in (torch.full((1, 4), 0.01), torch.full((1, 4), 5.0)):
+        from_activations(bended, {"act": h}, (torch.ones(1, 4),))
+    assert footprint() == before
+    assert vars(bended).keys() == names
+    assert bended.insertions == ()
+
+
+def test_functions_of_torch_can_be_given_inside_leaf_modules() -> None:
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True).train()
+    bended, x = bt.BendedModule(layer), normal(2, 5, 8)
+    bended(x)
+    product = "self_attn.scaled_dot_product_attention"
+    found, output = get_activations(bended, product, (x,), return_output=True)
+    assert bits(from_activations(bended, found, (x,)).detach()) == bits(output.detach())
+    v = normal(2, 5, 16, seed=1)
+    y = layer.norm1(x + layer.self_attn(x, x, x, need_weights=False)[0])
+    wanted = layer.norm2(y + layer.linear2(F.relu(v)))
+    assert bits(from_activations(bended, {"linear1": v}, (x,))) == bits(wanted)
+    assert bits(output.detach()) == bits(layer(x).detach())
+
+
+def test_the_methods_are_the_functions() -> None:
+    bended = traced(Residual, (normal(2, 4), torch.ones(2, 1)))
+    x, mask = normal(2, 4), torch.ones(2, 1)
+    found, output = bended.get_activations("relu", ["fc2"], x=x, mask=mask, return_output=True)
+    assert list(found) == ["relu", "fc2"]
+    assert list(bended.get_activations("relu", args=(x,), kwargs={"mask": mask})) == ["relu"]
+    for given in [
+        bended.from_activations(found, mask=mask),
+        bended.from_activations(found, x, mask, _bended=False),
+        bended.from_activations("relu", "fc2", mask=mask, **found),
+    ]:
+        assert bits(given) == bits(output.detach())
+
+
+# The page
+
+
+def test_the_examples_of_the_page_print_what_it_shows(tmp_path: Path) -> None:
+    code, shown = _examples((ROOT / "docs" / "activations.md").read_text())
+    assert _printed(code, tmp_path, "activations.py") == shown.splitlines()
