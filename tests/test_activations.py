@@ -773,6 +773,27 @@ def test_a_module_that_hands_on_a_tensor_which_nobody_else_uses_is_no_question()
     assert bits(from_activations(bended, {"1": v})) == bits(bended.model[2](v))
 
 
+def test_of_the_calls_of_a_module_one_is_meant() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(2, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.fc(x) - self.fc(x * 2)
+
+    bended, x, v = bt.BendedModule(made(Model)), torch.ones(2), torch.full((2,), 9.0)
+    fc = bended.model.fc
+    with pytest.raises(bt.InputError, match="'fc' means both 'fc' and 'fc_1': name one"):
+        from_activations(bended, {"fc": v}, (x,))
+    bended(x)
+    for _ in range(2):
+        assert bits(from_activations(bended, {"fc": v}, (x,))) == bits(v - fc(x * 2))
+        assert bits(from_activations(bended, {"fc_1": v}, (x,))) == bits(fc(x) - v)
+        bended.eval()  # another path, so that the model itself has to tell
+        assert list(get_activations(bended, "fc", (x,))) == ["fc", "fc_1"]
+
+
 def test_a_value_that_makes_no_difference_makes_none() -> None:
     def f(x: Tensor) -> Tensor:
         x.tanh()
@@ -945,7 +966,7 @@ def test_a_rest_that_cannot_be_gone_on_with_after_it_changed_state_says_so() -> 
 
     bended, x = traced(Model, normal(8, 4)), normal(8, 4)
     value = normal(8, 2) * 50
-    with pytest.raises(bt.DivergenceError, match="have been carried out that change something"):
+    with pytest.raises(bt.DivergenceError, match="been carried out that change something"):
         from_activations(bended, {"split|sub_0": value}, (x,))
     bended(normal(8, 4) * 100)
     model = copy.deepcopy(bended.model)
@@ -954,6 +975,198 @@ def test_a_rest_that_cannot_be_gone_on_with_after_it_changed_state_says_so() -> 
     torch.manual_seed(1)
     assert bits(given) == bits(model.head(torch.cat([value, model.fc(x)[:, 2:]], -1)))
     assert state(bended.model) == state(model)
+
+
+def test_a_branch_in_the_rest_on_something_missing_needs_it() -> None:
+    def f(x: Tensor, flag: Tensor) -> Tensor:
+        h = torch.relu(x)
+        return h * 2 if flag.sum() > 0 else h * 3
+
+    bended, x = bt.BendedModule(f), torch.ones(2)
+    bended(x, x.clone())
+    with pytest.raises(bt.InputError, match="the argument flag is needed as well"):
+        from_activations(bended, {"relu": x})
+    for flag in (x, -x):
+        wanted = f(x, flag)
+        assert bits(from_activations(bended, {"relu": x}, (-x, flag))) == bits(wanted)
+    assert bits(from_activations(bended, {"relu": x}, (), {"flag": -x})) == bits(x * 3)
+
+
+def test_one_of_two_places_that_hold_a_tensor_is_not_mixed_up_with_the_other() -> None:
+    class Twice(nn.Module):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            y = x * 2
+            return y, y
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.twice = Twice()
+
+        def forward(self, x: Tensor) -> Tensor:
+            one, two = self.twice(x)
+            return one - two
+
+    bended, x, v = traced(Model, torch.ones(2)), torch.ones(2), torch.full((2,), 7.0)
+    with pytest.raises(bt.InputError, match="more than once in what it gives"):
+        from_activations(bended, {"twice.output|sub_0": v})
+    for number, sign in ((0, 1), (1, -1)):
+        given = from_activations(bended, {f"twice.output|sub_{number}": v}, (x,))
+        assert bits(given) == bits((v - x * 2) * sign)
+
+
+def test_what_a_module_asked_about_its_own_value_stays_about_that() -> None:
+    class Counting(nn.Module):
+        def forward(self, x: Tensor) -> tuple[Any, Tensor]:
+            y = x * 3
+            n = x.sum().item()
+            if n:
+                return n, y
+            return 1.0, y
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.counting = Counting()
+
+        def forward(self, x: Tensor) -> Tensor:
+            n, y = self.counting(x)
+            return y + n
+
+    bended, x = traced(Model, torch.ones(2)), torch.ones(2)
+    given = from_activations(bended, {"counting.output|sub_0": 0.0}, (x,))
+    assert bits(given) == bits(x * 3 + 0.0)
+    assert bended.stats.traces == 1
+
+
+def test_what_was_written_before_is_there_for_the_rest() -> None:
+    def f(x: Tensor) -> Tensor:
+        memory = torch.zeros(4)
+        view = memory[:2]
+        memory[2:] = x
+        view.add_(x * 2)
+        h = torch.relu(x)
+        view.mul_(h)
+        return memory + 1
+
+    bended, x, v = bt.BendedModule(f), torch.tensor([1.0, -2.0]), torch.tensor([3.0, 5.0])
+    bended(x)
+    given = from_activations(bended, {"relu": v}, (x,))
+    assert bits(given) == bits(torch.cat([x * 2 * v, x]) + 1)
+    assert bended.stats.traces == 1
+
+
+def test_what_is_between_two_given_values_is_not_carried_out() -> None:
+    def f(x: Tensor) -> Tensor:
+        h = torch.relu(x)
+        y = F.dropout(h, 0.5)
+        return torch.tanh(y) + h
+
+    bended, v, w = bt.BendedModule(f), torch.full((2,), 3.0), torch.full((2,), 4.0)
+    bended(torch.ones(2))
+    before = torch.get_rng_state()
+    for call in ((), (torch.ones(2),)):
+        assert bits(from_activations(bended, {"relu": v, "tanh": w}, call)) == bits(v + w)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert torch.equal(from_activations(bended, {"tanh": w}, (v,)), v + w)
+
+
+def test_values_of_another_kind_are_looked_at_anew() -> None:
+    def f(x: Tensor) -> Tensor:
+        h = torch.relu(x)
+        if h.dtype is torch.float64 or h.dim() > 1:
+            return h * 2
+        return h * 3 + h.shape[0]
+
+    bended, x = bt.BendedModule(f), torch.ones(2)
+    bended(x)
+    for v in (x.double(), x.view(2, 1), torch.ones(5)):
+        with_own = f(v)
+        if len(v) != 5:
+            with pytest.raises(bt.DivergenceError, match=r"h\.d"):
+                from_activations(bended, {"relu": v})
+        assert bits(from_activations(bended, {"relu": v}, (x,))) == bits(with_own)
+        assert bits(from_activations(bended, {"relu": v})) == bits(with_own)
+
+
+def test_what_another_known_path_needs_besides_is_caught_up_on_if_it_is_not_too_late() -> None:
+    class Model(nn.Module):
+        def __init__(self, writes: bool) -> None:
+            super().__init__()
+            self.register_buffer("memory", torch.zeros(2))
+            self.writes = writes
+
+        def forward(self, x: Tensor) -> Tensor:
+            before = self.memory * 1 + x
+            h = torch.relu(x)
+            if self.writes:
+                self.memory.add_(h)
+            return h if h.sum() > 5 else h + before
+
+    for writes in (False, True):
+        bended, x = bt.BendedModule(Model(writes)), torch.ones(2)
+        bended(x)
+        bended(x * 9)
+        for value in (x * 4, x * 2, x * 7, x):
+            bended.model.memory.fill_(1)
+            if writes and value.sum() < 5:  # the latest trace has no use for what came before
+                with pytest.raises(bt.DivergenceError, match="was left out before would see that"):
+                    from_activations(bended, {"relu": value}, (x * 5,))
+                continue
+            given = from_activations(bended, {"relu": value}, (x * 5,))
+            assert bits(given) == bits(value if value.sum() > 5 else value + 1 + x * 5)
+            assert bits(bended.model.memory) == bits(1 + writes * value)
+        assert (bended.stats.traces, bended.stats.live) == (2, 0)
+
+
+def test_what_would_come_in_another_order_is_refused() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("memory", torch.zeros(2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            before = self.memory + x
+            h = torch.tanh(before)
+            self.memory.add_(h)
+            return h if h.sum() < 5 else h + before
+
+    bended, x = traced(Model, torch.ones(2)), torch.ones(2)
+    memory = bended.model.memory.clone()
+    with pytest.raises(bt.DivergenceError, match="been carried out that change something"):
+        from_activations(bended, {"tanh": x * 50}, (x,))
+    assert bits(bended.model.memory) == bits(memory + 50)
+    bended.model.memory.fill_(60)
+    bended.model(x)  # has its own way
+    with bended.interject("tanh", lambda value: value * 100):
+        bended(x)
+    bended.model.memory.fill_(1)
+    with pytest.raises(bt.DivergenceError, match="been carried out that change something"):
+        from_activations(bended, {"tanh": x * 50}, (x,))
+
+
+def test_plain_attributes_that_modules_before_set_stay() -> None:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.ran = False
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.ran = True
+            return x * 2
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = Block(), Block()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.two(self.one(x))
+
+    bended, x = traced(Model, torch.ones(2)), torch.ones(2)
+    bended.model.one.ran = bended.model.two.ran = False
+    assert bits(from_activations(bended, {"one": x})) == bits(x * 2)
+    assert (bended.model.one.ran, bended.model.two.ran) == (False, True)
 
 
 def test_values_on_both_sides_of_an_unknown_branch_are_given_to_the_model_itself() -> None:

@@ -33,7 +33,7 @@ from bendtrace.recording.run import record
 from bendtrace.recording.tape import Guard, OpKind, TensorMeta, Test, refs_in
 from bendtrace.replay.analysis import Analysis
 from bendtrace.replay.check import CheckWriter
-from bendtrace.replay.explain import explain_check, explain_divergence
+from bendtrace.replay.explain import Mismatch, explain_check, explain_divergence
 from bendtrace.replay.partial import carry_out, write_rest
 from bendtrace.replay.program import Divergence, Finished, Program, Stretch
 from bendtrace.replay.rest import Cut, Lack, Rest, argument_of
@@ -445,9 +445,10 @@ class _Run:
                 following = self._following(other, position, done, passed)
             if following is None:
                 divergence = Divergence(owner, number, result.outcome, result.values, hold)
+                why = self._explained(prepared, result)
                 del result
                 left = _Left(candidate, prepared, divergence, position, done, slots, random)
-                return self._left(left, tree, plan)
+                return self._left(left, why, tree, plan)
             slots = {**self._slots(following), **slots}
             candidate, prepared, values = other, following, {**slots, **result.values}
 
@@ -480,11 +481,14 @@ class _Run:
 
     # Where no recorded run goes
 
-    def _left(self, left: _Left, tree: TraceTree, plan: Plan | None) -> Any:
-        """Go on where no recorded run went."""
+    @staticmethod
+    def _explained(prepared: _Prepared, divergence: Divergence) -> Mismatch:
+        tape = prepared.recording.tape
+        return explain_divergence(divergence, flow_steps(tape, node_names(tape.ops)))
+
+    def _left(self, left: _Left, mismatch: Mismatch, tree: TraceTree, plan: Plan | None) -> Any:
+        """Go on where no recorded run went, or none that can be gone over to."""
         divergence = left.divergence
-        tape = left.prepared.recording.tape
-        mismatch = explain_divergence(divergence, flow_steps(tape, node_names(tape.ops)))
         if left.candidate.missing:
             raise DivergenceError(
                 f"the rest of the model leads where no recorded run went: {mismatch.reason}; give "
@@ -506,8 +510,9 @@ class _Run:
         divergence.hold.release()
         if has_effects:
             raise DivergenceError(
-                f"{mismatch.reason}, where no recorded run went, and operations of the rest have "
-                "been carried out that change something. Call the module with such values first",
+                f"{mismatch.reason}, and the rest cannot be gone on with from here: operations "
+                "have been carried out that change something, and what was left out before would "
+                "see that. Give less, or call the module itself",
                 mismatch.step,
             )
         return self._live()
@@ -561,12 +566,14 @@ class _Run:
                 )
         return output
 
-    def _named(self, text: str) -> str:
+    def _named(self, text: str) -> Node | str:
+        """Return the node of a path; the path itself where no run has come by it yet."""
         for tree in self._model._known.trees():
             try:
-                return path_in(tree, text)
+                node: Node = tree.resolve(path_in(tree, text), leaf=False)
             except NodePathError:
                 continue
+            return node
         return text
 
     # Messages
@@ -683,6 +690,7 @@ class _Replacement(Interjection):
     def __init__(self, text: str, value: Any, late: bool) -> None:
         self._text = text
         self._value = value
+        self._path: str | None = None
         self.late = late
 
     @property
@@ -692,6 +700,9 @@ class _Replacement(Interjection):
 
     def after(self, at: NodePass, inputs: Inputs, output: Any) -> Any:
         """Return the value."""
+        if self._path not in (None, at.path):
+            raise InputError(f"{self._text!r} means both {self._path!r} and {at.path!r}: name one")
+        self._path = at.path
         if at.number and ":" not in self._text:
             raise InputError(
                 f"{self._text!r} has several passes in this run: name one, as in '{at.path}:1'"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
 from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 from typing import Any, NamedTuple
@@ -14,13 +12,14 @@ from torch import Tensor, nn
 from bendtrace.graph.names import base_name_of
 from bendtrace.interject.candidate import Candidate
 from bendtrace.interject.errors import InterjectionError
-from bendtrace.interject.gates import AfterGate, BeforeGate, Gate, InsteadGate, StateGate, noted
+from bendtrace.interject.gates import AfterGate, BeforeGate, Gate, InsteadGate, noted
 from bendtrace.interject.gradients import ALIAS
 from bendtrace.interject.interjection import NodePass
 from bendtrace.interject.plan import Plan, Slot
-from bendtrace.interject.structure import Leaf, filled, refilled, take_apart
+from bendtrace.interject.states import States
+from bendtrace.interject.structure import filled, refilled, take_apart
+from bendtrace.interject.writing import written_by
 from bendtrace.paths.events import bound, parameters_of
-from bendtrace.paths.holders import dotted
 from bendtrace.paths.live import LiveNames
 from bendtrace.paths.naming import Registry, identifier
 from bendtrace.recording.contexts import Context, current_context
@@ -32,7 +31,6 @@ from bendtrace.recording.functions import (
     SETTERS,
     SHAPES,
     VALUES,
-    is_named_in_place,
     name_of,
 )
 from bendtrace.recording.inserter import Stage
@@ -105,6 +103,12 @@ class _Spot:
         self.instead = _with(self.slots, "instead")
         self.after = _with(self.slots, "after", *told)
 
+    def written(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+        """Return the tensor that the node works on in place, if what is inserted has to know."""
+        if not self.before and not self.instead and all("observes" in s.forms for s in self.after):
+            return None
+        return written_by(self.candidate, args, kwargs)
+
 
 def _with(slots: tuple[Slot, ...], *forms: str) -> tuple[Slot, ...]:
     return tuple(slot for slot in slots if not slot.forms.isdisjoint(forms))
@@ -121,7 +125,14 @@ class LiveInserter:
 
     Attributes:
         plan: as given.
+        stage: the run.
+        names: names of its nodes.
+        entry: the grad mode and so on that it began under.
     """
+
+    stage: Stage
+    names: LiveNames
+    entry: Context
 
     def __init__(
         self,
@@ -136,10 +147,8 @@ class LiveInserter:
         self._function = function
         self._spots: dict[str, _Spot] = {}
         self._recomputed = 0  # how many checkpointed blocks the run is in
-        self._states = plan.states()
-        self._exchanged: dict[tuple[tuple[Slot, ...], Context], Tensor] = {}
         model = function if within is None else within.model
-        self._state_names = _state_names(model) if self._states else {}
+        self._states = States(plan, model, self)
         self._has_output_slots = any(
             slot.place.matcher.needs_output for slot in plan.slots if slot.place.role == "node"
         )
@@ -153,10 +162,10 @@ class LiveInserter:
 
     def begins(self, stage: Stage) -> None:
         """Get ready for a run (see `recording.inserter.Inserter`)."""
-        self._stage = stage
+        self.stage = stage
         prefix = "" if self._within is None else self._within.path
-        self._names = LiveNames(self._registry, self._function, stage.scope, prefix)
-        self._entry = current_context()
+        self.names = LiveNames(self._registry, self._function, stage.scope, prefix)
+        self.entry = current_context()
 
     def starts(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType
@@ -164,17 +173,17 @@ class LiveInserter:
         """Exchange what a function is given (see `recording.inserter.Inserter`)."""
         if isinstance(self._function, nn.Module):
             return args, kwargs
-        self._names.function(args, kwargs)
-        spot = self._root = self._spot("", "forward", self._stage.scope)
+        self.names.function(args, kwargs)
+        spot = self._root = self._spot("", "forward", self.stage.scope)
         spot.number += 1
-        return self._before(spot, self._stage.scope, args, kwargs, frame)
+        return self._before(spot, self.stage.scope, args, kwargs, frame)
 
     def ends(self, output: Any, frame: FrameType) -> Any:
         """Exchange what a function gave (see `recording.inserter.Inserter`)."""
         if isinstance(self._function, nn.Module):
             return output
         if self._states:
-            output = self._with_states(output, frame)
+            output = self._states.exchanged(output, frame)
         return self._after(self._root, self._root.number - 1, (), {}, output, frame)
 
     def module(
@@ -186,16 +195,16 @@ class LiveInserter:
         run: Run,
     ) -> Any:
         """Run the call of a module (see `recording.inserter.Inserter`)."""
-        path = self._names.call(scope, args, kwargs)
+        path = self.names.call(scope, args, kwargs)
         if self._states:
-            args, kwargs = self._with_states((args, kwargs), frame)
+            args, kwargs = self._states.exchanged((args, kwargs), frame)
         spot = self._spots.get(path)
         if spot is None:
-            base = identifier(self._names.relative(scope)) if path else ""
+            base = identifier(self.names.relative(scope)) if path else ""
             spot = self._spot(path, base, scope)
         number = spot.number
         spot.number += 1
-        written = _written(spot, args, kwargs)
+        written = spot.written(args, kwargs)
         if spot.before or spot.inputs or written is not None:
             args, kwargs = self._before(spot, scope, args, kwargs, frame, written)
         if spot.instead:
@@ -203,7 +212,7 @@ class LiveInserter:
         else:
             output = run(scope, args, kwargs)
         if self._states:
-            output = self._with_states(output, frame, scope)
+            output = self._states.exchanged(output, frame, scope)
         return self._after(spot, number, args, kwargs, output, frame, written)
 
     def op(
@@ -213,10 +222,10 @@ class LiveInserter:
         """Run the call of a function (see `recording.inserter.Inserter`)."""
         given = args, kwargs
         if self._states:
-            args, kwargs = self._with_states(given, frame)
+            args, kwargs = self._states.exchanged(given, frame)
         if function in _UNNAMED:
             return self._run(run, function, args, kwargs, frame)
-        stage, names = self._stage, self._names
+        stage, names = self.stage, self.names
         scope, site = stage.scope, stage.site(frame)
         states = [] if names.knows(scope, site, function) else self._labels(given)
         path, base = names.op(scope, site, function, states)
@@ -225,7 +234,7 @@ class LiveInserter:
         spot = self._spots.get(path)
         if spot is None:
             candidate = Candidate(
-                path, base, None, "", function, scope.module, self._qualified(scope), site
+                path, base, None, "", function, scope.module, self.qualified(scope), site
             )
             candidate.uses_parameter = any(
                 isinstance(tensor, nn.Parameter) for tensor in _tensors_in(given)
@@ -233,7 +242,7 @@ class LiveInserter:
             spot = self._spots[path] = _Spot(candidate, self.plan)
         number = spot.number
         spot.number += 1
-        written = _written(spot, args, kwargs)
+        written = spot.written(args, kwargs)
         # What only reshapes a tensor in place can be let do so: no op has saved what it changes.
         copied = None if name_of(function) in RESHAPES_IN_PLACE else written
         if spot.before or copied is not None:
@@ -265,7 +274,7 @@ class LiveInserter:
 
     def scalar(self, function: Any, frame: FrameType) -> None:
         """Name arithmetic (see `recording.inserter.Inserter`)."""
-        self._names.op(self._stage.scope, self._stage.site(frame), function, ())
+        self.names.op(self.stage.scope, self.stage.site(frame), function, ())
 
     def recomputed(self, entering: bool) -> None:
         """Note that a checkpointed block begins or ends (see `recording.inserter.Inserter`)."""
@@ -275,7 +284,7 @@ class LiveInserter:
         """Whether something is inserted below a call (see `recording.inserter.Inserter`)."""
         if scope.module is None:
             return False
-        below = f"{self._names.path(scope)}." if self._names.path(scope) else ""
+        below = f"{self.names.path(scope)}." if self.names.path(scope) else ""
         inside = frozenset(identifier(name) for name, _ in scope.module.named_modules() if name)
         if any(slot.place.is_below(below, inside) for slot in self.plan.slots):
             return True
@@ -301,7 +310,7 @@ class LiveInserter:
         )  # fmt: skip
         return [slot for role in ("node", "input") for slot in self.plan.slots_at(role, node)]
 
-    def _qualified(self, scope: ModuleCall | None) -> str:
+    def qualified(self, scope: ModuleCall | None) -> str:
         """Return the qualified name of the module of a call, in the whole model."""
         path = "" if scope is None else scope.path
         if self._within is None or path.startswith("<"):
@@ -313,7 +322,7 @@ class LiveInserter:
         slots = self._slots_at(module, path)
         slots += [
             slot
-            for name, listed in self._states.items()
+            for name, listed in self._states.slots.items()
             for slot in listed
             if path and name.rpartition(".")[0] == path
         ]
@@ -330,12 +339,12 @@ class LiveInserter:
 
     # Gates
 
-    def _gate(self, gate: Gate, values: Sequence[Any], frame: FrameType) -> Any:
+    def put(self, gate: Gate, values: Sequence[Any], frame: FrameType) -> Any:
         """Put a gate on the tape."""
-        self._require_once(gate.at.path)
-        return self._stage.gate(gate, tuple(values), frame)
+        self.require_once(gate.at.path)
+        return self.stage.gate(gate, tuple(values), frame)
 
-    def _require_once(self, path: str) -> None:
+    def require_once(self, path: str) -> None:
         """Refuse what the backward pass will run again."""
         if self._recomputed and torch.is_grad_enabled():
             raise noted(
@@ -349,8 +358,8 @@ class LiveInserter:
     def _spot(self, path: str, base: str, scope: ModuleCall) -> _Spot:
         outer = scope.parent
         candidate = Candidate(
-            path, base, scope.module, self._qualified(scope), None,
-            None if outer is None else outer.module, self._qualified(outer),
+            path, base, scope.module, self.qualified(scope), None,
+            None if outer is None else outer.module, self.qualified(outer),
             scope.site,
         )  # fmt: skip
         spot = self._spots[path] = _Spot(candidate, self.plan)
@@ -429,17 +438,17 @@ class LiveInserter:
         """Call what is there instead of a function."""
         shape, values = take_apart((args, kwargs))
         gate = InsteadGate(self._at(spot, number), spot.instead, shape, self.plan)
-        return self._gate(gate, values, frame)
+        return self.put(gate, values, frame)
 
     def _through(
         self, gate: Any, shape: Any, values: list[Any], handed: list[Any], frame: FrameType
     ) -> tuple[Callable[..., Any], list[Any]] | None:
         """Put a gate on the tape; return the values with what it gave, None if nothing is new."""
-        given = self._gate(gate, handed, frame)
+        given = self.put(gate, handed, frame)
         numbers, put = gate.exchanged, refilled
         if gate.tells_in_place:
             *given, in_place = given
-            put = filled if self._stage.expect(in_place, frame) else refilled
+            put = filled if self.stage.expect(in_place, frame) else refilled
         elif len(numbers) == 1:
             given = (given,)
         changed = list(values)
@@ -472,9 +481,7 @@ class LiveInserter:
         given = bound(parameters_of(owner), positions, named)
         found: dict[Slot, tuple[Any, ...]] = {}
         for name, where in given.items():
-            node = self._registry.reserve(
-                self._names.path(scope), ("input", name), identifier(name)
-            )
+            node = self._registry.reserve(self.names.path(scope), ("input", name), identifier(name))
             for slot in spot.inputs:
                 if slot.place.argument == node:
                     keys = _resolved(where, slot.place.dig)
@@ -482,75 +489,14 @@ class LiveInserter:
                         found[slot] = keys
         return found
 
-    def _with_states(self, value: Any, frame: FrameType, scope: ModuleCall | None = None) -> Any:
-        """Exchange the parameters and buffers in arguments that there are insertions for."""
-        kind = type(value)
-        if kind is tuple or kind is list:
-            items = [self._with_states(item, frame, scope) for item in value]
-            if all(new is old for new, old in zip(items, value, strict=True)):
-                return value
-            return kind(items)
-        if kind is slice:
-            parts = (value.start, value.stop, value.step)
-            new = self._with_states(parts, frame, scope)
-            return value if new is parts else slice(*new)
-        if isinstance(value, tuple) and hasattr(kind, "_fields"):
-            items = [self._with_states(item, frame, scope) for item in value]
-            same = all(new is old for new, old in zip(items, value, strict=True))
-            return value if same else kind(*items)
-        if kind is dict:
-            items = [self._with_states(item, frame, scope) for item in value.values()]
-            if all(new is old for new, old in zip(items, value.values(), strict=True)):
-                return value
-            return dict(zip(value, items, strict=True))
-        if not isinstance(value, Tensor):
-            return value
-        slots = self._state_slots(value, scope or self._stage.scope)
-        if not slots:
-            return value
-        now = current_context()
-        key = slots, now._replace(grad=now.grad or self._entry.grad)
-        known = self._exchanged.get(key)
-        if known is None:
-            shown = next((slot.place.shown for slot in slots if slot.place.shown), "")
-            at = NodePass(shown or slots[0].place.matcher.name)
-            gate = StateGate(at, slots, Leaf(Tensor, 0), self.plan)
-            with torch.set_grad_enabled(key[1].grad and not now.inference):
-                known = self._exchanged[key] = self._gate(gate, (value,), frame)
-        else:
-            self._require_once(slots[0].place.matcher.name)
-        return known
-
-    def _state_slots(self, tensor: Tensor, scope: ModuleCall) -> tuple[Slot, ...]:
-        """Return the slots at a parameter or buffer, as the code of a call uses it."""
-        every = self._state_names.get(id(tensor), ())
-        part = self._stage.state(tensor)
-        label = "" if part is None else dotted(str(part.label).removeprefix("self."))
-        # Of several names, that is the one in a call by which the running module knows it.
-        here = self._qualified(scope)
-        called = next((n for n in every if n.rpartition(".")[0] == here), *every[:1] or (label,))
-        path = self._names.path(scope)
-        return tuple(
-            slot
-            for name in dict.fromkeys((*every, label))
-            for slot in self._states.get(name, ())
-            if slot.place.matcher.holder is None
-            or (name in (called, label) and _is_held(slot.place.matcher.holder, path))
-        )
-
     def _labels(self, value: Any) -> list[str]:
         """What the surroundings call the parameters and buffers in arguments."""
         found = []
         for tensor in _tensors_in(value):
-            part = self._stage.state(tensor)
+            part = self.stage.state(tensor)
             if part is not None:
                 found.append(str(part.label))
         return found
-
-
-def _is_held(holder: str | None, here: str) -> bool:
-    """Whether code uses a parameter as that of a call: the call's own, or that around it."""
-    return holder is None or holder == here or not here or holder.startswith(f"{here}.")
 
 
 class _At(tuple[Any, ...]):
@@ -589,57 +535,3 @@ def _tensors_in(value: Any) -> Iterator[Tensor]:
     elif type(value) is dict:
         for item in value.values():
             yield from _tensors_in(item)
-
-
-def _state_names(function: Callable[..., Any]) -> dict[int, tuple[str, ...]]:
-    """Return the qualified names of the parameters and buffers of a model, by identity."""
-    found: dict[int, tuple[str, ...]] = {}
-    if isinstance(function, nn.Module):
-        for listed in (
-            function.named_parameters(remove_duplicate=False),
-            function.named_buffers(remove_duplicate=False),
-        ):
-            for name, tensor in listed:
-                found[id(tensor)] = (*found.get(id(tensor), ()), name)
-    return found
-
-
-def _written(spot: _Spot, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
-    """Return the tensor that a node works on in place, if what is inserted there has to know."""
-    if not spot.before and not spot.instead and all("observes" in s.forms for s in spot.after):
-        return None
-    node = spot.candidate
-    if node.module is not None:
-        of_torch = type(node.module).__module__.startswith("torch.nn.")
-        if not of_torch or not getattr(node.module, "inplace", False):
-            return None
-    elif not _works_in_place(node.function, args, kwargs):
-        return None
-    given = args[0] if args else kwargs.get("input")
-    if not isinstance(given, Tensor):
-        return None
-    with torch._C.DisableTorchFunction():
-        base = given if given._base is None else given._base
-        if torch.is_grad_enabled() and base.is_leaf and base.requires_grad:
-            return None  # which torch refuses, and so it shall
-    return given
-
-
-def _works_in_place(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a function, going by its name and flags, gives back what it was given, changed."""
-    if is_named_in_place(getattr(function, "__name__", "")):
-        return True
-    position = _flag_position(function)
-    if position is None:
-        return False
-    flag = args[position] if position < len(args) else kwargs.get("inplace", False)
-    return flag is True
-
-
-@functools.cache
-def _flag_position(function: Any) -> int | None:
-    """Where a function of torch takes the flag `inplace`."""
-    try:
-        return list(inspect.signature(function).parameters).index("inplace")
-    except (TypeError, ValueError):
-        return None

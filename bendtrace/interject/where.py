@@ -246,12 +246,16 @@ def _want(where: Any, known: Known) -> Want:
 def _named(text: str, known: Known, said: Any) -> Want:
     """Find what a string names: a parameter, a node, a module, or a node of the mirror.
 
-    What is a name of the state dict means the parameter wherever it is used; a node of a tree
-    means it where that node uses it.
+    The qualified name of a module means all its calls, that of a parameter all its uses; nodes of
+    trees, and other paths, mean what happens at one place in the source.
     """
     model = known.model
-    if isinstance(said, str) and isinstance(model, nn.Module) and text in dict(_states(model)):
-        return Want(said, Place("state", State(text), shown=text))
+    if isinstance(said, str) and isinstance(model, nn.Module):
+        if text in dict(_states(model)):
+            return Want(said, Place("state", State(text), shown=text))
+        module = dict(model.named_modules(remove_duplicate=False)).get(text) if text else None
+        if module is not None:
+            return Want(said, Place("node", OfModule(module)))
     first: NodePathError | None = None
     seen = False
     for tree in known.trees():
@@ -265,10 +269,6 @@ def _named(text: str, known: Known, said: Any) -> Want:
         return Want(said, _place(tree.data, node), passes)
     if not seen:  # the first run is looked at before it does anything
         return Want(said)
-    if isinstance(model, nn.Module):
-        modules = dict(model.named_modules(remove_duplicate=False))
-        if text and text in modules:
-            return Want(said, Place("node", OfModule(modules[text])))
     if (path := known.mirror_path(text)) and path != text:
         return _named(path, known, said)
     assert first is not None

@@ -1,0 +1,53 @@
+"""Which nodes work in place, and on what: what is inserted there has to reach that tensor."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bendtrace.interject.candidate import Candidate
+from bendtrace.recording.functions import is_named_in_place
+
+__all__ = ["written_by"]
+
+
+def written_by(node: Candidate, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+    """Return the tensor that a node works on in place; None if it does not."""
+    if node.module is not None:
+        of_torch = type(node.module).__module__.startswith("torch.nn.")
+        if not of_torch or not getattr(node.module, "inplace", False):
+            return None
+    elif not _works_in_place(node.function, args, kwargs):
+        return None
+    given = args[0] if args else kwargs.get("input")
+    if not isinstance(given, Tensor):
+        return None
+    with torch._C.DisableTorchFunction():
+        base = given if given._base is None else given._base
+        if torch.is_grad_enabled() and base.is_leaf and base.requires_grad:
+            return None  # which torch refuses, and so it shall
+    return given
+
+
+def _works_in_place(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a function, going by its name and flags, gives back what it was given, changed."""
+    if is_named_in_place(getattr(function, "__name__", "")):
+        return True
+    position = _flag_position(function)
+    if position is None:
+        return False
+    flag = args[position] if position < len(args) else kwargs.get("inplace", False)
+    return flag is True
+
+
+@functools.cache
+def _flag_position(function: Any) -> int | None:
+    """Where a function of torch takes the flag `inplace`."""
+    try:
+        return list(inspect.signature(function).parameters).index("inplace")
+    except (TypeError, ValueError):
+        return None

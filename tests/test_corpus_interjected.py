@@ -1,0 +1,85 @@
+"""Every model of the corpus with an interjection at each of its nodes that changes nothing.
+
+The models do what they do without, along all their paths, in the order A, A, B, A, B, C, C. What is
+told on the way is all that an interjection can be told.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+import bendtrace as bt
+from bendtrace import Inputs, Interjection, NodePass
+from tests import promise
+from tests.corpus import CASES
+from tests.corpus._case import Case
+from tests.promise import assert_promise
+
+# With something inside, torch's layers do not take the fast path, which gives other bits. So it is
+# with hooks of torch's own.
+NOT_FAST = {"transformer_encoder_layer_fast_path", "multihead_attention_fast_path"}
+
+
+class Seeing(Interjection):
+    """Is told of everything, and keeps it."""
+
+    wants_inputs = True
+    self_contained = True
+
+    def before(self, at: NodePass, inputs: Inputs) -> Inputs:
+        return inputs
+
+    def after(self, at: NodePass, inputs: Inputs, output: Any) -> Any:
+        return output
+
+
+class Backward(Interjection):
+    """Sees gradients, and keeps them."""
+
+    self_contained = True
+
+    def backward(self, at: NodePass, grad_input: Any, grad_output: Any) -> None:
+        assert all(grad is None or grad.dtype is not None for grad in (*grad_input, *grad_output))
+
+
+class Instead(Interjection):
+    """Calls the node itself in the place of the node."""
+
+    self_contained = True
+
+    def instead(self, at: NodePass, call: Callable[..., Any], inputs: Inputs) -> Any:
+        return call(*inputs, **inputs.kwargs)
+
+
+KINDS: dict[str, tuple[type[Interjection], Callable[[bt.Candidate], bool]]] = {
+    "seeing": (Seeing, lambda node: True),
+    "backward": (Backward, lambda node: True),
+    "instead": (Instead, lambda node: not node.is_module),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_what_keeps_everything_changes_nothing(
+    case: Case, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    what, where = KINDS[kind]
+    handles: list[bt.Insertion] = []
+
+    class Inserted(bt.BendedModule):
+        def __init__(self, model: Any) -> None:
+            super().__init__(model)
+            handles.append(self.interject(where, what(), allow_none=True))
+
+    if case.name in NOT_FAST and kind != "instead":
+        pytest.skip("has another path for models without anything inside")
+    monkeypatch.setattr(promise.bt, "BendedModule", Inserted)
+    first, second, *rest = case.paths.values()
+    bended = assert_promise(case.make, [first, first, second, first, second, *rest, *rest])
+    assert bended.insertions == tuple(handles)
+    nodes = {n.path for trace in bended.traces for n in bt.node_selector.find(where, trace)}
+    if kind == "seeing":
+        assert set(handles[0].report().paths) >= nodes
