@@ -8,6 +8,8 @@ import threading
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
+from torch import nn
+
 from bendtrace.errors import InputError
 from bendtrace.interject.candidate import Candidate
 from bendtrace.interject.insertion import Insertion, as_interjection
@@ -54,6 +56,9 @@ class Model(Known, Protocol):
 
     def modules(self) -> list[Candidate]:
         """Return the modules as nodes, those included that no run has come by."""
+
+    def paths_of(self, module: nn.Module) -> list[str]:
+        """Return the paths of the calls of a module that are known."""
 
     def rehearsal(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Rehearsal:
         """Return what a run without insertions shows."""
@@ -235,8 +240,14 @@ class Board:
             return ("no call was made",)
         notes = []
         for want in insertion.wants:
-            if want.place is not None and isinstance(want.place.matcher, AtPath):
-                note = self._model.why_not(want.place.matcher.path, insertion.runs)
+            matcher = None if want.place is None else want.place.matcher
+            paths: Iterable[str] = ()
+            if isinstance(matcher, AtPath):
+                paths = (matcher.path,)
+            elif isinstance(matcher, OfModule):
+                paths = self._model.paths_of(matcher.module)
+            for path in paths:
+                note = self._model.why_not(path, insertion.runs)
                 if note:
                     notes.append(note)
         return tuple(dict.fromkeys(notes)) or ("no run came by a node that is meant",)

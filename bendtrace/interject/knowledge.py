@@ -108,6 +108,17 @@ class Knowledge:
             )  # fmt: skip
         return found
 
+    def paths_of(self, module: nn.Module) -> list[str]:
+        """Return the paths of the calls of a module that are known."""
+        names = {node.module_path for node in self.modules() if node.module is module}
+        found = [
+            node.path
+            for tree in self.trees()
+            for node in tree.data.walk()
+            if node.role == "call" and node.module in names and node.path
+        ]
+        return list(dict.fromkeys(found))
+
     def path_of(self, name: str) -> str:
         """Return the node path of a module, where it is called first, by its qualified name."""
         for tree in self.trees():
