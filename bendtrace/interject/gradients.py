@@ -68,7 +68,7 @@ class Through:
         """Take note of the outputs."""
         self._outputs = [None] * len(outputs)
         watched = [tensor for tensor in outputs if tensor.requires_grad]
-        if not watched:
+        if not watched or not torch.is_grad_enabled():
             return
         for i, tensor in enumerate(outputs):
             if tensor.requires_grad:

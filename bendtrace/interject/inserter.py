@@ -18,7 +18,7 @@ from bendtrace.interject.interjection import NodePass
 from bendtrace.interject.plan import Plan, Slot
 from bendtrace.interject.states import States
 from bendtrace.interject.structure import filled, refilled, take_apart
-from bendtrace.interject.writing import written_by
+from bendtrace.interject.writing import overlaps, written_by
 from bendtrace.paths.events import bound, parameters_of
 from bendtrace.paths.live import LiveNames
 from bendtrace.paths.naming import Registry, identifier
@@ -244,7 +244,11 @@ class LiveInserter:
         spot.number += 1
         written = spot.written(args, kwargs)
         # What only reshapes a tensor in place can be let do so: no op has saved what it changes.
-        copied = None if name_of(function) in RESHAPES_IN_PLACE else written
+        copied = written
+        if name_of(function) in RESHAPES_IN_PLACE or (
+            written is not None and overlaps(written, (*args, *kwargs.values()))
+        ):
+            copied = None
         if spot.before or copied is not None:
             args, kwargs = self._before(spot, scope, args, kwargs, frame, copied)
         if spot.instead:

@@ -11,8 +11,19 @@ from torch import Tensor
 
 from bendtrace.interject.candidate import Candidate
 from bendtrace.recording.functions import is_named_in_place
+from bendtrace.recording.writes import storage_of
 
-__all__ = ["written_by"]
+__all__ = ["overlaps", "written_by"]
+
+
+def overlaps(tensor: Tensor, args: tuple[Any, ...]) -> bool:
+    """Whether another argument lies in the memory of a tensor, which torch may refuse then."""
+    with torch._C.DisableTorchFunction():
+        place = storage_of(tensor)
+        return any(
+            isinstance(arg, Tensor) and arg is not tensor and storage_of(arg) == place
+            for arg in args
+        )
 
 
 def written_by(node: Candidate, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
