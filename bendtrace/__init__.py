@@ -6,6 +6,9 @@
 ['x.sum() > 0']
 """
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from bendtrace import node_selector
 from bendtrace._forward_pass import log_forward_pass
 from bendtrace._history import ModelHistory, load
@@ -84,6 +87,10 @@ from bendtrace.recording.boundaries import opaque
 from bendtrace.replaying import Explanation, Stats
 from bendtrace.storage.errors import LoadError, SaveError
 
+if TYPE_CHECKING:
+    from bendtrace import analysis, distributed, workflows
+    from bendtrace.harvesting.harvest import harvest
+
 __all__ = [
     "Activations",
     "AddPatch",
@@ -159,9 +166,12 @@ __all__ = [
     "WrappedForwardBackwardInterjection",
     "WrappedForwardInterjection",
     "ZeroPatch",
+    "analysis",
     "between",
     "diff",
+    "distributed",
     "from_fx",
+    "harvest",
     "interject_by_match",
     "interject_by_module",
     "interject_by_module_class",
@@ -181,6 +191,27 @@ __all__ = [
     "to_graphml",
     "to_node_link",
     "trace",
+    "workflows",
 ]
 
 __version__ = "0.1.0"
+
+# What is built on top of all else is imported when it is asked for.
+_LATER = {
+    "analysis": "bendtrace.analysis",
+    "distributed": "bendtrace.distributed",
+    "harvest": "bendtrace.harvesting.harvest",
+    "workflows": "bendtrace.workflows",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LATER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = importlib.import_module(_LATER[name])
+    value = globals()[name] = getattr(module, name, module)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LATER})

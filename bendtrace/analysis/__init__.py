@@ -1,0 +1,1 @@
+"""Analysers: statistics of what comes by at nodes, in memory that does not grow."""

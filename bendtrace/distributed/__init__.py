@@ -1,0 +1,1 @@
+"""Models on several processes: DDP, FSDP2, DTensor."""

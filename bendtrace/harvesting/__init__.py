@@ -1,0 +1,1 @@
+"""Activations of a data set, streamed to files."""

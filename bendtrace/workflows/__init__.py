@@ -1,0 +1,1 @@
+"""Research workflows: patching, tracing causes, ablation, steering, lenses."""
