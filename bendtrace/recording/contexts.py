@@ -41,7 +41,7 @@ _PLAIN = {
     for grad in (False, True)
     for inference in (False, True)
 }
-_ANY_AUTOCAST = torch._C._is_any_autocast_enabled  # seen in 2.5 to 2.13; test_contexts notices
+_ANY_AUTOCAST = torch._C._is_any_autocast_enabled  # seen in 2.5 to 2.13; test_corpus notices
 
 
 def current_context() -> Context:
@@ -64,33 +64,34 @@ def current_context() -> Context:
 forget_casts = torch.clear_autocast_cache
 
 
-# Seen in torch 2.6 to 2.13; test_modes.py would notice a change.
-_SETTINGS = (
-    torch._C._get_deterministic_algorithms,
-    torch._C._get_deterministic_algorithms_warn_only,
-    torch._C._get_float32_matmul_precision,
-    torch._C._get_mkldnn_enabled,
-    torch._C._get_cudnn_enabled,
-    torch._C._get_cudnn_benchmark,
-    torch._C._get_cudnn_deterministic,
-    torch._C._get_cudnn_allow_tf32,
-    torch._C._get_cublas_allow_tf32,
-    torch._C._get_flash_sdp_enabled,
-    torch._C._get_mem_efficient_sdp_enabled,
-    torch._C._get_math_sdp_enabled,
-    torch._C.is_anomaly_enabled,
-    torch.get_num_threads,
-    lambda: parametrize._cache_enabled,
-)
+# Seen in torch 2.6 to 2.13; test_guarded.py would notice a change. Each op asks for all of them.
+_deterministic = torch._C._get_deterministic_algorithms
+_only_warns = torch._C._get_deterministic_algorithms_warn_only
+_precision = torch._C._get_float32_matmul_precision
+_mkldnn = torch._C._get_mkldnn_enabled
+_flash = torch._C._get_flash_sdp_enabled
+_efficient = torch._C._get_mem_efficient_sdp_enabled
+_math = torch._C._get_math_sdp_enabled
+_anomaly = torch._C.is_anomaly_enabled
+_threads = torch.get_num_threads
+_cudnn = torch._C._get_cudnn_enabled
+_benchmark = torch._C._get_cudnn_benchmark
+_cudnn_deterministic = torch._C._get_cudnn_deterministic
+_cudnn_tf32 = torch._C._get_cudnn_allow_tf32
+_cublas_tf32 = torch._C._get_cublas_allow_tf32
 
 
 def current_settings() -> tuple[Any, ...]:
     """Return the settings of torch's that ops, or torch's own Python, look at.
 
-    Deterministic algorithms (on, and only warning), precision of float32 products, MKLDNN, cuDNN,
-    kinds of attention, anomaly detection, threads, cached parametrizations.
+    Deterministic algorithms (on, and only warning), precision of float32 products, MKLDNN, kinds
+    of attention, anomaly detection, threads, cuDNN, cuBLAS, cached parametrizations.
     """
-    return tuple([ask() for ask in _SETTINGS])
+    return (
+        _deterministic(), _only_warns(), _precision(), _mkldnn(), _flash(), _efficient(), _math(),
+        _anomaly(), _threads(), _cudnn(), _benchmark(), _cudnn_deterministic(), _cudnn_tf32(),
+        _cublas_tf32(), parametrize._cache_enabled,
+    )  # fmt: skip
 
 
 class AutocastHold:

@@ -234,11 +234,12 @@ class Recorder(TorchFunctionMode):
 
     def _carry_out(self, op: Op, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Do what an op says (or, resumed, take what it gave before)."""
-        if self._writer.prefix is not None and op.index in self._writer.prefix.values:
-            return self._writer.prefix.values[op.index]
+        prefix = self._writer.prefix
+        if prefix is not None and op.index in prefix.values:
+            return prefix.values[op.index]
         try:
-            if self._writer.prefix is not None and op.index in self._writer.prefix.errors:
-                raise self._writer.prefix.errors[op.index]
+            if prefix is not None and op.index in prefix.errors:
+                raise prefix.errors[op.index]
             if self._observer is None:
                 out = unwatched(func, args, kwargs)
             else:

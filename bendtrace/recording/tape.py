@@ -74,7 +74,8 @@ def meta_of(tensor: torch.Tensor) -> TensorMeta:
         shape: tuple[int, ...] = (tensor.size(0), *[-1] * (tensor.dim() - 1))
     else:
         shape = tuple(tensor.shape)
-    return TensorMeta(shape, tensor.dtype, tensor.device)
+    # What the named tuple's own constructor does, for each op of each run.
+    return tuple.__new__(TensorMeta, (shape, tensor.dtype, tensor.device))
 
 
 class ModuleCall:

@@ -94,7 +94,7 @@ class Values:
                     # It gave back a tensor that has another name already. A replay in which
                     # it does not (because a copy was needed) must not mix the two up.
                     self._writer.guard(Test.SAME, op.index, before.index, "", frame)
-            elif not works_in_place(op) and compares_identity(users_code(frame)):
+            elif compares_identity(users_code(frame)) and not works_in_place(op):
                 for ref in refs_in((op.args, op.kwargs)):
                     if isinstance(self.tape.ops[ref.index].meta, TensorMeta):
                         self._writer.guard(Test.OTHER, op.index, ref.index, "", frame)

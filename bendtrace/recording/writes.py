@@ -7,6 +7,8 @@ afterwards.
 
 from __future__ import annotations
 
+from collections.abc import Set
+
 import torch
 from torch import Tensor, nn
 
@@ -20,9 +22,13 @@ _PLAIN = frozenset({Tensor, nn.Parameter})
 
 def version_of(tensor: Tensor) -> int:
     """How often a tensor, or another view of the same memory, was written to; 0 if unknown."""
-    if type(tensor) not in _PLAIN or tensor.is_inference():
+    kind = type(tensor)
+    if kind is not Tensor and kind is not nn.Parameter:
         return 0
-    return tensor._version
+    try:
+        return tensor._version
+    except RuntimeError:  # of inference mode
+        return 0
 
 
 def storage_of(tensor: Tensor) -> int:
@@ -75,12 +81,15 @@ class Writes:
 
     def written_by(self, op: Op) -> None:
         """Note on an op, after it was carried out, what it has written to."""
+        if not self._given:
+            return
         statistics = _statistics_of(op)
         for ref, tensor, version in self._given:
+            now = version_of(tensor)
             unseen = ref.index in statistics or (
-                tensor.is_inference() and ref.index in _written_by_name(op)
+                now == 0 and tensor.is_inference() and ref.index in _written_by_name(op)
             )
-            if unseen or version_of(tensor) != version:
+            if unseen or now != version:
                 op.writes = (*op.writes, ref.index)
                 self._writers[storage_of(tensor)] = op.index
                 if unseen:
@@ -100,22 +109,23 @@ class Writes:
         ]
 
 
+_NONE: frozenset[int] = frozenset()
+_WITH_STATISTICS = frozenset({"batch_norm", "instance_norm"})
 _STATISTICS = ("running_mean", "running_var")
 _TRAINING = ("training", "use_input_stats")
 _POSITION = 5  # of the flag, among the arguments of all of them
 
 
-def _statistics_of(op: Op) -> set[int]:
+def _statistics_of(op: Op) -> Set[int]:
     """Return the statistics of batches that an op writes to, which torch does not count.
 
     Seen in torch 2.6 to 2.13; tests/test_validate.py would notice a change.
     """
-    name = getattr(op.target, "__name__", "")
-    if name not in ("batch_norm", "instance_norm"):
-        return set()
+    if getattr(op.target, "__name__", "") not in _WITH_STATISTICS:
+        return _NONE
     flags = [op.kwargs[flag] for flag in _TRAINING if flag in op.kwargs]
     if not any(flags or op.args[_POSITION : _POSITION + 1]):
-        return set()
+        return _NONE
     # torch.batch_norm takes them after weight and bias, the function of torch.nn before.
     first = 1 if getattr(op.target, "__module__", "") == "torch.nn.functional" else 3
     given = [*op.args[first : first + 2], *(op.kwargs.get(name) for name in _STATISTICS)]
