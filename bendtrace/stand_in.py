@@ -121,6 +121,9 @@ class StandIn(nn.Module):
         return nullcontext()
 
     def __setattr__(self, name: str, value: Any) -> None:
+        if name == "__class__":  # of this object alone: `fully_shard` makes a subclass of it
+            object.__setattr__(self, name, value)
+            return
         # What the model's forward reads has to reach the model.
         model = self.__dict__.get("_model")
         if name in self._own or not isinstance(model, nn.Module):

@@ -558,3 +558,53 @@ def test_a_tied_parameter_can_be_named_by_a_module_that_does_not_run() -> None:
     with bended.interject("shared.weight", _double):
         for _ in range(2):
             assert torch.equal(bended(numbers), model(numbers) * 2)
+
+
+@pytest.mark.parametrize(
+    ("model", "where", "doubled"),
+    [
+        (
+            lambda x: x.max(-1).values * 3,
+            "max|values",
+            lambda x: x.max(-1).values * 2 * 3,
+        ),
+        (
+            lambda x: torch.stack(x.split(1)[::-1]),
+            "split|sub_1",
+            lambda x: torch.stack([x.split(1)[1] * 2, x.split(1)[0]]),
+        ),
+        (
+            lambda x: torch.stack(torch.broadcast_tensors(x, x[:1])),
+            "broadcast_tensors|sub_0",
+            lambda x: torch.stack([x * 2, x[:1].expand(2, 2)]),
+        ),
+    ],
+)
+def test_a_part_of_a_container_is_kept_in_one_call_and_changed_in_the_next(
+    model: Any, where: str, doubled: Any
+) -> None:
+    bended, x = bt.BendedModule(model), _x(2, 2)
+    changes = False
+    with bended.interject(where, lambda value: value * 2 if changes else None):
+        for changes in (False, True, False, True, True):
+            assert bits(bended(x)) == bits((doubled if changes else model)(x))
+
+
+def test_what_raises_is_no_pass_for_insertions_as_it_is_none_in_trees() -> None:
+    def roots(x: Tensor) -> list[Tensor]:
+        found = []
+        for factor in (0.0, 1.0, 2.0):
+            try:
+                found.append(torch.linalg.cholesky(x * factor))
+            except RuntimeError:
+                continue
+        return found
+
+    bended, x = bt.BendedModule(roots), torch.eye(2)
+    assert len(bended.trace(x).tree.linalg_cholesky._shape) == 2
+    found = bended.get_activations("linalg_cholesky", x=x)
+    assert list(found) == ["linalg_cholesky:1", "linalg_cholesky:2"]
+    one, two = roots(x)
+    with bended.interject("linalg_cholesky:1", lambda value: value * 3):
+        for _ in range(2):
+            assert bits(bended(x)) == bits([one * 3, two])

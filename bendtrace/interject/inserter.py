@@ -251,10 +251,14 @@ class LiveInserter:
             copied = None
         if spot.before or copied is not None:
             args, kwargs = self._before(spot, scope, args, kwargs, frame, copied)
-        if spot.instead:
-            output = self._instead(spot, number, args, kwargs, frame)
-        else:
-            output = self._run(run, function, args, kwargs, frame)
+        try:
+            if spot.instead:
+                output = self._instead(spot, number, args, kwargs, frame)
+            else:
+                output = self._run(run, function, args, kwargs, frame)
+        except Exception:
+            spot.number -= 1  # what raises is no pass of a node in trees and logs
+            raise
         return self._after(spot, number, args, kwargs, output, frame, written)
 
     def _run(

@@ -270,6 +270,8 @@ class Values:
                     known.ref, known.parent, known.key = None, ref, (*path, i)
                     known.graphless = False
                     known.version = version_of(item)
+                    if self._was_taken(ref, (*path, i)):
+                        known.ref = self.element(ref, (*path, i), item)
             elif type(item) in TRACED_AS:
                 source = (ref, (*path, i))
                 item = self.traced(TRACED_AS[type(item)], item, source, frame)
@@ -283,6 +285,18 @@ class Values:
         if kind is dict:
             return dict(zip(out, bound, strict=True)), tuple(metas)
         return (kind(bound) if kind in (tuple, list) else tuple(bound)), tuple(metas)
+
+    def _was_taken(self, ref: Ref, path: tuple[Any, ...]) -> bool:
+        """Whether a resumed run takes an element out next, going by what was done before.
+
+        It was another tensor then, which had a name already, and was compared with that one.
+        """
+        for key in path:
+            known = self._elements.get((ref.index, key))
+            if known is None:
+                return self._writer.did_next(operator.getitem, (ref, key))
+            ref = known
+        return False
 
     def element(self, ref: Ref, path: tuple[Any, ...], value: Any) -> Ref:
         """Return the op that takes an element out of a result, emitting it on first use."""

@@ -168,6 +168,14 @@ class Writer:
             self._is_behind = False
             self._renew_versions()
 
+    def did_next(self, target: Any, args: tuple[Any, ...]) -> bool:
+        """Whether the next op of a resumed run is, going by its prefix, this call."""
+        position = len(self.tape.ops)
+        if self.prefix is None or position >= self._resumed:
+            return False
+        op = self.prefix.ops[position]
+        return bool(op.target is target and op.args == args)
+
     def guard(self, test: Test, index: int, expected: Any, how: str, frame: FrameType) -> None:
         """Add a guard on the value of op `index`."""
         site = self.site(frame)
