@@ -608,3 +608,22 @@ def test_what_raises_is_no_pass_for_insertions_as_it_is_none_in_trees() -> None:
     with bended.interject("linalg_cholesky:1", lambda value: value * 3):
         for _ in range(2):
             assert bits(bended(x)) == bits([one * 3, two])
+
+
+def test_a_node_is_meant_itself_where_another_run_has_one_that_answers_to_its_name() -> None:
+    class Calls(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(2, 2)
+
+        def forward(self, x: Tensor, y: Any = None) -> Any:
+            return self.fc(x) if y is None else self.fc(y) * 2
+
+    model, x = Calls(), _x(2)
+    bended = bt.BendedModule(model)
+    nodes = [bended.trace(*inputs).tree.fc for inputs in ((x,), (x, x))]
+    assert nodes[0]._path != nodes[1]._path
+    for number, node in enumerate(nodes):
+        with bended.interject(node, lambda value: value * 0):
+            zeros = [bool((bended(*inputs) == 0).all()) for inputs in ((x,), (x, x))]
+        assert zeros == [number == 0, number == 1]

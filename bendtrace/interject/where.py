@@ -257,6 +257,7 @@ def _named(text: str, known: Known, said: Any) -> Want:
         if module is not None:
             return Want(said, Place("node", OfModule(module)))
     first: NodePathError | None = None
+    by_alias: Want | None = None
     seen = False
     for tree in known.trees():
         seen = True
@@ -266,7 +267,13 @@ def _named(text: str, known: Known, said: Any) -> Want:
             first = first or error
             continue
         passes = None if chosen is None or node.role == "state" else tuple(chosen)
-        return Want(said, _place(tree.data, node), passes)
+        want = Want(said, _place(tree.data, node), passes)
+        if text == node.path or text.startswith(f"{node.path}:"):
+            return want
+        # Another run may have a node of that very path, as in `fc_1` and `fc`.
+        by_alias = by_alias or want
+    if by_alias is not None:
+        return by_alias
     if not seen:  # the first run is looked at before it does anything
         return Want(said)
     if (path := known.mirror_path(text)) and path != text:
