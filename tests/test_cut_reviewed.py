@@ -633,3 +633,24 @@ def test_a_node_is_meant_itself_where_another_run_has_one_that_answers_to_its_na
             assert [bool((bended(*inputs) == 0).all()) for inputs in calls] == [
                 meant == 1, meant == 2,
             ]  # fmt: skip
+
+
+@pytest.mark.parametrize("runs", [0, 1])
+@pytest.mark.parametrize("where", [["relu", "sigmoid", "tanh"], ["tanh", "relu", "sigmoid"]])
+def test_a_name_that_may_come_up_later_leaves_those_beside_it_as_they_are(
+    where: list[str], runs: int
+) -> None:
+    def model(x: Tensor) -> Tensor:
+        x = torch.relu(x)
+        if x.sum() > 5:
+            x = torch.tanh(x)
+        return torch.sigmoid(x)
+
+    bended, seen = bt.BendedModule(model), list[str]()
+    for _ in range(runs):
+        bended(torch.ones(2))
+    with bended.interject(where, lambda _, at: seen.append(at.path), allow_none=True):
+        for factor in (1, 1, 9, 1, 9):
+            bended(torch.ones(2) * factor)
+    short, long = ["relu", "sigmoid"], ["relu", "tanh", "sigmoid"]
+    assert seen == [*short, *short, *long, *short, *long]

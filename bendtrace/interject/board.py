@@ -113,12 +113,7 @@ class Board:
         """Make an insertion, and check it, without putting it in."""
         interjection = as_interjection(what)
         chosen = passes if isinstance(passes, Passes) else Passes(passes, every)
-        try:
-            wants = wants_of(where, self._model)
-        except NodePathError:
-            if not allow_none:
-                raise
-            wants = (Want(where),)
+        wants = wants_of(where, self._model, lenient=allow_none)
         named = [want.passes for want in wants if want.passes is not None]
         if named:
             if passes is not None or every is not None or len(wants) > 1:

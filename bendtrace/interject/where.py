@@ -188,8 +188,13 @@ class Want:
         return Place("node", AtPaths(frozenset(self.said.select(graph))))
 
 
-def wants_of(where: Any, known: Known) -> tuple[Want, ...]:
+def wants_of(where: Any, known: Known, *, lenient: bool = False) -> tuple[Want, ...]:
     """Read what was said.
+
+    Args:
+        where: as it was said.
+        known: what is known of the model.
+        lenient: whether a name that there is nothing by may come up later.
 
     Raises:
         InputError: it is nothing that can say where something is.
@@ -198,8 +203,13 @@ def wants_of(where: Any, known: Known) -> tuple[Want, ...]:
     if isinstance(where, (list, tuple, set, frozenset)):
         if not where:
             raise InputError("where= is empty: say at which nodes")
-        return tuple(want for item in where for want in wants_of(item, known))
-    return (_want(where, known),)
+        return tuple(want for item in where for want in wants_of(item, known, lenient=lenient))
+    try:
+        return (_want(where, known),)
+    except NodePathError:
+        if not lenient:
+            raise
+        return (Want(where),)
 
 
 def _want(where: Any, known: Known) -> Want:
