@@ -23,6 +23,7 @@ from bendtrace.interject.inserter import LiveInserter, Within, is_meant_within
 from bendtrace.interject.knowledge import Knowledge
 from bendtrace.interject.plan import Plan
 from bendtrace.interject.reading import read_and_changed
+from bendtrace.interject.recorded import recorded
 from bendtrace.interject.trees import Trees
 from bendtrace.outline.coverage import Coverage, coverage
 from bendtrace.outline.program import Outline
@@ -367,21 +368,7 @@ class ReplayingModule(StandIn):
 
     def _recorded(self, call: _Call, prefix: Prefix | None = None) -> Recording:
         """Run the model under the tracer, with what is inserted in it."""
-        inserter = None
-        if call.plan is not None:
-            self._known.name_nodes()  # before the run does so in passing
-            inserter = LiveInserter(call.plan, self._registry, self._model)
-        recording = record(
-            self._model, call.args, dict(call.kwargs), self._signature, prefix, inserter=inserter
-        )
-        if call.plan is not None:
-            call.plan.ran(recording)
-            if looked_at := read_and_changed(call.plan, recording):
-                recording.tape.block(
-                    "what is inserted may look at what the run changes, and a replay changes at "
-                    f"its end: {', '.join(sorted(looked_at))}"
-                )
-        return recording
+        return recorded(self, call.args, dict(call.kwargs), call.plan, prefix)
 
     def _kept(self, recording: Recording, program: Program) -> Any:
         """Remember a run as the latest, but not its output, which is only the caller's."""

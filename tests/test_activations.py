@@ -20,6 +20,9 @@ from bendtrace import node_selector
 from bendtrace.interject.activations import get_activations, inputs_of
 from bendtrace.interject.errors import InterjectionError, NeverFiredWarning
 from bendtrace.interject.given import from_activations, told
+from bendtrace.interject.structure import assemble, take_apart
+from tests.corpus import CASES
+from tests.corpus._case import Case
 from tests.promise import bits, footprint, state
 from tests.test_readme import ROOT, _examples, _printed
 
@@ -104,6 +107,12 @@ def traced(make: Callable[[], Any], *calls: Any, **kwargs: Any) -> bt.BendedModu
     for call in calls:
         bended(*(call if isinstance(call, tuple) else (call,)), **kwargs)
     return bended
+
+
+def at(bended: bt.BendedModule, path: str) -> Any:
+    """Return the node of a path in the latest run."""
+    assert bended._latest is not None
+    return bended._known.tree(bended._latest.recording).resolve(path, leaf=False)
 
 
 # Handing out
@@ -992,6 +1001,23 @@ def test_a_branch_in_the_rest_on_something_missing_needs_it() -> None:
     assert bits(from_activations(bended, {"relu": x}, (), {"flag": -x})) == bits(x * 3)
 
 
+def test_a_branch_in_the_rest_on_a_size_of_something_missing_needs_it() -> None:
+    def f(x: Tensor, like: Tensor) -> Tensor:
+        if like.shape[0] > 5:
+            return x
+        h = torch.relu(x)
+        return h * 2 if like.shape[0] > 2 else h * 3
+
+    bended, x = bt.BendedModule(f), torch.ones(2)
+    bended(x, torch.ones(1))
+    with pytest.raises(bt.InputError, match="argument like is needed as well"):
+        from_activations(bended, {"relu": x})
+    assert bits(from_activations(bended, {"relu": x}, (), {"like": torch.ones(2)})) == bits(x * 3)
+    with pytest.raises(bt.DivergenceError, match=r"like.shape\[0\] > 2` .* False .* is True"):
+        from_activations(bended, {"relu": x}, (), {"like": torch.ones(3)})
+    assert bits(from_activations(bended, {"relu": x}, (x, torch.ones(3)))) == bits(x * 2)
+
+
 def test_one_of_two_places_that_hold_a_tensor_is_not_mixed_up_with_the_other() -> None:
     class Twice(nn.Module):
         def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -1238,6 +1264,236 @@ def test_functions_of_torch_can_be_given_inside_leaf_modules() -> None:
     wanted = layer.norm2(y + layer.linear2(F.relu(v)))
     assert bits(from_activations(bended, {"linear1": v}, (x,))) == bits(wanted)
     assert bits(output.detach()) == bits(layer(x).detach())
+
+
+# What a key means
+
+
+def test_nodes_have_the_names_that_they_have_elsewhere_whichever_run_is_asked_first() -> None:
+    def f(x: Tensor) -> Tensor:
+        if x.sum() > 1:
+            return torch.relu(x) * 2
+        if x.sum() > 0:
+            return torch.relu(x) * 3
+        return torch.relu(x) * 4
+
+    calls, v = [torch.ones(2), torch.ones(2) / 4, -torch.ones(2)], torch.full((2,), 5.0)
+    for asked, factor in zip(calls, (2, 3, 4), strict=True):
+        (name,) = get_activations(traced(lambda: f, *calls, asked), ".*relu.*", (asked,))
+        bended = traced(lambda: f, *calls, asked)
+        assert bits(from_activations(bended, {name: v})) == bits(v * factor)
+        assert list(get_activations(bended, ".*relu.*", (asked,))) == [name]
+
+
+class Namesakes(nn.Module):
+    """Has a module and a buffer that functions are called like."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sigmoid = nn.Sigmoid()
+        self.register_buffer("mean", torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.sigmoid(x) - x.mean()
+        return self.sigmoid(x) + self.mean
+
+
+def test_a_name_of_two_things_is_refused_and_a_node_means_itself() -> None:
+    bended, x, v = traced(Namesakes, normal(3)), normal(3), normal(3, seed=1)
+    for args in ((), (x,)):
+        for name, message in [
+            (
+                "sigmoid",
+                r"'sigmoid' is the name of a module .*`x = torch.sigmoid\(x\) - x.mean\(\)`",
+            ),
+            ("mean", "'mean' is the name of a parameter or buffer of the model, and the path"),
+            ("mean_1", "'mean_1' is a parameter or buffer, not an activation"),
+            ("sigmoid_1.input", "is what a module is given"),
+        ]:
+            with pytest.raises(bt.InputError, match=message):
+                from_activations(bended, {name: v}, args)
+    given = {at(bended, "sigmoid"): v, at(bended, "mean"): v.mean()}
+    for args in ((), (x,)):
+        wanted = torch.sigmoid(v - v.mean()) + 1
+        assert bits(from_activations(bended, given, args)) == bits(wanted)
+
+
+def test_parameters_and_inputs_are_refused_before_any_call_as_well() -> None:
+    for name, message in [
+        ("fc1.weight", "is a parameter or buffer"),
+        ("fc2.input", "is what a module is given"),
+    ]:
+        bended = bt.BendedModule(made(Net))
+        with pytest.raises(bt.InputError, match=message):
+            from_activations(bended, {name: torch.ones(5, 8)}, (normal(5, 4),))
+        assert int(bended.model.bn.num_batches_tracked) == 0
+        assert not bended.insertions
+
+
+def test_a_value_is_not_given_by_two_names() -> None:
+    bended, v = traced(lambda: nn.Sequential(nn.Linear(2, 2), nn.LSTM(2, 2)), normal(3, 2)), None
+    whole = get_activations(bended, "sub_1", (normal(3, 2),))["sub_1"]
+    for first, second, v in [
+        ("0", "sub_0", normal(3, 2)),
+        (at(bended, "sub_0"), "sub_0", normal(3, 2)),
+        ("sub_1", "sub_1.output", whole),
+    ]:
+        with pytest.raises(bt.InputError, match=r"given twice|mean the same value"):
+            from_activations(bended, {first: v, second: v})
+    with pytest.raises(bt.InputError, match="mean the same value, or parts of it"):
+        from_activations(bended, {"sub_1": whole, "sub_1.output|sub_0": whole[0]})
+
+
+def test_of_values_that_calls_give_as_they_end_together_the_outer_one_s_counts() -> None:
+    bended = traced(lambda: nn.Sequential(nn.Linear(2, 2), nn.ReLU()), normal(3, 2))
+    a, b, relu = normal(3, 2, seed=1), normal(3, 2, seed=2), torch.relu
+    for args in ((), (normal(3, 2),)):
+        for given in ({"sub_0": a, "sub_0.linear": b}, {"sub_0.linear": b, "sub_0": a}):
+            assert bits(from_activations(bended, given, args)) == bits(relu(a))
+
+
+def test_a_call_that_answers_to_the_name_of_another_one_is_not_taken_for_it() -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(2, 2)
+
+        def forward(self, x: Tensor, y: Tensor | None = None) -> Tensor:
+            if y is None:
+                return self.fc(x) * 5
+            h = self.fc(y)
+            return h * 3 if h.max() < 9 else h * 2
+
+    x, v = torch.zeros(2), torch.ones(2)
+    bended = traced(Two, (x,), (x, x))
+    alone = next(
+        name
+        for tree in bended._known.trees()
+        for name in ("fc", "fc_1")
+        if name in tree.data.children and "y" not in tree.data.children
+    )
+    both = {"fc": "fc_1", "fc_1": "fc"}[alone]
+    assert bits(from_activations(bended, {alone: v})) == bits(v * 5)
+    assert bits(from_activations(bended, {both: v})) == bits(v * 3)
+    assert bits(from_activations(bended, {both: v}, (x, x))) == bits(v * 3)
+    assert bits(from_activations(bended, {both: v * 20}, (x, x))) == bits(v * 40)
+    with pytest.raises((bt.InputError, bt.NodePathError)):
+        from_activations(bended, {both: v}, (x,))
+    with pytest.raises((bt.InputError, bt.NodePathError)):
+        from_activations(bended, {alone: v}, (x, x))
+
+
+def test_a_path_without_a_pass_is_refused_where_the_rest_comes_by_again() -> None:
+    def f(x: Tensor) -> Tensor:
+        x = x * 1
+        while x.sum() > 1:
+            x = x / 2
+        return x
+
+    bended, x = traced(lambda: f, torch.tensor([2.0])), torch.tensor([2.0])
+    assert bits(from_activations(bended, {"div": torch.tensor([0.5])}, (x,))) == bits(x / 4)
+    with pytest.raises(bt.InputError, match="'div' has 3 passes with what is given: name one"):
+        from_activations(bended, {"div": torch.tensor([4.0])}, (x,))
+    bended(x)
+    given = from_activations(bended, {"div:1": torch.tensor([4.0])}, (x,))
+    assert bits(given) == bits(torch.tensor([1.0]))
+
+
+def test_a_given_value_that_the_model_keeps_is_not_written_to_by_later_calls() -> None:
+    class Keeps(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.h = torch.zeros(2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.h.add_(1)
+            self.h = torch.relu(x)
+            return self.h * 2
+
+    bended, v = traced(Keeps, torch.ones(2), torch.ones(2)), torch.ones(2)
+    for args in ((), (torch.ones(2),)):
+        from_activations(bended, {"relu": v}, args)
+        bended(torch.ones(2))
+        assert bits(v) == bits(torch.ones(2))
+
+
+# Against the whole model with the values put in
+
+SOME = [
+    "autocast_block", "augmented_assignment_through_alias", "batch_norm_in_train_mode_then_branch",
+    "cholesky_with_jitter", "deep_equilibrium", "early_exit_classifier", "exit_stack",
+    "group_by_traced_label", "history_list", "inplace_on_view", "lstm_cell_with_resets",
+    "quick_sort_by_masks",
+    "row_assignment_in_loop", "running_mean_buffer", "shared_module_called_traced_times",
+    "top_two_experts_with_index_add", "torch_return_types_output", "transformer_encoder_layer",
+    "tree_lstm", "unet_with_cropped_skip", "while_norm_exceeds",
+]  # fmt: skip
+
+
+def known(case: Case, latest: Any) -> bt.BendedModule:
+    """Return a new `BendedModule` that was called along all its paths, and then traced."""
+    torch.manual_seed(1)
+    bended = bt.BendedModule(case.make())
+    for inputs in case.paths.values():
+        args, kwargs = inputs()
+        bended(*args, **kwargs)
+    args, kwargs = latest()
+    bended.trace(*args, **kwargs)
+    return bended
+
+
+def moved(value: Any) -> Any:
+    """Return a value like another one, with somewhat other numbers."""
+    shape, found = take_apart(value)
+    generator = torch.Generator().manual_seed(0)
+    return assemble(
+        shape,
+        [
+            item.detach() * 1.2 + 0.1 * torch.randn(item.shape, generator=generator).to(item.dtype)
+            if isinstance(item, Tensor) and item.is_floating_point()
+            else item
+            for item in found
+        ],
+    )
+
+
+@pytest.mark.parametrize("name", SOME)
+def test_the_rest_gives_what_the_model_gives_with_the_values_put_in(name: str) -> None:
+    (case,) = (case for case in CASES if case.name == name)
+    for inputs in case.paths.values():
+        bended = known(case, inputs)
+        nodes = [n for n in at(bended, "")._data.walk() if n.role in ("op", "call") and n.path]
+        for number, node in enumerate(nodes[:: max(1, len(nodes) // 4)]):
+            path = node.path if len(node.passes) == 1 else f"{node.path}:{len(node.passes)}"
+            args, kwargs = inputs()
+            bended = known(case, inputs)
+            try:
+                found = get_activations(bended, at(bended, path), args, kwargs)
+            except bt.NodePathError as error:
+                if "is a number that Python computes with" in str(error):
+                    continue  # which nobody can exchange
+                raise
+            assert found
+            values = {key: moved(value) if number % 2 else value for key, value in found.items()}
+            whole, rest = known(case, inputs), known(case, inputs)
+            for key, value in values.items():
+                whole.interject(at(whole, key), lambda own, value=value: copy.deepcopy(value))
+            given = {at(rest, key): value for key, value in values.items()}
+            outcomes = []
+            for call in (whole, partial(from_activations, rest, given)):
+                args, kwargs = inputs()
+                try:
+                    result = call(*args, **kwargs) if call is whole else call(args, kwargs)
+                    outcomes.append(_plainly(result))
+                except (ValueError, RuntimeError, IndexError, TypeError) as error:
+                    outcomes.append(type(error))
+            assert outcomes[0] == outcomes[1], (path, number)
+
+
+def _plainly(value: Any) -> Any:
+    """Return the bits of the tensors and numbers in a value, whether they require grad or not."""
+    _, found = take_apart(value)
+    return [bits(v.detach().contiguous()) if isinstance(v, Tensor) else bits(v) for v in found]
 
 
 def test_the_methods_are_the_functions() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +20,7 @@ from bendtrace.recording.functions import is_gate
 from bendtrace.recording.recorder import Recording
 from bendtrace.recording.tape import ModuleCall, Op
 
-__all__ = ["Spot", "path_in", "spots_of", "values_for"]
+__all__ = ["Spot", "is_named", "path_in", "spots_of", "values_for"]
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,15 @@ def path_in(tree: Tree, text: str) -> str:
             raise
         return named[0]
     return text
+
+
+def is_named(node: TreeNode, text: str) -> bool:
+    """Whether a text is the very path of a node, and not another name that it answers to."""
+    return _plain(node.path) in (_plain(text), _plain(text).removesuffix(".output"))
+
+
+def _plain(text: str) -> str:
+    return re.sub(r":\d+", "", text).replace("|", ".").strip().lstrip(".")
 
 
 def spots_of(recording: Recording, tree: Tree, text: str, *, bended: bool) -> tuple[Spot, ...]:

@@ -80,6 +80,7 @@ class Knowledge:
         runs = self._runs()
         if not runs:
             return None
+        self.name_nodes()
         _forget(self._nodes, runs)
         found: dict[str, Candidate] = {}
         for recording in runs:
@@ -166,9 +167,14 @@ class Knowledge:
         recording = self._settled(args, kwargs)
         if recording is None:
             return rehearse(self.model, args, kwargs, self.registry)
-        tree = self._tree(recording)
+        tree = self.tree(recording)
         totals = {node.path: len(node.passes) for node in tree.data.walk()}
         return Rehearsal(candidate_graph(recording, self.model, self.registry), tree, totals)
+
+    def tree(self, recording: Recording) -> Tree:
+        """Return the tree of a run, with the names that the runs before it leave to it."""
+        self.name_nodes()
+        return self._tree(recording)
 
     def _tree(self, recording: Recording) -> Tree:
         known = self._trees.get(id(recording))

@@ -22,6 +22,7 @@ from bendtrace.interject.structure import take_apart
 from bendtrace.paths.naming import Registry
 from bendtrace.paths.tree import tree_of
 from bendtrace.paths.view import Tree
+from bendtrace.recording.agreement import alone
 from bendtrace.recording.run import Signature, record
 from bendtrace.recording.surroundings import Surroundings
 
@@ -48,7 +49,7 @@ def rehearse(
     """Run a copy of a model on copies of some inputs, and put the random generators back.
 
     Raises:
-        InputError: the model or the inputs cannot be copied.
+        InputError: the model or the inputs cannot be copied, or ranks act together in the run.
         Exception: whatever the model raises, as it is.
     """
     memo: dict[int, Any] = {}
@@ -64,7 +65,12 @@ def rehearse(
             "node paths, modules or selectors that do not look ahead"
         ) from error
     inserter = LiveInserter(Plan(()), registry, twin)
-    with _random_state_kept(), _shared_state_kept(model, twin), _Unsaved(_same, _same):
+    with (
+        alone("a run of a copy of the model, to find where something is inserted,"),
+        _random_state_kept(),
+        _shared_state_kept(model, twin),
+        _Unsaved(_same, _same),
+    ):
         recording = record(twin, args, kwargs, Signature(twin), inserter=inserter)
     recording.result = None
     graph = candidate_graph(recording, twin, registry)

@@ -23,12 +23,16 @@ import torch
 import torch._functorch.apis
 import torch._higher_order_ops.utils
 import torch.autograd.forward_ad
+import torch.distributed
 import torch.utils._python_dispatch
 import torch.utils.checkpoint
 from torch import nn
+from torch.nn.parallel.distributed import DistributedDataParallel
 
 from bendtrace.errors import InputError
+from bendtrace.recording.collectives import joint_functions, layout_properties
 from bendtrace.recording.contexts import forget_casts
+from bendtrace.recording.joint import after_ddp, before_ddp
 from bendtrace.recording.scalars import TRACED
 from bendtrace.recording.watcher import Watcher, current_watcher, note_call, set_watcher
 
@@ -349,6 +353,9 @@ def _entry_points() -> Iterator[_EntryPoint]:
             if hasattr(owner, name):
                 yield entry(owner, name, _as_one_op(getattr(owner, name)))
 
+    yield entry(DistributedDataParallel, "_pre_forward", before_ddp)
+    yield entry(DistributedDataParallel, "_post_forward", after_ddp)
+
 
 _ENTRY_POINTS = list(_entry_points())
 
@@ -356,9 +363,37 @@ _ENTRY_POINTS = list(_entry_points())
 def _add_numpys() -> None:
     """Once numpy is there, the seeding of its generator is an entry point as well."""
     numpy = sys.modules.get("numpy.random")
-    if numpy is not None and _ENTRY_POINTS[-1].owner is not numpy:
+    if numpy is not None and all(entry.owner is not numpy for entry in _ENTRY_POINTS):
         ours = _reports("numpy.random.seed", numpy.seed)
         _ENTRY_POINTS.append(_EntryPoint(numpy, "seed", ours, numpy.seed))
+
+
+def _add_joint() -> None:
+    """What torch.distributed has so far: parts of it are imported when they are first used."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return
+    known = {(id(entry.owner), entry.name) for entry in _ENTRY_POINTS}
+    for owner, name in (*joint_functions(), *layout_properties()):
+        if (id(owner), name) not in known:
+            original = vars(owner)[name]
+            ours: Any
+            if isinstance(original, property):
+                ours = property(_as_read(original.fget))
+            elif isinstance(original, staticmethod):
+                ours = staticmethod(_as_one_op(original.__func__))
+            else:
+                ours = _as_one_op(original)
+            _ENTRY_POINTS.append(_EntryPoint(owner, name, ours, original))
+
+
+def _as_read(getter: Any) -> Callable[[torch.Tensor], Any]:
+    """What is asked of a tensor that is not its values, past the function mode."""
+
+    def read(tensor: torch.Tensor) -> Any:
+        watcher = current_watcher()
+        return getter(tensor) if watcher is None else watcher.read(getter, tensor)
+
+    return read
 
 
 BOUNDARY_CODES = frozenset(
@@ -374,6 +409,7 @@ def _enter() -> None:
     if "torch._dynamo" in sys.modules:  # else nothing is compiled yet
         _run_compiled_code_eagerly()
     _add_numpys()
+    _add_joint()
     _before[:] = [vars(entry.owner).get(entry.name, _ABSENT) for entry in _ENTRY_POINTS]
     for entry in _ENTRY_POINTS:
         setattr(entry.owner, entry.name, entry.ours)

@@ -27,6 +27,7 @@ from bendtrace.recording.structure import Existing, Fixed, Instance, Made, Opaqu
 from bendtrace.recording.surroundings import Surroundings
 from bendtrace.recording.tape import Ref, Tape
 from bendtrace.recording.usage import stores_outside
+from bendtrace.recording.wiring import is_wiring
 
 __all__ = ["Encoder", "make_keys_plain", "without_traced"]
 
@@ -146,13 +147,15 @@ class Encoder:
             held = tuple(cell.cell_contents for cell in cells)
         except ValueError:  # a name that is assigned only later
             held = None
-        if held is None or stores_outside(function.__code__) or vars(function):
+        # `functools.wraps`, and so each transform of torch.func, leaves what it is around.
+        marked = set(vars(function)) - {"__wrapped__"}
+        if held is None or stores_outside(function.__code__) or marked:
             self._values.tape.block(
                 f"{what} holds the function {function.__name__}, which a replay could not rebuild "
                 f"({self._values.here()})"
             )
             return Opaque(function)
-        parts = (function.__defaults__, function.__kwdefaults__, held)
+        parts = (function.__defaults__, function.__kwdefaults__, held, vars(function))
         return Made(
             make_function, function.__code__, Fixed(function.__globals__),
             *(self.output(part, what, memo) for part in parts),
@@ -271,6 +274,8 @@ def _is_constant(value: Any) -> bool:
         return value.__closure__ is None and "<" not in value.__qualname__
     numpy = sys.modules.get("numpy")
     if numpy is not None and isinstance(value, numpy.generic):
+        return True
+    if is_wiring(value):
         return True
     return isinstance(value, (torch._ops.OperatorBase, torch._ops.OpOverloadPacket))
 

@@ -14,6 +14,7 @@ from torch.nn.utils import parametrize
 from bendtrace.recording.contexts import current_context, current_settings
 from bendtrace.recording.encoding import Encoder, make_keys_plain, without_traced
 from bendtrace.recording.functions import is_torchs_function, name_of
+from bendtrace.recording.joint import JOINT
 from bendtrace.recording.objects import kept_in
 from bendtrace.recording.parts import Change, PartKind
 from bendtrace.recording.reach import names_in, reach_of
@@ -190,7 +191,7 @@ class Finish:
         for op in self.tape.ops:
             if getattr(op.target, "role", "") == "hook":
                 self.tape.block(f"{op.target!r} may look at {', '.join(sorted(changed))}")
-            if op.kind is OpKind.CALL and not is_torchs_function(op.target):
+            if op.kind is OpKind.CALL and not (is_torchs_function(op.target) or op.target in JOINT):
                 read = changed & self._names_read(op)
                 if read:
                     where = f"at {op.site.place}" if op.site is not None else "in the run"

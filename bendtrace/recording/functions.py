@@ -120,7 +120,18 @@ SETTERS = frozenset(
 )
 
 # Carried out but not recorded: each op knows the context that it ran under.
-CONTEXT = frozenset({torch._C._set_grad_enabled, Tensor.__dir__, torch.device})
+CONTEXT = frozenset(
+    {
+        torch._C._set_grad_enabled, Tensor.__dir__, torch.device,
+        # What torch.profiler.record_function comes down to: names for stretches of time.
+        *(
+            entry
+            for name in ("_record_function_enter_new", "_record_function_exit")
+            for packet in (getattr(torch.ops.profiler, name),)
+            for entry in (packet, *(getattr(packet, kind) for kind in packet.overloads()))
+        ),
+    }
+)  # fmt: skip
 
 # Ops after which the number of dimensions can depend on sizes.
 RANK_DEPENDS_ON_SIZES = frozenset({"squeeze", "squeeze_", "squeeze_copy", "apply", "solve"})

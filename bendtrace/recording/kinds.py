@@ -35,6 +35,7 @@ from bendtrace.recording.reach import (
     reach_of,
 )
 from bendtrace.recording.usage import needs_plain_numbers
+from bendtrace.recording.wiring import is_wiring
 
 __all__ = [
     "asks_for_plain",
@@ -109,9 +110,14 @@ def is_settings(value: Any) -> bool:
 
 
 def is_constant(value: Any, kind: type) -> bool:
-    """Whether a value means the same for ever: a slice of plain values, a number of numpy's."""
+    """Whether a value means the same for ever: a slice of plain values, a number of numpy's.
+
+    And how a tensor is spread over ranks.
+    """
     if kind is slice:
         return _is_plain(value)
+    if is_wiring(value):
+        return True
     numpy = sys.modules.get("numpy")
     return numpy is not None and issubclass(kind, numpy.generic)
 

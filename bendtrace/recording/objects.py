@@ -74,11 +74,13 @@ def make_function(
     defaults: tuple[Any, ...] | None,
     keyword_defaults: dict[str, Any] | None,
     held: tuple[Any, ...],
+    attributes: dict[str, Any],
 ) -> types.FunctionType:
     """Make a function from its code, its globals and what it closes over."""
     cells = tuple(map(types.CellType, held))
     made = types.FunctionType(code, namespace, code.co_name, defaults, cells)
     made.__kwdefaults__ = keyword_defaults
+    vars(made).update(attributes)
     return made
 
 

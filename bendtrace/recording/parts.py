@@ -251,8 +251,24 @@ class AttributeKey(str):
             object.__setattr__(owner, self, value)
 
 
+def layout_over_ranks(tensor: torch.Tensor) -> dict[str, Any]:
+    """Return over which ranks a DTensor is spread, and how; nothing for other tensors."""
+    if type(tensor) in _PLAIN_TENSORS or "torch.distributed.tensor" not in sys.modules:
+        return {}
+    if not isinstance(tensor, sys.modules["torch.distributed.tensor"].DTensor):
+        return {}
+    return {"device_mesh": tensor.device_mesh, "placements": tensor.placements}
+
+
+_PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
+
+
 def attributes_of(value: Any) -> dict[AttributeKey, Any]:
     """What an object itself holds, past properties and `__getattr__`."""
+    if isinstance(value, torch.Tensor) and (layout := layout_over_ranks(value)):
+        own = vars(value)
+        found = {AttributeKey(name, Access.ATTRIBUTE): item for name, item in layout.items()}
+        return found | {AttributeKey(name, Access.DICT): item for name, item in own.items()}
     own = getattr(value, "__dict__", {})
     found = {AttributeKey(name, Access.DICT): item for name, item in own.items()}
     for cls in type(value).__mro__:

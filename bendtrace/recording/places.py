@@ -16,7 +16,14 @@ from torch import nn
 
 from bendtrace.recording import scalars
 
-__all__ = ["BEHIND", "definition", "outside_scalars", "user_place", "users_code"]
+__all__ = [
+    "BEHIND",
+    "definition",
+    "is_users_file",
+    "outside_scalars",
+    "user_place",
+    "users_code",
+]
 
 _SCALARS_FILE = scalars.__file__
 _PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
@@ -50,6 +57,12 @@ def user_place(frame: FrameType | None) -> str:
             return f"{file}:{frame.f_lineno}"
         frame = frame.f_back
     return ""
+
+
+@functools.lru_cache(maxsize=4096)
+def is_users_file(file: str) -> bool:
+    """Whether code in a file may be the model's: it is not torch's, Python's or ours."""
+    return not file.startswith((_PACKAGE, _TORCH, "<")) and not _is_stdlibs(file)
 
 
 def _is_stdlibs(file: str) -> bool:

@@ -29,6 +29,7 @@ from bendtrace.recording.functions import (
 )
 from bendtrace.recording.handlers import raised_by
 from bendtrace.recording.inserter import Inserter
+from bendtrace.recording.joint import with_joint_hooks
 from bendtrace.recording.observer import Observer, StopRun
 from bendtrace.recording.parts import Part, PartKind
 from bendtrace.recording.places import BEHIND, definition, outside_scalars, user_place
@@ -364,7 +365,8 @@ class Recorder(TorchFunctionMode):
         self.tape.calls.append(scope)
         self._writer.scope = scope
         try:
-            output = module._call_impl(*args, **kwargs)
+            with with_joint_hooks(module):
+                output = module._call_impl(*args, **kwargs)
             with torch._C.DisableTorchFunction():
                 scope.output = self._encoder.leniently(output)
                 if self._observer is not None:
@@ -411,6 +413,11 @@ class Recorder(TorchFunctionMode):
             return self._as_one(op, function, args, kwargs, frame)
         finally:
             set_around(outer)
+
+    def read(self, function: Callable[[Tensor], Any], tensor: Tensor) -> Any:
+        """Ask something of a tensor that is not its values (see `watcher.Watcher`)."""
+        with torch._C.DisableTorchFunction():
+            return self._metadata(function, (tensor,), {}, sys._getframe(2))
 
     def _as_one(
         self, op: Op, function: Any, args: Any, kwargs: dict[str, Any], frame: FrameType

@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from bendtrace.errors import InputError
+from bendtrace.recording.agreement import ENDS, recorded_call
 from bendtrace.recording.inserter import Inserter
 from bendtrace.recording.observer import Observer
 from bendtrace.recording.parts import Access, Part, PartKind
@@ -103,9 +104,15 @@ def record(
     positional = len(args)
     given = [exchanged.given[name] for name in signature.names(args, kwargs)]
     try:
-        return recorder.run(
-            tuple(given[:positional]), dict(zip(kwargs, given[positional:], strict=True))
-        )
+        with recorded_call(
+            function, surroundings.names, recorder.tape, goes_on=prefix is not None
+        ) as joint:
+            recording = recorder.run(
+                tuple(given[:positional]), dict(zip(kwargs, given[positional:], strict=True))
+            )
+            if joint is not None:
+                joint.ends(recording.result)
+            return recording
     finally:
         surroundings.release()
 
@@ -146,3 +153,6 @@ def _exchanged(part: Part, children: dict[int, list[Part]], traced: dict[int, An
     items = tuple(_exchanged(child, children, traced) for child in children.get(part.index, ()))
     same = all(new is old for new, old in zip(items, part.value, strict=True))
     return part.value if same else items
+
+
+ENDS.add(record.__code__)

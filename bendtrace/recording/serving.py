@@ -9,7 +9,9 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["call_itself", "serving"]
+from bendtrace.recording.agreement import ENDS, is_joint, joint_call
+
+__all__ = ["call_itself", "served_by", "serving"]
 
 _KEY = "_compiled_call_impl"  # nn.Module.__call__ asks for it first, as in `boundaries`
 _lock = threading.Lock()
@@ -48,9 +50,31 @@ def serving(module: nn.Module, call: Callable[..., Any]) -> Iterator[None]:
                     attributes[_KEY] = server.before
 
 
+def served_by(module: Any) -> object | None:
+    """Return what answers the calls of a module now; None if it is the module itself.
+
+    It is one object for as long as one of the methods of a `BendedModule` runs, such as `generate`.
+    """
+    server = vars(module).get(_KEY) if isinstance(module, nn.Module) else None
+    return server if isinstance(server, _Server) else None
+
+
 def call_itself(model: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
     """Call a model, past what is serving it."""
-    server = vars(model).get(_KEY) if isinstance(model, nn.Module) else None
+    if not is_joint(model):
+        return _call_itself(model, args, kwargs)
+    with joint_call(model) as joint:
+        output = _call_itself(model, args, kwargs)
+        if joint is not None:
+            joint.ends(output)
+        return output
+
+
+def _call_itself(model: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
+    server = served_by(model)
     if not isinstance(server, _Server):
         return model(*args, **kwargs)
     return (server.before or vars(nn.Module)["_call_impl"].__get__(model))(*args, **kwargs)
+
+
+ENDS.add(call_itself.__code__)

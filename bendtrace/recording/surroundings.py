@@ -9,16 +9,19 @@ from __future__ import annotations
 
 import contextvars
 import functools
+import inspect
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from bendtrace.recording.joint import gathered_names, hidden_of, is_joint_hook
 from bendtrace.recording.kinds import (
     asks_for_plain,
     changes_unwatched,
@@ -91,6 +94,7 @@ class Surroundings:
         arguments: the bound arguments by name.
 
     Attributes:
+        function: as given.
         parts: everything found; parents before children.
         blockers: what was found that no guard can watch, one line each.
         module_paths: qualified name of each module, by identity.
@@ -104,6 +108,7 @@ class Surroundings:
     """
 
     def __init__(self, function: Callable[..., Any], arguments: dict[str, Any]) -> None:
+        self.function = function
         self.parts: list[Part] = []
         self.blockers: list[str] = []
         self.module_paths: dict[int, str] = {}
@@ -115,6 +120,7 @@ class Surroundings:
         self._helpers: dict[type, frozenset[str]] = {}
         self.functions: list[types.FunctionType] = []
         self._walked: set[Any] = set()
+        self._gathered: dict[int, set[str]] = {}
         self._names_walked: set[tuple[int, str]] = set()
         self._unwatched: list[Part] = []
         self._unguarded: list[Part] = []
@@ -264,7 +270,7 @@ class Surroundings:
             part.content = attributes_of(value)
             part.size = TensorFacts(
                 value.dtype, value.device, value.dim(), requires_grad(value), value.layout,
-                len(part.content),
+                sum(key.access is Access.DICT for key in part.content),
             )  # fmt: skip
             if reach.is_argument:
                 for key, item in part.content.items():
@@ -313,6 +319,9 @@ class Surroundings:
             elif isinstance(value, types.ModuleType):
                 if is_users_module(value):
                     self._modules.append(value)
+            elif type(value) is inspect.Signature:  # nothing changes in it but what defaults hold
+                defaults = (parameter.default for parameter in value.parameters.values())
+                self._walk_defaults(defaults, reach.label)
             elif changes_unwatched(value) and not reach.is_argument:
                 self._unwatched.append(part)
             elif reach.is_argument and not callable(value) and kind is not torch.Generator:
@@ -353,9 +362,16 @@ class Surroundings:
                 if hooks and not self._walk_hooks(name, hooks):
                     what = f"{label} has {name[1:].replace('_', ' ')}"
                     self.blockers.append(what + definitions(hooks.values()))
-        hidden = _MODULE_INTERNALS | attributes.get("_untraced", frozenset())
+        hidden = _MODULE_INTERNALS | attributes.get("_untraced", frozenset()) | hidden_of(module)
         self._walk_mapping(attributes, label, hidden, type(module))
-        for name in ("_parameters", "_buffers", "_modules"):
+        # What FSDP gathers in the run is no part of what is there before; a module that does so
+        # is walked before those whose parameters it gathers.
+        for places in gathered_names(module):
+            for holder, name in places:
+                self._gathered.setdefault(id(holder), set()).add(name)
+        gathered = frozenset(self._gathered.get(id(module), ()))
+        self._walk_mapping(attributes["_parameters"], label, gathered)
+        for name in ("_buffers", "_modules"):
             self._walk_mapping(attributes[name], label)
 
     def _walk_hooks(self, name: str, hooks: Mapping[Any, Any]) -> bool:
@@ -367,8 +383,9 @@ class Surroundings:
         if name not in ("_forward_hooks", "_forward_pre_hooks"):
             return False
         # Those that call a user's functions as ops of their own are called so in replays as well.
-        others = [hook for hook in hooks.values() if not hasattr(hook, "is_replayable")]
-        if not all(hook.is_replayable for hook in hooks.values() if hook not in others):
+        own = [hook for hook in hooks.values() if not is_joint_hook(hook)]
+        others = [hook for hook in own if not hasattr(hook, "is_replayable")]
+        if not all(hook.is_replayable for hook in own if hook not in others):
             return False
         codes = list(map(code_of, others))
         if any(code is None or not is_installed_file(code.co_filename) for code in codes):
@@ -467,13 +484,14 @@ class Surroundings:
             self._walk_closure(function)
             if set(vars(function)) - {"__wrapped__"}:
                 self._walk_mapping(vars(function), function.__name__, frozenset({"__wrapped__"}))
-            for value in (
-                *(function.__defaults__ or ()),
-                *(function.__kwdefaults__ or {}).values(),
-            ):
-                if type(value) not in PLAIN_TYPES and not self.find(value):
-                    label = f"a default of {function.__name__}"
-                    self._walk(value, _Reach(None, Access.FIXED, None, label, False))
+            defaults = function.__defaults__ or (), (function.__kwdefaults__ or {}).values()
+            self._walk_defaults(chain(*defaults), function.__name__)
+
+    def _walk_defaults(self, values: Iterable[Any], owner: str) -> None:
+        for value in values:
+            if type(value) not in PLAIN_TYPES and not self.find(value):
+                label = f"a default of {owner}"
+                self._walk(value, _Reach(None, Access.FIXED, None, label, False))
 
     def _walk_closure(self, function: types.FunctionType) -> None:
         for name, cell in zip(

@@ -266,6 +266,8 @@ class Tape:
         forgets: positions at which autocast forgot the weights that it had cast.
         trainable: the state that required grad, by op.
         blockers: why a replay could be wrong; one line each, empty for nearly all models.
+        is_joint: whether ranks act together in it, and have to agree.
+        joint: for ops that communicated, where that was, as all ranks write it.
     """
 
     ops: list[Op] = field(default_factory=list)
@@ -274,6 +276,8 @@ class Tape:
     forgets: list[int] = field(default_factory=list)
     trainable: set[int] = field(default_factory=set)
     blockers: list[str] = field(default_factory=list)
+    is_joint: bool = False
+    joint: dict[int, str] = field(default_factory=dict)
 
     def block(self, reason: str) -> None:
         """Note why this run must not be replayed."""

@@ -28,6 +28,9 @@ class Watcher(Protocol):
     def opaque_call(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run `function(*args, **kwargs)` as one op."""
 
+    def read(self, function: Callable[[torch.Tensor], Any], tensor: torch.Tensor) -> Any:
+        """Ask something of a tensor that is not its values, and guard the answer."""
+
     def hooks(self, function: Callable[..., Any], tensors: tuple[torch.Tensor, ...]) -> Any:
         """Run what hooks do with tensors as one op that is not the model's own."""
 

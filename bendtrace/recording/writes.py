@@ -117,11 +117,14 @@ _POSITION = 5  # of the flag, among the arguments of all of them
 
 
 def _statistics_of(op: Op) -> Set[int]:
-    """Return the statistics of batches that an op writes to, which torch does not count.
+    """Return what an op writes to that torch does not count: statistics of batches, for one.
 
     Seen in torch 2.6 to 2.13; tests/test_validate.py would notice a change.
     """
-    if getattr(op.target, "__name__", "") not in _WITH_STATISTICS:
+    name = getattr(op.target, "__name__", "")
+    if name in _RECEIVING:
+        return _received_by(op, _RECEIVING[name])
+    if name not in _WITH_STATISTICS:
         return _NONE
     flags = [op.kwargs[flag] for flag in _TRAINING if flag in op.kwargs]
     if not any(flags or op.args[_POSITION : _POSITION + 1]):
@@ -130,6 +133,32 @@ def _statistics_of(op: Op) -> Set[int]:
     first = 1 if getattr(op.target, "__module__", "") == "torch.nn.functional" else 3
     given = [*op.args[first : first + 2], *(op.kwargs.get(name) for name in _STATISTICS)]
     return {value.index for value in given if isinstance(value, Ref)}
+
+
+# Functions of torch.distributed that write what they receive into an argument: which one.
+_RECEIVING = {
+    **dict.fromkeys(
+        (
+            "all_gather", "all_gather_coalesced", "all_gather_into_tensor", "all_gather_single",
+            "all_reduce", "all_reduce_coalesced", "all_to_all", "all_to_all_single", "broadcast",
+            "reduce", "reduce_scatter", "reduce_scatter_single", "reduce_scatter_tensor", "scatter",
+        ),
+        0,
+    ),
+    "gather": 1,
+}  # fmt: skip
+_BY_NAME = (
+    "tensor", "tensors", "tensor_list", "output", "output_tensor", "output_tensor_list",
+    "output_tensor_lists", "gather_list",
+)  # fmt: skip
+
+
+def _received_by(op: Op, position: int) -> Set[int]:
+    """Return what a collective writes to, if it is one."""
+    if getattr(op.target, "__module__", "") != "torch.distributed.distributed_c10d":
+        return _NONE
+    named = [op.kwargs[name] for name in _BY_NAME if name in op.kwargs]
+    return {ref.index for ref in refs_in([*op.args[position : position + 1], *named])}
 
 
 def _written_by_name(op: Op) -> set[int]:

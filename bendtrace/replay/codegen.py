@@ -26,10 +26,10 @@ from bendtrace.recording.tape import (
 from bendtrace.replay.analysis import Analysis, GuardKind, is_read
 from bendtrace.replay.source import Source, define, fails, gives_nothing, outcome, test_of
 
-__all__ = ["may_be_caught", "write_run"]
+__all__ = ["HARMLESS", "RunWriter", "existing_in", "may_be_caught", "write_run"]
 
 # Arithmetic that cannot raise on the numbers it was recorded for, so that it can be left out.
-_HARMLESS = frozenset(
+HARMLESS = frozenset(
     {
         operator.getitem, operator.add, operator.sub, operator.mul, operator.neg, operator.pos,
         abs, operator.eq, operator.ne, operator.lt, operator.le, operator.gt, operator.ge,
@@ -56,10 +56,12 @@ def write_run(
         before: the tape of that other run, which tested the guards that it has.
         available: ops before `start` whose values are in `E`.
     """
-    return _RunWriter(recording, analysis, entry, start, before, available).write()
+    return RunWriter(recording, analysis, entry, start, before, available).write()
 
 
-class _RunWriter:
+class RunWriter:
+    """Writes the code of a run; see `write_run` for what it is given."""
+
     def __init__(
         self,
         recording: Recording,
@@ -92,46 +94,51 @@ class _RunWriter:
                 position = max(guard.position, start)
                 self.guards.setdefault(position, []).append((number, guard))
         self.outputs = (recording.root.output, [change.value for change in recording.changes])
+        self._takes_over = bool(available)  # whether `E` holds values
+        self._current = entry  # what is in force where the code has come to
 
     def write(self) -> Source:
-        source = self.source
+        """Write it."""
+        source, ops = self.source, self.tape.ops
+        source.names["__tape__"] = self.tape
         source.line("def run(A, E):")
         source.indent = 1
         needed = self._needed()
         last_use, last_guard = self._last_uses(needed), self._last_divergence()
         self._define_parts(needed)
-        self._define_available(needed)
-        if self.available and last_guard < self.start:
+        late = self._define_available(needed)
+        if self._takes_over and last_guard < self.start:
             source.line("E.clear()")
         switches = any(
-            op.context != self.entry for op in self.tape.ops[self.start :] if op.kind is OpKind.CALL
+            op.context != self.entry and op.kind is OpKind.CALL and op.index in needed
+            for op in (*late, *ops[self.start :])
         )
         if switches:
             source.line("switch = Switch()")
             source.line("try:")
             source.indent = 2
-        current = self.entry
-        kept = [i for i in sorted(needed & self.available) if self._is_freed(self.tape.ops[i])]
-        for position in range(self.start, len(self.tape.ops) + 1):
-            for number, guard in self.guards.get(position, ()):
-                self._depart_unless(number, guard)
+        for op in late:
+            self._switch_for(op)
+            define(source, op)
+            source.emitted.add(op.index)
+        kept = [i for i in sorted(needed & self.available) if self._is_freed(ops[i])]
+        for position in range(self.start, len(ops) + 1):
+            self._write_position(position)
             if position == last_guard:
-                if self.available:
+                if self._takes_over:
                     source.line("E.clear()")
                 dead = [i for i in kept if last_use.get(i, -1) < position]
                 if dead:
                     source.line("del " + ", ".join(f"v{i}" for i in dead))
                 kept = [i for i in kept if last_use.get(i, -1) >= position]
-            if position == len(self.tape.ops):
+            if position == len(ops):
                 break
-            op = self.tape.ops[position]
+            op = ops[position]
             if position in self.tape.forgets:
                 source.line("forget_casts()")
             if position not in needed or op.kind in (OpKind.INPUT, OpKind.STATE):
                 continue
-            if op.kind is OpKind.CALL and op.context != current:
-                source.line(f"switch.to({source.constant(op.context)})")
-                current = op.context
+            self._switch_for(op)
             self._carry_out(op)
             source.emitted.add(position)
             if position >= last_guard:
@@ -185,7 +192,7 @@ class _RunWriter:
             return False
         if op.kind is OpKind.CALL and name_of(op.target) in FLEETING:
             return False
-        return is_read(op) or (op.kind is OpKind.SCALAR and op.target in _HARMLESS)
+        return is_read(op) or (op.kind is OpKind.SCALAR and op.target in HARMLESS)
 
     def _last_uses(self, needed: set[int]) -> dict[int, int]:
         last: dict[int, int] = {}
@@ -231,10 +238,10 @@ class _RunWriter:
         """Take the arguments and state that are used out of their containers."""
         wanted: set[int] = set()
         waiting = [self.tape.ops[i].target for i in needed if self._is_part(i)]
-        waiting += [e.part for e in _existing_in(self.outputs)]
+        waiting += [e.part for e in existing_in(self.outputs)]
         for index in needed - self.available:
             op = self.tape.ops[index]
-            waiting += [e.part for e in _existing_in((op.args, op.kwargs))]
+            waiting += [e.part for e in existing_in((op.args, op.kwargs))]
         waiting += [change.part for change in self.recording.changes]
         while waiting:
             part = waiting.pop()
@@ -257,17 +264,28 @@ class _RunWriter:
         op = self.tape.ops[index]
         return index not in self.available and op.kind in (OpKind.INPUT, OpKind.STATE)
 
-    def _define_available(self, needed: set[int]) -> None:
-        """Take over values, and compute the numbers that the other run had left out."""
+    def _define_available(self, needed: set[int]) -> list[Op]:
+        """Take over values; return what the other run had left out and is needed now."""
+        late = []
         for index in sorted(needed):
-            if index >= self.start:
-                break
             op = self.tape.ops[index]
             if index in self.available:
-                self.source.line(f"v{index} = E['v{index}']")
-            elif op.kind not in (OpKind.INPUT, OpKind.STATE):
-                define(self.source, op)
-                self.source.emitted.add(index)
+                if not gives_nothing(op):
+                    self.source.line(f"v{index} = E['v{index}']")
+            elif index < self.start and op.kind not in (OpKind.INPUT, OpKind.STATE):
+                late.append(op)
+        return late
+
+    def _write_position(self, position: int) -> None:
+        """Write what comes before an op."""
+        for number, guard in self.guards.get(position, ()):
+            self._depart_unless(number, guard)
+
+    def _switch_for(self, op: Op) -> None:
+        """Write the switch to the grad mode and so on that an op runs under."""
+        if op.kind is OpKind.CALL and op.context != self._current:
+            self.source.line(f"switch.to({self.source.constant(op.context)})")
+            self._current = op.context
 
     def _carry_out(self, op: Op) -> None:
         source = self.source
@@ -342,18 +360,19 @@ def _store(source: Source, change: Change, value: str) -> str:
     return f"del {place}" if change.deleted else f"{place} = {value}"
 
 
-def _existing_in(value: Any) -> Iterable[Existing]:
+def existing_in(value: Any) -> Iterable[Existing]:
+    """Yield what was there before the run in recorded arguments, or in what it gave."""
     if isinstance(value, Existing):
         yield value
     elif isinstance(value, Instance):
-        yield from _existing_in((value.items, value.attributes))
+        yield from existing_in((value.items, value.attributes))
     elif isinstance(value, Made):
-        yield from _existing_in(value.args)
+        yield from existing_in(value.args)
     elif isinstance(value, (tuple, list)):
         for item in value:
-            yield from _existing_in(item)
+            yield from existing_in(item)
     elif isinstance(value, dict):
-        yield from _existing_in(tuple(value.values()))
+        yield from existing_in(tuple(value.values()))
 
 
 def may_be_caught(op: Op, recording: Recording) -> bool:
@@ -363,7 +382,7 @@ def may_be_caught(op: Op, recording: Recording) -> bool:
     its end, the model's own Python before the error.
     """
     if op.kind is OpKind.SCALAR:
-        if op.target in _HARMLESS:
+        if op.target in HARMLESS:
             return False
     elif op.kind is not OpKind.CALL:
         return False

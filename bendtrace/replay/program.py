@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from bendtrace.recording.agreement import ENDS, JointCall, joint_call, needs_agreement
 from bendtrace.recording.contexts import AutocastHold
 from bendtrace.recording.handlers import raised_by
 from bendtrace.recording.parts import Access, Part, identical
@@ -300,24 +301,56 @@ class Program:
             Exception: what an op raises where the model has no handler for it: the model
                 itself would have raised the same at the same point.
         """
-        return self._run(self.root, arguments, {}, AutocastHold())
+        return self.carry_out(self.root, arguments, {}, AutocastHold())
 
     def go_on(self, divergence: Divergence, arguments: tuple[Any, ...]) -> Finished | Divergence:
         """Continue a replay whose other side has become known since it diverged."""
         side = divergence.stretch.side(divergence.number, divergence.outcome)
         assert side is not None
         assert side.target is not None
-        return self._run(side.target, arguments, divergence.values, divergence.hold)
+        return self.carry_out(side.target, arguments, divergence.values, divergence.hold)
 
-    def _run(
+    def carry_out(
         self,
         stretch: Stretch,
         arguments: tuple[Any, ...],
         values: dict[str, Any],
         hold: AutocastHold,
     ) -> Finished | Divergence:
+        """Run some code, and what is known to follow it.
+
+        Args:
+            stretch: the code.
+            arguments: the bound arguments in order.
+            values: what it takes over; it may be emptied.
+            hold: on autocast's cache.
+
+        Raises:
+            Exception: see `run`.
+        """
+        model = self.recording.surroundings.function
+        if not needs_agreement(model, self.recording.tape):
+            return self._follow(stretch, arguments, values, hold, None)
+        with joint_call(model, goes_on=bool(values)) as joint:
+            result = self._follow(stretch, arguments, values, hold, joint)
+            if joint is not None and isinstance(result, Finished):
+                joint.ends(result.output)
+            elif joint is not None:
+                joint.leaves(result)
+            return result
+
+    def _follow(
+        self,
+        stretch: Stretch,
+        arguments: tuple[Any, ...],
+        values: dict[str, Any],
+        hold: AutocastHold,
+        joint: JointCall | None,
+    ) -> Finished | Divergence:
         while True:
             departure: Departure | None
+            if joint is not None:
+                joint.follows(stretch.recording.tape)
             if stretch.casts:
                 hold.take()
             try:
@@ -441,3 +474,6 @@ def _raised(error: Exception, stretch: Stretch) -> Departure | None:
 
 
 _MISSING = object()
+
+
+ENDS.add(Program.carry_out.__code__)

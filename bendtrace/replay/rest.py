@@ -4,65 +4,24 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from bendtrace.recording.functions import FLEETING, is_gate, name_of
+from bendtrace.recording.functions import FLEETING, name_of
 from bendtrace.recording.handlers import is_handled
-from bendtrace.recording.parts import Access, Change, Part, PartKind
+from bendtrace.recording.parts import Change, Part
 from bendtrace.recording.recorder import Recording
 from bendtrace.recording.tape import Guard, ModuleCall, Op, OpKind, Ref, Test, refs_in
 from bendtrace.recording.writes import works_in_place
 from bendtrace.replay.analysis import Analysis, GuardKind, is_read
-from bendtrace.replay.codegen import _HARMLESS as HARMLESS
-from bendtrace.replay.codegen import _existing_in as existing_in
+from bendtrace.replay.codegen import HARMLESS, existing_in
+from bendtrace.replay.cutting import Cut, Cuts, Lack, argument_of
+from bendtrace.replay.memory import OUTSIDE, Memory, is_work
 from bendtrace.replay.source import test_of
 
-__all__ = ["Cut", "Lack", "Rest", "argument_of"]
+__all__ = ["Rest"]
 
 _IDENTITY = (Test.SAME, Test.OTHER)
-_OUTSIDE = (OpKind.INPUT, OpKind.STATE)
-# What gives a view of what it is given, or can: where it is written to, so is what it came from.
-_VIEWS = frozenset(
-    {
-        "T", "H", "mT", "mH", "as_strided", "chunk", "contiguous", "data", "detach", "diagonal",
-        "expand", "expand_as", "flatten", "getitem", "__getitem__", "imag", "movedim", "moveaxis",
-        "narrow", "permute", "ravel", "real", "reshape", "reshape_as", "select", "split", "squeeze",
-        "swapaxes", "swapdims", "t", "tensor_split", "to", "transpose", "type_as", "unbind",
-        "unflatten", "unfold", "unsqueeze", "view", "view_as",
-    }
-)  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Cut:
-    """From where on a given value counts, in place of the one that an op gives.
-
-    Attributes:
-        index: the op.
-        start: the first position on the tape at which it counts.
-        slot: number of the given value.
-        call: the call of a module that gives it; None if it is the op itself.
-    """
-
-    index: int
-    start: int
-    slot: int
-    call: ModuleCall | None = field(default=None, compare=False)
-
-
-@dataclass(frozen=True)
-class Lack:
-    """An argument that the rest needs, and that is not there.
-
-    Attributes:
-        part: the part of it that is needed.
-        chain: what needs it: the ops from there to the rest, the last one needed first.
-    """
-
-    part: Part
-    chain: tuple[int, ...]
 
 
 class Rest:
@@ -95,8 +54,10 @@ class Rest:
         needed: the ops to carry out, and the inputs and state among what they use.
         guards: the guards to test, with their numbers.
         changes: the changes of the surroundings that belong to the rest.
-        used: the cuts that matter.
-        written: slots of given values that the rest writes to, or may.
+        cuts: all cuts.
+        used: those that matter.
+        memory: what the ops write to.
+        written: slots of given values that the model may write to.
         is_straight: whether nothing can lead it along another path.
         lacks: what is missing; empty if the rest can be run.
         unclear: why it cannot be told from the run what is meant; "" if it can.
@@ -115,11 +76,13 @@ class Rest:
         passed: frozenset[Any] = frozenset(),
     ) -> None:
         self.recording = recording
+        self.cuts = Cuts(cuts)
+        self.memory = Memory(recording)
         self.start = start
         self.available = available
         self.needed: set[int] = set()
         self.guards: dict[int, Guard] = {}
-        self.changes: list[Change] = []
+        self._changes: set[int] = set()  # their numbers
         self.used: set[Cut] = set()
         self.lacks: list[Lack] = []
         self.unclear = ""
@@ -128,39 +91,20 @@ class Rest:
         self._missing = missing
         self._is_checked = is_checked
         self._passed = passed
-        self._cuts: dict[int, list[Cut]] = {}
-        for cut in sorted(cuts, key=lambda cut: cut.start):
-            self._cuts.setdefault(cut.index, []).append(cut)
         self._root = recording.root
         self._why: dict[int, int] = {}  # for what is needed, what needs it
         self._slots, self._lacking = self._follow()
         self._dropped = self._before_cuts()
         self._settle()
+        self.changes = [recording.changes[number] for number in sorted(self._changes)]
         self.written = frozenset(self._written())
         self.is_straight = not self.guards and not any(
             op.raised is not None or is_handled(op)
             for op in map(self._ops.__getitem__, self.needed)
         )
-        self.unclear = self.unclear or next(filter(None, map(self._unclear, self.used)), "")
+        self.unclear = self.unclear or next(filter(None, map(self.memory.unclear, self.used)), "")
 
-    # What a reference means
-
-    def cut_at(self, index: int, position: int, scope: ModuleCall | None = None) -> Cut | None:
-        """Return the cut that counts for the value of an op at a position, if one does.
-
-        Args:
-            index: the op.
-            position: where the value is used.
-            scope: for a guard, the call that it was put in.
-        """
-        found = None
-        for cut in self._cuts.get(index, ()):
-            if cut.start > position:
-                break
-            # What a call asks at its very end is still about its own value.
-            if cut.start < position or cut.call is None or not _is_in(scope, cut.call):
-                found = cut
-        return found
+    # What values come from
 
     def _follow(self) -> tuple[list[int], list[bool]]:
         """For each op, the slots that its own value comes from, as bits; and if inputs lack."""
@@ -171,7 +115,7 @@ class Rest:
             if op.kind is OpKind.INPUT:
                 lacks = argument_of(op.target) in self._missing
             for index in _used_by(op):
-                cut = self.cut_at(index, op.index)
+                cut = self.cuts.at(index, op.index)
                 mask |= slots[index] if cut is None else 1 << cut.slot
                 lacks = lacks or (cut is None and lacking[index])
             if self._missing and not lacks:
@@ -184,22 +128,22 @@ class Rest:
         return argument_of(existing.part) in self._missing
 
     def _mask(self, index: int, position: int, scope: ModuleCall | None = None) -> int:
-        cut = self.cut_at(index, position, scope)
+        cut = self.cuts.at(index, position, scope)
         return self._slots[index] if cut is None else 1 << cut.slot
 
     def _lacks(self, index: int, position: int, scope: ModuleCall | None = None) -> bool:
-        return self.cut_at(index, position, scope) is None and self._lacking[index]
+        return self.cuts.at(index, position, scope) is None and self._lacking[index]
 
     def _before_cuts(self) -> list[int]:
         """Return the ops whose values only led to what is given now, or may have, in order."""
         found: set[int] = set()
-        waiting = list(self._cuts)
+        waiting = list(self.cuts.indices)
         while waiting:
             index = waiting.pop()
             if index not in found:
                 found.add(index)
                 waiting += _used_by(self._ops[index])
-        return sorted(index for index in found if _is_work(self._ops[index]))
+        return sorted(index for index in found if is_work(self._ops[index]))
 
     # What is needed
 
@@ -212,13 +156,13 @@ class Rest:
             self._need(ref.index, end, None, -1, self.recording.output_reads.get(ref.index))
         done = -1
         while done != (done := self._size()):
-            self._sorted = sorted(i for i in self.needed if _is_work(self._ops[i]))
+            self._sorted = sorted(i for i in self.needed if is_work(self._ops[i]))
             self._add_changes()
             self._add_effects()
             self._add_guards()
 
     def _size(self) -> int:
-        return len(self.needed) + len(self.guards) + len(self.changes) + len(self.used)
+        return len(self.needed) + len(self.guards) + len(self._changes) + len(self.used)
 
     def _need(
         self,
@@ -240,11 +184,11 @@ class Rest:
         waiting = [(index, position, scope, by, writer)]
         while waiting:
             index, position, scope, by, writer = waiting.pop()
-            cut = self.cut_at(index, position, scope)
+            cut = self.cuts.at(index, position, scope)
             if cut is not None:
                 self.used.add(cut)
             if writer is not None and (cut is None or writer >= cut.start):
-                if self._is_cut(self._ops[writer]):
+                if self.cuts.replaces(self._ops[writer]):
                     self.unclear = "it writes to a tensor that is also known by another name"
                 waiting.append((writer, 0, None, by, None))
             if cut is not None or index in self.needed or index in self.available:
@@ -271,30 +215,26 @@ class Rest:
 
     def _add_changes(self) -> None:
         end = len(self._ops)
-        for change in self.recording.changes:
-            if not self._belongs(change) or change in self.changes:
+        for number, change in enumerate(self.recording.changes):
+            if number in self._changes or not self._belongs(change):
                 continue
-            self.changes.append(change)
+            self._changes.add(number)
             self._use(change.part, -1)
             for existing in existing_in(change.value):
                 self._use(existing.part, -1)
             for ref in refs_in(change.value):
                 self._need(ref.index, end, None, -1)
-                for op in self._ops:
-                    if op.writes and ref.index in op.writes and self._is_open(op):
+                cut = self.cuts.at(ref.index, end)
+                for op in self._ops[self.start if cut is None else max(cut.start, self.start) :]:
+                    if ref.index in op.writes:
                         self._need(op.index, 0, None, -1)
-        # In the order in which they were found.
-        self.changes.sort(key=self.recording.changes.index)
-
-    def _is_open(self, op: Op) -> bool:
-        return op.index >= self.start and op.index not in self.needed
 
     def _belongs(self, change: Change) -> bool:
         """Whether a change is made by the rest."""
         holder = _module_of(change)
         refs = [ref.index for ref in refs_in(change.value)]
         end = len(self._ops)
-        cuts = [self.cut_at(index, end) for index in refs]
+        cuts = [self.cuts.at(index, end) for index in refs]
         if refs and all(
             cut is not None
             and cut.call is not None
@@ -306,7 +246,7 @@ class Rest:
             return True
         if any(self._lacks(index, end) for index in refs):
             return False
-        computed = [index for index in refs if _is_work(self._ops[index])]
+        computed = [index for index in refs if is_work(self._ops[index])]
         if computed:
             return any(self._takes_place(self._ops[i]) or i in self.needed for i in computed)
         calls = [c for c in self.recording.tape.calls if holder and c.path == holder]
@@ -317,17 +257,14 @@ class Rest:
     def _add_effects(self) -> None:
         known = self.needed | self.available | set(self._dropped)
         for op in self._ops:
-            if op.index in known or self._is_cut(op) or self._is_droppable(op):
+            if op.index in known or self.cuts.replaces(op) or self._is_droppable(op):
                 continue
             if self._takes_place(op):
                 self._need(op.index, 0, None, -1)
 
-    def _is_cut(self, op: Op) -> bool:
-        return any(cut.start == op.index + 1 for cut in self._cuts.get(op.index, ()))
-
     def _is_droppable(self, op: Op) -> bool:
         """Whether an op that nothing needs can be left out without anybody noticing."""
-        if op.kind in _OUTSIDE:
+        if op.kind in OUTSIDE:
             return True
         if op.raised is not None or not self._analysis.fixed_metadata:
             return False
@@ -364,7 +301,7 @@ class Rest:
     @property
     def _counting(self) -> Collection[Cut]:
         """The cuts that matter; all of them as long as that is not known."""
-        return self.used or [cut for cuts in self._cuts.values() for cut in cuts]
+        return self.used or list(self.cuts)
 
     @property
     def _begin(self) -> int:
@@ -399,7 +336,7 @@ class Rest:
         if guard.test in _IDENTITY:  # no two names are mixed up of what is not computed
             return (
                 guard.index in self.needed
-                and self.cut_at(guard.index, position, scope) is None
+                and self.cuts.at(guard.index, position, scope) is None
                 and not self._lacks(guard.expected, position, scope)
             )
         mask = self._mask(guard.index, position, scope)
@@ -440,28 +377,25 @@ class Rest:
         """Whether the value of an op comes from a given one."""
         return self._slots[index] > 0
 
-    def late(self) -> list[Op] | None:
-        """Return the ops before `start` to carry out now; None if it is too late for some.
+    def is_too_late(self) -> bool:
+        """Whether ops before `start` are needed that cannot be carried out any more.
 
         It is where an op carried out meanwhile has written to something, or would see a
         given value where it had its own.
         """
-        found = [self._ops[i] for i in sorted(self.needed) if i < self.start]
-        work = [op for op in found if _is_work(op)]
-        written: dict[int, int] = {}  # by whom last
-        for index in self.available:
-            for name in self._written_names(self._ops[index]):
-                written[name] = max(index, written.get(name, -1))
-        for op in work:
-            if op.writes or op.raised is not None:
-                return None
-            for ref in refs_in((op.args, op.kwargs)):
-                if written.get(self._owner(ref.index), -1) > op.index:
-                    return None
-                begun = any(cut.start <= self.start for cut in self._cuts.get(ref.index, ()))
-                if begun and self.cut_at(ref.index, op.index) is None:
-                    return None
-        return work
+        written = self.memory.written_by(self.available)
+        return any(
+            op.writes
+            or op.raised is not None
+            or self.memory.sees(op, written)
+            or any(
+                self.cuts.has_begun(ref.index, self.start)
+                and self.cuts.at(ref.index, op.index) is None
+                for ref in refs_in((op.args, op.kwargs))
+            )
+            for op in map(self._ops.__getitem__, self.needed)
+            if op.index < self.start and is_work(op)
+        )
 
     def disturbs(self, done: Collection[int], until: int) -> bool:
         """Whether ops that were left out up to a position would now see what others wrote.
@@ -470,108 +404,25 @@ class Rest:
             done: the ops that were carried out.
             until: the position.
         """
-        written: dict[int, int] = {}
-        for index in done:
-            for name in self._written_names(self._ops[index]):
-                written[name] = max(index, written.get(name, -1))
+        written = self.memory.written_by(done)
         return any(
-            written.get(self._owner(ref.index), -1) > op.index
+            self.memory.sees(op, written)
             for op in self._ops[:until]
             if op.index not in done and op.kind is OpKind.CALL
-            for ref in refs_in((op.args, op.kwargs))
         )
-
-    def has_effects(self, done: Collection[int]) -> bool:
-        """Whether some ops have changed something besides what they gave, or may have."""
-        return any(
-            is_gate(op) or any(self._ops[name].kind in _OUTSIDE for name in self._written_names(op))
-            for op in map(self._ops.__getitem__, done)
-        )
-
-    def _written_names(self, op: Op) -> set[int]:
-        return {self._owner(index) for index in op.writes}
-
-    def _owner(self, index: int) -> int:
-        """Return the op that gave the memory which a value is in, as far as its name tells."""
-        op = self._ops[index]
-        while op.kind in (OpKind.CALL, OpKind.SCALAR) and (
-            works_in_place(op) or name_of(op.target) in _VIEWS
-        ):
-            given = next(iter(refs_in(op.args)), None)
-            if given is None:
-                break
-            op = self._ops[given.index]
-        return op.index
 
     def _written(self) -> Iterator[int]:
-        """Yield the slots of given values that ops of the rest write to, or may."""
+        """Yield the slots of given values that are written to, or may be, now or in later calls."""
+        masks = []
         for index in self.needed:
             op = self._ops[index]
             # Some change a tensor's shape, which does not count as writing.
             named = [ref.index for ref in refs_in(op.args[:1])] if works_in_place(op) else []
-            for name in (*op.writes, *named):
-                mask = self._mask(name, index)
-                yield from (slot for slot in range(mask.bit_length()) if mask >> slot & 1)
-
-    def _unclear(self, cut: Cut) -> str:
-        """Say why it is unclear what is meant by the value of a cut; "" if it is not."""
-        op, call = self._ops[cut.index], cut.call
-        if is_gate(op):
-            if op.index not in self._again:
-                return ""  # what is inserted made a tensor that nobody else has
-            op = self._ops[self._again[op.index]]
-        if works_in_place(op) and self._ops[self._owner(op.index)].kind in _OUTSIDE:
-            return "it writes to what was there before the run"
-        first = self._first_name(op.index)
-        if call is None:
-            hands_on = op.index in self._again
-        else:
-            hands_on = not call.start <= first < call.stop or op.kind in _OUTSIDE
-            if sum(self._first_name(ref.index) == first for ref in refs_in(call.output)) > 1:
-                return "the tensor is more than once in what it gives"
-        if hands_on and self._uses(cut, first) > 1:
-            return (
-                "it hands on a tensor that it was given, and the run does not tell whether those "
-                "that use it afterwards mean the one or the other"
-            )
-        return ""
-
-    @cached_property
-    def _again(self) -> dict[int, int]:
-        """For ops that gave a tensor which had another name already: that name."""
-        return {
-            guard.index: guard.expected
-            for guard in self.recording.tape.guards
-            if guard.test is Test.SAME
-        }
-
-    def _first_name(self, index: int) -> int:
-        """Return the first op that gave a tensor, as far as the tape tells."""
-        while True:
-            op = self._ops[index]
-            if index in self._again:
-                index = self._again[index]
-            elif works_in_place(op) and (given := next(iter(refs_in(op.args)), None)) is not None:
-                index = given.index
-            else:
-                return index
-
-    def _uses(self, cut: Cut, first: int) -> int:
-        """Count what uses the tensor of a cut from there on, by any name."""
-        names = {
-            op.index
-            for op in self._ops[cut.index :]
-            if (op.index in self._again or works_in_place(op) or op.index == cut.index)
-            and self._first_name(op.index) == first
-        }
-        uses = sum(
-            ref.index in names
-            for op in self._ops[cut.start :]
-            if op.index not in names
-            for ref in refs_in((op.args, op.kwargs))
-        )
-        given = [self._root.output, *(change.value for change in self.recording.changes)]
-        return uses + sum(ref.index in names for ref in refs_in(given))
+            masks += [self._mask(name, index) for name in (*op.writes, *named)]
+        for change in self.changes:  # the model keeps it
+            masks += [self._mask(ref.index, len(self._ops)) for ref in refs_in(change.value)]
+        for mask in masks:
+            yield from (slot for slot in range(mask.bit_length()) if mask >> slot & 1)
 
 
 def _used_by(op: Op) -> list[int]:
@@ -579,32 +430,10 @@ def _used_by(op: Op) -> list[int]:
     return [ref.index for ref in refs_in((op.args, op.kwargs))] + list(op.reads.values())
 
 
-def _is_work(op: Op) -> bool:
-    return op.kind in (OpKind.CALL, OpKind.SCALAR)
-
-
 def _any_in(ordered: Sequence[int], call: ModuleCall) -> bool:
     """Whether any of some numbers, in order, is of an op in a call."""
     found = bisect_left(ordered, call.start)
     return found < len(ordered) and ordered[found] < call.stop
-
-
-def _is_in(scope: ModuleCall | None, call: ModuleCall) -> bool:
-    while scope is not None and scope is not call:
-        scope = scope.parent
-    return scope is call
-
-
-def argument_of(part: Part) -> int | None:
-    """Return the position of the argument that a part is in; None if it is in none."""
-    inner: Part | None = part
-    while inner is not None and inner.kind is PartKind.ALIAS:
-        inner = inner.value
-    while inner is not None and inner.parent is not None:
-        inner = inner.parent
-    if inner is None or inner.access is not Access.ROOT:
-        return None
-    return int(inner.key)
 
 
 def _module_of(change: Change) -> str:

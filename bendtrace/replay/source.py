@@ -83,6 +83,7 @@ class Code:
 
     def __init__(self, source: Source, name: str) -> None:
         self.text = "\n".join(source.lines) + "\n"
+        source.names["__op_of_line__"] = source.op_of_line
         code = compile(self.text, f"<bendtrace {name}>", "exec")
         exec(code, source.names)
         self.function: Callable[..., Any] = source.names[name]

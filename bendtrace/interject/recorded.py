@@ -1,0 +1,44 @@
+"""Running a model under the tracer with what is inserted in it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from bendtrace.interject.inserter import LiveInserter
+from bendtrace.interject.plan import Plan
+from bendtrace.interject.reading import read_and_changed
+from bendtrace.recording.recorder import Prefix, Recording
+from bendtrace.recording.run import record
+
+__all__ = ["recorded"]
+
+
+def recorded(
+    model: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    plan: Plan | None,
+    prefix: Prefix | None = None,
+) -> Recording:
+    """Run a model under the tracer, with what is inserted in it.
+
+    Args:
+        model: the `BendedModule`.
+        args: the positional arguments.
+        kwargs: the keyword arguments.
+        plan: what is inserted; None if nothing is.
+        prefix: what need not be done again.
+    """
+    inserter = None
+    if plan is not None:
+        model._known.name_nodes()  # before the run does so in passing
+        inserter = LiveInserter(plan, model._registry, model._model)
+    recording = record(model._model, args, kwargs, model._signature, prefix, inserter=inserter)
+    if plan is not None:
+        plan.ran(recording)
+        if looked_at := read_and_changed(plan, recording):
+            recording.tape.block(
+                "what is inserted may look at what the run changes, and a replay changes at "
+                f"its end: {', '.join(sorted(looked_at))}"
+            )
+    return recording

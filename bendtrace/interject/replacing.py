@@ -1,0 +1,118 @@
+"""Calling a model with given values in the place of what some of its nodes give."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from bendtrace.errors import InputError
+from bendtrace.interject.cuts import is_named
+from bendtrace.interject.insertion import Insertion
+from bendtrace.interject.interjection import Inputs, Interjection, NodePass
+from bendtrace.interject.keys import node_meant
+from bendtrace.interject.rests import own
+from bendtrace.paths.view import Node
+
+__all__ = ["call_with"]
+
+
+def call_with(
+    model: Any,
+    given: Mapping[str, Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    *,
+    bended: bool,
+) -> Any:
+    """Call a model with given values in the place of its own.
+
+    Args:
+        model: the `BendedModule`.
+        given: the values, by node path.
+        args: the model's positional arguments.
+        kwargs: its keyword arguments.
+        bended: whether the values come after what is inserted at the nodes.
+
+    Raises:
+        InputError: the model did not come by a node, or it did so several times, or a node is
+            none whose value can be given.
+    """
+    board = model._board
+    others = () if bended else board.insertions
+    made = []
+    for text, value in given.items():
+        node = node_meant(model, text)
+        where = text if node is None else node
+        insertion = board.make(where, _Replacement(text, value, bended))
+        if node is not None:
+            _require_there(text, node, insertion)
+        made.append(insertion)
+    board.remove(*others)
+    board.add(*made, *others)
+    try:
+        board.plan(args, dict(kwargs))  # which finds out where names are that no run has come by
+        for text, insertion in zip(given, made, strict=True):
+            _require_output(text, insertion)
+        output = model(*args, **kwargs)
+    finally:
+        board.remove(*made)
+    for text, insertion in zip(given, made, strict=True):
+        report = insertion.report()
+        if not report.rows:
+            raise InputError(
+                f"the model did not come by {text!r}, so what was given for it was not used: "
+                + "; ".join(report.notes)
+            )
+    return output
+
+
+def _require_there(text: str, node: Node, insertion: Insertion) -> None:
+    """Refuse a path that another node of another run answers to."""
+    for want in insertion.wants:
+        place = want.place
+        if place is not None and place.shown and not is_named(node._data, place.shown):
+            raise InputError(
+                f"{text!r} cannot be looked for: in a run that is known {place.shown!r} answers to "
+                "it. Give a value inside of it, or call the model with these arguments first"
+            )
+
+
+def _require_output(text: str, insertion: Insertion) -> None:
+    for want in insertion.wants:
+        place = want.place
+        if place is not None and place.role == "input" and place.matcher.path:
+            raise InputError(
+                f"{text!r} is what a module is given: give the value of the node that it comes from"
+            )
+
+
+class _Replacement(Interjection):
+    """Puts a given value in the place of what a node gives.
+
+    Args:
+        text: how the node was named.
+        value: the value.
+        late: whether it comes after all else that is inserted there.
+    """
+
+    def __init__(self, text: str, value: Any, late: bool) -> None:
+        self._text = text
+        self._value = value
+        self._path: str | None = None
+        self.late = late
+
+    @property
+    def label(self) -> str:
+        """What reports call it."""
+        return "from_activations"
+
+    def after(self, at: NodePass, inputs: Inputs, output: Any) -> Any:
+        """Return the value."""
+        if self._path not in (None, at.path):
+            raise InputError(f"{self._text!r} means both {self._path!r} and {at.path!r}: name one")
+        self._path = at.path
+        if at.number and ":" not in self._text:
+            raise InputError(
+                f"{self._text!r} has several passes in this run: name one, as in '{at.path}:1'"
+            )
+        return own(self._value)
