@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+from torch import Tensor
 
 from bendtrace.errors import InputError
 from bendtrace.module import BendedModule
 
-__all__ = ["Call", "bended_of"]
+__all__ = ["Call", "are_several", "bended_of", "calls_of", "required_bended"]
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,31 @@ class Call:
         return model(*self.args, **self.kwargs)
 
 
+def are_several(batches: Any) -> bool:
+    """Whether something is several inputs, such as a data loader, and not those of one call.
+
+    A list is one, a tuple is not: that is the arguments of one call, as of all functions.
+
+    Example:
+        >>> are_several([1, 2]), are_several((1, 2)), are_several({"x": 1})
+        (True, False, False)
+    """
+    one = (Tensor, Mapping, Call, tuple, str, bytes)
+    return isinstance(batches, Iterable) and not isinstance(batches, one)
+
+
+def calls_of(batches: Any) -> Iterator[Call]:
+    """Yield the calls that inputs, or an iterable of inputs, mean.
+
+    Raises:
+        InputError: see `Call.of`.
+    """
+    if are_several(batches):
+        yield from map(Call.of, batches)
+    else:
+        yield Call.of(batches)
+
+
 def bended_of(model: Callable[..., Any]) -> BendedModule:
     """Return a model as a `BendedModule`: itself, where it is one.
 
@@ -76,3 +103,21 @@ def bended_of(model: Callable[..., Any]) -> BendedModule:
         True
     """
     return model if isinstance(model, BendedModule) else BendedModule(model)
+
+
+def required_bended(model: Any, what: str) -> BendedModule:
+    """Return a model that something stays in after the call.
+
+    Args:
+        model: the model.
+        what: what stays in it, for the error.
+
+    Raises:
+        InputError: it is no `BendedModule`, so that nothing could stay in it.
+    """
+    if not isinstance(model, BendedModule):
+        raise InputError(
+            f"{what} stays in the model until it is removed, so that has to be a BendedModule: "
+            "make `bended = bendtrace.BendedModule(model)`, and call that"
+        )
+    return model

@@ -1,1 +1,81 @@
-"""Analysers: statistics of what comes by at nodes, in memory that does not grow."""
+"""Analysers: statistics of what comes by at nodes, in memory that does not grow.
+
+>>> import torch, bendtrace as bt
+>>> statistics = bt.analysis.FeatureStatistics(keep=-1)
+>>> bended = bt.BendedModule(torch.nn.ReLU())
+>>> with bended.interject("relu", statistics):
+...     _ = bended(torch.tensor([[1.0, -2.0], [3.0, -4.0]]))
+>>> statistics.to_dict()["relu"]["mean"]
+[2.0, 0.0]
+"""
+
+from bendtrace.analysis.analyser import Analyser, Batch
+from bendtrace.analysis.classes import PerClassAnalyser, PerClassVersusAnalyser
+from bendtrace.analysis.dead import DeadReLU
+from bendtrace.analysis.evaluation import AnalyserEvaluation, Evaluated
+from bendtrace.analysis.features import (
+    FeatureStatistics,
+    RunningCovariance,
+    RunningHistogram,
+    RunningMean,
+    RunningMinMax,
+    RunningQuantile,
+    RunningTopK,
+    RunningVariance,
+    UnitAnalyser,
+)
+from bendtrace.analysis.gradients import GradientAccumulation, GradientAnalyser
+from bendtrace.analysis.lists import AnalyserList
+from bendtrace.analysis.probes import LinearProbe
+from bendtrace.analysis.ranks import Rank
+from bendtrace.analysis.singular_values import Spectrum, spectrum
+from bendtrace.analysis.spectra import CovarianceSpectrum, PowerLaw, power_law
+from bendtrace.analysis.streaming.extremes import MinMax, TopK
+from bendtrace.analysis.streaming.histogram import Histogram
+from bendtrace.analysis.streaming.moments import Covariance, Mean, Moments, Tally, Variance
+from bendtrace.analysis.streaming.quantile import Quantiles
+from bendtrace.analysis.streaming.statistic import Count, Statistic
+from bendtrace.analysis.weights import LayerWeightRank, WeightRank, weight_ranks
+
+__all__ = [
+    "Analyser",
+    "AnalyserEvaluation",
+    "AnalyserList",
+    "Batch",
+    "Count",
+    "Covariance",
+    "CovarianceSpectrum",
+    "DeadReLU",
+    "Evaluated",
+    "FeatureStatistics",
+    "GradientAccumulation",
+    "GradientAnalyser",
+    "Histogram",
+    "LayerWeightRank",
+    "LinearProbe",
+    "Mean",
+    "MinMax",
+    "Moments",
+    "PerClassAnalyser",
+    "PerClassVersusAnalyser",
+    "PowerLaw",
+    "Quantiles",
+    "Rank",
+    "RunningCovariance",
+    "RunningHistogram",
+    "RunningMean",
+    "RunningMinMax",
+    "RunningQuantile",
+    "RunningTopK",
+    "RunningVariance",
+    "Spectrum",
+    "Statistic",
+    "Tally",
+    "TopK",
+    "UnitAnalyser",
+    "Variance",
+    "WeightRank",
+    "power_law",
+    "spectrum",
+    "weight_ranks",
+]

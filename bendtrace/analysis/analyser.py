@@ -1,0 +1,469 @@
+"""The base of analysers: interjections that add up what nodes give, over many batches."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+import torch
+from torch import Tensor
+
+from bendtrace.analysis.streaming.statistic import decoded, encoded, merge_states
+from bendtrace.analysis.tables import data_frame, plain_results
+from bendtrace.analysis.values import parts_of
+from bendtrace.errors import InputError
+from bendtrace.interject.interjection import Inputs, Interjection, NodePass
+
+if TYPE_CHECKING:
+    import pandas
+
+__all__ = ["Analyser", "Batch"]
+
+# One for all, so that an analyser can be copied and pickled. It is entered again by wrappers.
+_lock = threading.RLock()
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What is known of the samples of a value besides the value.
+
+    Attributes:
+        targets: (batch, ...), the labels; None where none were given.
+        samples: (batch,), which samples of the data set they are; None where it was not said.
+    """
+
+    targets: Tensor | None = None
+    samples: Tensor | None = None
+
+    def select(self, chosen: Tensor) -> Batch:
+        """Return what is known of some of the samples.
+
+        Args:
+            chosen: (batch,) of bool, or their positions.
+        """
+        return Batch(
+            None if self.targets is None else self.targets[chosen.to(self.targets.device)],
+            None if self.samples is None else self.samples[chosen.to(self.samples.device)],
+        )
+
+
+class Analyser(Interjection):
+    """Adds up what nodes give, over as many batches as there are.
+
+    One analyser may be inserted at any number of nodes, whose results it keeps apart by their
+    paths, and works without any model, too: `analyser.update("anything", value)`. What it holds
+    does not grow with the number of batches, and can be merged with what another one holds.
+
+    Subclasses say three things: `start` gives the state for a node, `update_state` takes in a
+    value, `result` says what came out. A state is a `Statistic`, or a dict or list of such; then
+    merging, copying, pickling and saving need nothing more. What the constructor was given is
+    kept in attributes of the same names: two analysers are merged only if these agree.
+
+    The value of a node that gives a tuple, a mapping or a dataclass is taken apart, and its
+    tensors have results of their own, under their paths: `max|values`, `lstm.output|sub_0`. The
+    first dimension of a tensor counts samples.
+
+    Args:
+        per_pass: whether each pass of a node that runs several times in a call has results of its
+            own, `relu:1`, `relu:2`; else they are taken together.
+
+    Attributes:
+        enabled: while False, nothing is seen, and nothing that is kept changes.
+        needs_targets: whether it is an error to see a value without targets.
+        levels: what the keys of nested results are, from the outside.
+
+    Example:
+        >>> import re, torch, bendtrace as bt
+        >>> from bendtrace.analysis.streaming.statistic import Count
+        >>> class Rows(Analyser):
+        ...     def start(self, key):
+        ...         return Count()
+        ...     def update_state(self, state, value, batch):
+        ...         state.update(value)
+        ...     def result(self, state):
+        ...         return {"rows": state.result()}
+        >>> bended = bt.BendedModule(lambda x: torch.relu(x) if x.sum() > 0 else x.abs())
+        >>> rows = Rows()
+        >>> with bended.interject(re.compile("relu|abs"), rows):
+        ...     for value in (1.0, 2.0, -1.0):
+        ...         _ = bended(torch.full((3, 2), value))
+        >>> rows.to_dict()["relu"], rows.calls["abs"]
+        ({'rows': 6}, 1)
+    """
+
+    observes = True
+    self_contained = True
+    needs_targets: ClassVar[bool] = False
+
+    def __init__(self, *, per_pass: bool = False) -> None:
+        self.per_pass = per_pass
+        self.enabled = True
+        self._targets: Tensor | None = None
+        self._samples: Tensor | None = None
+        self._states: dict[str, Any] = {}
+        self._calls: dict[str, int] = {}
+
+    _name: ClassVar[str] = "Analyser"  # what the class is called, whatever variant it is
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        if "_name" not in vars(cls) and not cls.__name__.startswith("_"):
+            cls._name = cls.__name__
+        said = "self_contained" in vars(cls)
+        super().__init_subclass__(**kwargs)
+        if not said and cls.__module__.startswith(_OURS):
+            cls.self_contained = True
+
+    # What subclasses say
+
+    @property
+    def levels(self) -> tuple[str, ...]:
+        """What the keys of the results are, from the outside: the nodes, and what follows."""
+        return ("node",)
+
+    def start(self, key: str) -> Any:
+        """Return the state of a node that nothing was seen of so far.
+
+        Args:
+            key: path of the node.
+        """
+        raise NotImplementedError
+
+    def update_state(self, state: Any, value: Tensor, batch: Batch) -> None:
+        """Take a value in.
+
+        It is called without gradients, without autocast, and outside of inference mode. What it
+        raises as `InputError` is raised with the path of the node before it.
+
+        Args:
+            state: what `start` has returned; it is changed.
+            value: (batch, ...), or of no dimensions; not a copy, so it is neither changed nor kept.
+            batch: the targets and the numbers of its samples.
+        """
+        raise NotImplementedError
+
+    def result(self, state: Any) -> dict[Any, Any]:
+        """Return what came out at a node: numbers and tensors by name. The state stays as it is."""
+        raise NotImplementedError
+
+    def merge_state(self, state: Any, other: Any) -> None:
+        """Add the state of another analyser to a state, which is changed."""
+        merge_states(state, other)
+
+    # What is known of the batch
+
+    @property
+    def targets(self) -> Tensor | None:
+        """The labels of the batch that comes next, (batch, ...). They stay until others are set."""
+        return self._targets
+
+    @targets.setter
+    def targets(self, targets: Any) -> None:
+        self._targets = _per_sample(targets, "targets")
+
+    @property
+    def samples(self) -> Tensor | None:
+        """Which samples of the data set are in the batch that comes next, (batch,)."""
+        return self._samples
+
+    @samples.setter
+    def samples(self, samples: Any) -> None:
+        found = _per_sample(samples, "samples")
+        if found is not None and (found.dim() != 1 or found.is_floating_point()):
+            raise InputError(
+                f"samples= are whole numbers, (batch,); got {found.dtype}, {tuple(found.shape)}"
+            )
+        self._samples = found
+
+    @contextmanager
+    def batch(self, targets: Any = None, samples: Any = None) -> Iterator[Self]:
+        """Set targets and numbers of samples for the calls within, and put back the ones before.
+
+        Args:
+            targets: (batch, ...), labels.
+            samples: (batch,), which samples of the data set they are.
+
+        Example:
+            >>> import torch
+            >>> with Analyser().batch(targets=[0, 1]) as analyser:
+            ...     analyser.targets
+            tensor([0, 1])
+            >>> analyser.targets is None
+            True
+        """
+        before = self.targets, self.samples
+        self.targets, self.samples = targets, samples
+        try:
+            yield self
+        finally:
+            self.targets, self.samples = before
+
+    # Seeing
+
+    def after(self, at: NodePass, inputs: Inputs, output: Any) -> None:
+        """Take in what a node gave."""
+        if not self.enabled:
+            return
+        path = at.path or "output"
+        if at.path and at.module is not None and not isinstance(output, Tensor):
+            path = f"{path}.output"  # as the parts of what a module gives are called
+        self.update(path, output, number=at.number)
+
+    def update(
+        self,
+        key: str,
+        value: Any,
+        targets: Any = None,
+        samples: Any = None,
+        *,
+        number: int = 0,
+    ) -> None:
+        """Take in a value. Nothing happens while not `enabled`.
+
+        Args:
+            key: what its results are kept under, such as a node path.
+            value: a tensor, or a container of tensors.
+            targets: (batch, ...), its labels; None for those that are set.
+            samples: (batch,), which samples of the data set it holds; None for those that are set.
+            number: which pass it is, counted from 0. With `per_pass` it is in the key, from 1.
+
+        Raises:
+            InputError: it does not fit what was seen under this key so far, or lacks targets.
+        """
+        if not self.enabled:
+            return
+        known = Batch(
+            self.targets if targets is None else _per_sample(targets, "targets"),
+            self.samples if samples is None else _per_sample(samples, "samples"),
+        )
+        with _lock, torch.inference_mode(False), torch.no_grad():
+            for path, tensor in parts_of(key, value):
+                path = f"{path}:{number + 1}" if self.per_pass else path
+                try:
+                    with _full_precision(tensor.device.type):
+                        self._take_in(path, tensor, known)
+                except InputError as error:
+                    raise InputError(f"{self.label} at {path!r}: {error}") from error
+
+    def _take_in(self, path: str, value: Tensor, batch: Batch) -> None:
+        if self.needs_targets:
+            _check_targets(value, batch.targets)
+        state = self._states.get(path)
+        if state is None:
+            state = self.start(path)
+        self.update_state(state, value, batch)
+        self._states[path] = state  # not before it worked out
+        self._calls[path] = self._calls.get(path, 0) + 1
+
+    def reset(self) -> None:
+        """Forget all that was seen. Settings, targets and `enabled` stay."""
+        self._states.clear()
+        self._calls.clear()
+
+    # What came out
+
+    @property
+    def calls(self) -> dict[str, int]:
+        """How many values were seen under each key: fewer than batches if a node was skipped."""
+        return dict(self._calls)
+
+    @property
+    def results(self) -> dict[str, dict[Any, Any]]:
+        """What came out, by node path and name: numbers and tensors."""
+        with torch.no_grad():
+            return {path: self.result(state) for path, state in self._states.items()}
+
+    def to_dict(self) -> dict[str, dict[Any, Any]]:
+        """Return the results with numbers, and lists of numbers, in the place of tensors."""
+        return {path: plain_results(found) for path, found in self.results.items()}
+
+    def to_pandas(self, *, per_unit: bool = False) -> pandas.DataFrame:
+        """Return the results as a table, with a row for each node (and class, ...).
+
+        Args:
+            per_unit: whether each unit has a row of its own, instead of arrays in the cells.
+
+        Raises:
+            InputError: `per_unit`, and the tensors at a node are of different shapes.
+            ImportError: pandas is not installed.
+        """
+        return data_frame(self.results, self.levels, per_unit=per_unit)
+
+    # Copies, and what others have seen
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What it was made with, by name."""
+        return {
+            name: value
+            for name, value in vars(self).items()
+            if not name.startswith("_") and name not in _NO_SETTINGS
+        }
+
+    def merge(self, other: Self) -> None:
+        """Add what another analyser has seen, as if this one had seen it.
+
+        Args:
+            other: of the same class, with the same settings; it stays as it is.
+
+        Raises:
+            InputError: it is of another kind, or has other settings. Nothing has changed then.
+        """
+        self._check_alike(other)
+        states = copy.deepcopy(self._states)
+        for path, state in other._states.items():
+            if path not in states:
+                states[path] = copy.deepcopy(state)
+                continue
+            try:
+                self.merge_state(states[path], state)
+            except InputError as error:
+                raise InputError(f"{self.label} at {path!r}: {error}") from error
+        self._states = states
+        for path, calls in other._calls.items():
+            self._calls[path] = self._calls.get(path, 0) + calls
+
+    def _check_alike(self, other: Any) -> None:
+        if type(other) is not type(self):
+            raise InputError(f"a {type(other).__name__} cannot be merged into a {self.label}")
+        mine, theirs = self.settings, other.settings
+        for name in mine.keys() | theirs.keys():
+            if not _same(mine.get(name), theirs.get(name)):
+                raise InputError(
+                    f"this {self.label} has {name}={mine.get(name)!r}, the other "
+                    f"{theirs.get(name)!r}: only such with the same settings can be merged"
+                )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what was seen, as containers of tensors and numbers.
+
+        `torch.save` writes it, and `torch.load` reads it without `weights_only=False`.
+        """
+        return {
+            "analyser": self._name,
+            "settings": {name: _noted(value) for name, value in self.settings.items()},
+            "states": [(path, encoded(state)) for path, state in self._states.items()],
+            "calls": dict(self._calls),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Forget all that was seen, and take over what another analyser has seen.
+
+        Args:
+            state: what its `state_dict` returned.
+
+        Raises:
+            InputError: it is of another kind, or has other settings. Nothing has changed then.
+        """
+        if state.get("analyser") != self._name:
+            raise InputError(f"this is the state of a {state.get('analyser')}, not {self.label}")
+        settings = {name: _noted(value) for name, value in self.settings.items()}
+        for name in settings.keys() | state["settings"].keys():
+            if not _same(settings.get(name), state["settings"].get(name)):
+                raise InputError(
+                    f"this {self.label} has {name}={settings.get(name)!r}, the state is of one "
+                    f"with {state['settings'].get(name)!r}"
+                )
+        states = {path: decoded(plain) for path, plain in state["states"]}
+        self._states, self._calls = states, dict(state["calls"])
+
+    @property
+    def nbytes(self) -> int:
+        """How many bytes the tensors that it holds take."""
+        return sum(_bytes_in(encoded(state)) for state in self._states.values())
+
+    def __repr__(self) -> str:
+        defaults = inspect.signature(type(self)).parameters
+        given = ", ".join(
+            f"{name}={value!r}"
+            for name, value in self.settings.items()
+            if name not in defaults or not _same(value, defaults[name].default)
+        )
+        seen = [f"{path!r} {calls}x" for path, calls in self._calls.items()]
+        more = f" and {len(seen) - _SHOWN} more" if len(seen) > _SHOWN else ""
+        state = "" if self.enabled else "disabled; "
+        return (
+            f"<{self._name}({given}): {state}"
+            f"{'seen ' + ', '.join(seen[:_SHOWN]) + more if seen else 'nothing seen'}>"
+        )
+
+
+_OURS = f"{__name__.rpartition('.')[0]}."
+_SHOWN = 6
+_NO_SETTINGS = frozenset({"enabled", "late", "observes", "self_contained", "wants_inputs"})
+
+
+def _full_precision(device: str) -> Any:
+    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+        return torch.autocast(device, enabled=False)
+    return nullcontext()
+
+
+def _per_sample(given: Any, name: str) -> Tensor | None:
+    if given is None:
+        return None
+    try:
+        found = torch.as_tensor(given).detach()
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise InputError(f"{name}= is a tensor, (batch, ...), not {given!r}: {error}") from error
+    if found.dim() == 0:
+        raise InputError(f"{name}= has an entry for each sample, (batch, ...); got one number")
+    return found
+
+
+def _check_targets(value: Tensor, targets: Tensor | None) -> None:
+    if targets is None:
+        raise InputError(
+            "targets are needed: set `analyser.targets` to the labels of the batch, (batch,), "
+            "before the model is called, or give them to `update(key, value, targets)`"
+        )
+    if value.dim() == 0 or value.shape[0] != targets.shape[0]:
+        raise InputError(
+            f"there are {targets.shape[0]} targets, but the value has the shape "
+            f"{tuple(value.shape)}, whose first dimension should count the same samples; targets "
+            "are set anew for each batch"
+        )
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) or isinstance(other, Tensor):
+        return (
+            isinstance(one, Tensor)
+            and isinstance(other, Tensor)
+            and one.dtype == other.dtype
+            and torch.equal(one.cpu(), other.cpu())
+        )
+    if isinstance(one, Analyser) and type(one) is type(other):
+        return _same(one.settings, other.settings)
+    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
+        return len(one) == len(other) and all(map(_same, one, other))
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
+    return bool(one == other)
+
+
+def _noted(value: Any) -> Any:
+    """Return a setting in a form that can be saved: itself, or what it is called."""
+    if value is None or isinstance(value, (bool, int, float, str, Tensor)):
+        return value
+    if isinstance(value, (list, tuple)):
+        return [_noted(item) for item in value]
+    if isinstance(value, dict):
+        return {str(key): _noted(item) for key, item in value.items()}
+    if isinstance(value, Analyser):
+        return [value._name, _noted(value.settings)]
+    return getattr(value, "__qualname__", type(value).__qualname__)
+
+
+def _bytes_in(plain: Any) -> int:
+    if isinstance(plain, Tensor):
+        return plain.numel() * plain.element_size()
+    if isinstance(plain, dict):
+        return sum(map(_bytes_in, plain.values()))
+    if isinstance(plain, (list, tuple)):
+        return sum(map(_bytes_in, plain))
+    return 0

@@ -1,0 +1,438 @@
+"""Analysers in the course of training: run over a data set from time to time, or alongside."""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from bendtrace.analysis.analyser import Analyser
+from bendtrace.analysis.native_hooks import watched_natively
+from bendtrace.analysis.tables import data_frame
+from bendtrace.analysis.untouched import untouched
+from bendtrace.calls import Call
+from bendtrace.errors import InputError
+from bendtrace.interject.errors import NeverFiredWarning
+from bendtrace.interject.structure import take_apart
+from bendtrace.module import BendedModule
+
+if TYPE_CHECKING:
+    import pandas
+
+__all__ = ["AnalyserEvaluation", "Evaluated"]
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """What an analyser found at one time in training.
+
+    Attributes:
+        step: how many steps of training there had been.
+        epoch: how many epochs of it had been finished.
+        results: `analyser.results` then.
+    """
+
+    step: int
+    epoch: int
+    results: Mapping[str, Mapping[Any, Any]]
+
+    def __repr__(self) -> str:
+        return f"<after step {self.step}, epoch {self.epoch}: {', '.join(map(repr, self.results))}>"
+
+
+class AnalyserEvaluation:
+    """Has an analyser look at a model while it is trained, and keeps what it found each time.
+
+    With a `loader`, the model is run over it every so many steps or epochs, in eval mode, and put
+    back as it was: training modes, buffers, random generators (those of the loader, too). Without,
+    the analyser looks at the batches that the model is trained on, and at nothing else, as they
+    are run; its results then are those of the steps since the last time. Either way, training goes
+    on bit by bit as it would without.
+
+    It is used in a loop of one's own by `attached`, `step` and `end_epoch`, in Lightning as the
+    callback `lightning()`, in a Hugging Face `Trainer` as the callback `hugging_face()`, and by
+    itself as `evaluate(model)`.
+
+    Args:
+        where: at which nodes, as for `BendedModule.interject`.
+        analyser: what looks at them; a list of several is an `AnalyserList`. Each time it begins
+            from nothing.
+        loader: the batches to look at; None for those of the training.
+        every: after every how manieth step or epoch.
+        unit: `"epoch"` or `"step"`.
+        of: which model is looked at, as a function of the one that is trained: one that is a part
+            of it, such as `lambda module: module.net`; None for itself.
+        inputs: what the model is called with, as a function of the batch, in one of the forms that
+            `Call.of` takes. None: of a pair the first, all of a mapping as keyword arguments, else
+            the batch itself.
+        targets: the targets, as a function of the batch. None: of a pair the second, `labels` of a
+            mapping, else none.
+        loss: a function of the output and the batch, whose gradients are taken, for analysers that
+            look at gradients over a loader; `.grad` of the parameters stays as it is.
+        max_batches: how many batches of the loader to take.
+        allow_none: whether it is right that no node is meant by `where`.
+
+    Attributes:
+        history: what was found, an `Evaluated` for each time.
+        steps: how many steps of training there have been.
+        epochs: how many epochs have been finished.
+
+    Raises:
+        InputError: something given makes no sense.
+
+    Example:
+        >>> import torch
+        >>> from bendtrace.analysis.dead import DeadReLU
+        >>> model = torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.ReLU())
+        >>> data = [(torch.eye(2), torch.tensor([0, 1]))]
+        >>> evaluation = AnalyserEvaluation("1", DeadReLU(), loader=data)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> with evaluation.attached(model):
+        ...     for epoch in range(2):
+        ...         for x, y in data:
+        ...             with evaluation.step((x, y)):
+        ...                 torch.nn.functional.cross_entropy(model(x), y).backward()
+        ...                 optimizer.step()
+        ...         evaluation.end_epoch()
+        >>> evaluation.history
+        [<after step 1, epoch 1: 'sub_1'>, <after step 2, epoch 2: 'sub_1'>]
+    """
+
+    def __init__(
+        self,
+        where: Any,
+        analyser: Analyser,
+        *,
+        loader: Iterable[Any] | None = None,
+        every: int = 1,
+        unit: Literal["epoch", "step"] = "epoch",
+        of: Callable[[Any], Callable[..., Any]] | None = None,
+        inputs: Callable[[Any], Any] | None = None,
+        targets: Callable[[Any], Any] | None = None,
+        loss: Callable[[Any, Any], Tensor] | None = None,
+        max_batches: int | None = None,
+        allow_none: bool = False,
+    ) -> None:
+        if not isinstance(analyser, Analyser):
+            raise InputError(f"an analyser is needed, or a list of several; not {analyser!r}")
+        if type(every) is not int or every < 1 or unit not in ("epoch", "step"):
+            raise InputError(f'every={every!r} of unit={unit!r}: a number of "step" or "epoch"')
+        if isinstance(loader, Iterator):  # `iter(loader)` would draw a random number
+            raise InputError(
+                "loader= is run over again and again; this is an iterator, which is used up after "
+                "the first time: give a list or a DataLoader"
+            )
+        if loader is None and (inputs or loss or max_batches):
+            raise InputError("inputs=, loss= and max_batches= are for running over a loader=")
+        self.where = where
+        self.analyser = analyser
+        self.loader = loader
+        self.every = every
+        self.unit = unit
+        self.history: list[Evaluated] = []
+        self.steps = self.epochs = 0
+        self._of = of
+        self._inputs = inputs or _inputs_in
+        self._targets = targets or _targets_in
+        self._loss = loss
+        self._max_batches = max_batches
+        self._allow_none = allow_none
+        self._bended: BendedModule | None = None
+        self._model: Any = None
+        self._attached: ExitStack | None = None
+        self._passes: dict[str, int] = {}  # of plain modules, in the step at hand
+
+    # Over a loader
+
+    def evaluate(self, model: Callable[..., Any] | None = None) -> Evaluated:
+        """Run over the loader now, and note what was found.
+
+        Args:
+            model: the model; None for the one that this is attached to.
+
+        Raises:
+            InputError: there is no loader, or no model.
+        """
+        model = self._model if model is None else model
+        if self.loader is None or model is None:
+            what = "loader=" if self.loader is None else "model"
+            raise InputError(f"there is no {what} to evaluate")
+        if self._of is not None:
+            model = self._of(model)
+        bended = self._as_bended(model)
+        analyser = self.analyser
+        with ExitStack() as kept:
+            kept.enter_context(untouched(bended, self.loader))
+            kept.enter_context(_ready(analyser))
+            bended.eval()
+            analyser.reset()
+            analyser.enabled = True
+            kept.enter_context(bended.interject(self.where, analyser, allow_none=self._allow_none))
+            seen = 0
+            for batch in itertools.islice(self.loader, self._max_batches):
+                seen += self._run(bended, batch, seen)
+            return self._note()
+
+    def _run(self, model: BendedModule, batch: Any, seen: int) -> int:
+        """Run the model on a batch, and return how many samples are in it."""
+        batch = _moved(batch, _device_of(model))
+        call = Call.of(self._inputs(batch))
+        count = _count(call)
+        targets = self._targets(batch)
+        samples = None if count is None else torch.arange(seen, seen + count)
+        with self.analyser.batch(targets, samples), torch.set_grad_enabled(self._loss is not None):
+            output = call.to(model)
+            if self._loss is not None:
+                wanted = [value for value in model.parameters() if value.requires_grad]
+                torch.autograd.grad(self._loss(output, batch), wanted, allow_unused=True)
+        return count or 0
+
+    def _as_bended(self, model: Callable[..., Any]) -> BendedModule:
+        if isinstance(model, BendedModule):
+            return model
+        if self._bended is None or self._bended.model is not model:
+            self._bended = BendedModule(model)  # kept, so that its paths are known next time
+        return self._bended
+
+    # Alongside training
+
+    @contextmanager
+    def attached(self, model: Callable[..., Any]) -> Iterator[AnalyserEvaluation]:
+        """Be there while a model is trained.
+
+        Args:
+            model: the model that is trained. Without a loader it is looked at where it is: at any
+                node of a `BendedModule`; of another module at calls of modules, by hooks, and under
+                their qualified names.
+
+        Raises:
+            InputError: this is attached already, or `where` cannot be looked at in this model.
+        """
+        self.begin(model)
+        try:
+            yield self
+        finally:
+            self.end()
+
+    def begin(self, model: Callable[..., Any]) -> None:
+        """Do what `attached` does at its beginning; for callbacks."""
+        if self._attached is not None:
+            raise InputError("this is attached to a model already: end that first")
+        with ExitStack() as stack:
+            if self.loader is None:
+                stack.enter_context(_ready(self.analyser, is_training=True))
+                self._insert(self._of(model) if self._of else model, stack)
+                self.analyser.reset()
+                self.analyser.enabled = False  # but in `step`
+            self._attached = stack.pop_all()
+        self._model = model
+
+    def _insert(self, model: Callable[..., Any], stack: ExitStack) -> None:
+        if isinstance(model, BendedModule):
+            made = model.interject(self.where, self.analyser, allow_none=self._allow_none)
+            stack.callback(made.remove)
+        elif isinstance(model, nn.Module):
+            watched = watched_natively(model, self.where, self.analyser, self._allow_none)
+            self._passes = stack.enter_context(watched)
+        else:
+            raise InputError(f"{model!r} is no module: wrap it, BendedModule(model)")
+
+    def at_end(self, callback: Callable[[], Any]) -> None:
+        """Have something called by `end`; for callbacks."""
+        if self._attached is None:
+            raise InputError("this is attached to no model")
+        self._attached.callback(callback)
+
+    def end(self) -> None:
+        """Do what `attached` does at its end; for callbacks. Doing so twice is no error."""
+        stack, self._attached, self._model = self._attached, None, None
+        self._bended = None
+        if stack is not None:
+            stack.close()
+
+    @contextmanager
+    def step(self, batch: Any = None) -> Iterator[None]:
+        """Be around one step of training: forward, backward, optimizer.
+
+        Args:
+            batch: the batch, which the targets are taken from.
+        """
+        self.begin_step(batch)
+        try:
+            yield
+        except BaseException:
+            if self.loader is None:
+                self.analyser.enabled = False
+            raise
+        self.end_step()
+
+    def begin_step(self, batch: Any = None) -> None:
+        """Do what `step` does at its beginning; for callbacks."""
+        if self._attached is None:
+            raise InputError("this is attached to no model: `with evaluation.attached(model):`")
+        self._passes.clear()
+        if self.loader is None:
+            self.analyser.targets = None if batch is None else self._targets(batch)
+            self.analyser.enabled = True
+
+    def came_by(self, batch: Any) -> None:
+        """Take the targets from a batch that training has come to; for callbacks."""
+        if self.loader is None and self.analyser.enabled:
+            self.analyser.targets = self._targets(batch)
+
+    def end_step(self) -> None:
+        """Do what `step` does at its end; for callbacks."""
+        if self.loader is None:
+            self.analyser.enabled = False
+        self.steps += 1
+        if self.unit == "step" and self.steps % self.every == 0:
+            self._due()
+
+    def end_epoch(self) -> None:
+        """Say that an epoch of training is over."""
+        self.epochs += 1
+        if self.unit == "epoch" and self.epochs % self.every == 0:
+            self._due()
+
+    def _due(self) -> None:
+        if self.loader is not None:
+            self.evaluate()
+        else:
+            self._note()
+            self.analyser.reset()
+
+    def _note(self) -> Evaluated:
+        if self.loader is None and not self.analyser.calls and not self._allow_none:
+            warnings.warn(
+                f"{self.analyser.label} at {self.where!r} was never called since the last time: "
+                "steps have to be inside of `evaluation.step(batch)`, and come by there",
+                NeverFiredWarning,
+                stacklevel=4,
+            )
+        found = Evaluated(self.steps, self.epochs, self.analyser.results)
+        self.history.append(found)
+        return found
+
+    # In other programs
+
+    def lightning(self) -> Any:
+        """Return this as a callback for `lightning.pytorch.Trainer(callbacks=[...])`.
+
+        Raises:
+            ImportError: Lightning is not installed.
+        """
+        from bendtrace.analysis.in_lightning import lightning_callback
+
+        return lightning_callback(self)
+
+    def hugging_face(self) -> Any:
+        """Return this as a callback for `transformers.Trainer(callbacks=[...])`.
+
+        Raises:
+            ImportError: transformers is not installed.
+        """
+        from bendtrace.analysis.in_transformers import trainer_callback
+
+        return trainer_callback(self)
+
+    # What was found
+
+    def to_pandas(self, *, per_unit: bool = False) -> pandas.DataFrame:
+        """Return the history as a table, with a row for each time and node (and class, ...).
+
+        Times have a number, counted from 0, and the epoch and step that they were at.
+
+        Args:
+            per_unit: see `Analyser.to_pandas`.
+
+        Raises:
+            InputError: see `Analyser.to_pandas`.
+            ImportError: pandas is not installed.
+        """
+        nested = {
+            number: {found.epoch: {found.step: found.results}}
+            for number, found in enumerate(self.history)
+        }
+        levels = ("number", "epoch", "step", *self.analyser.levels)
+        return data_frame(nested, levels, per_unit=per_unit)
+
+    def __repr__(self) -> str:
+        over = "the batches of the training" if self.loader is None else "a loader"
+        return (
+            f"<AnalyserEvaluation of {self.analyser.label} at {self.where!r} over {over}, every "
+            f"{self.every} {self.unit}: {len(self.history)} times>"
+        )
+
+
+@contextmanager
+def _ready(analyser: Analyser, is_training: bool = False) -> Iterator[None]:
+    """Put back at the end what is set of an analyser, and have it in eval mode if it has one."""
+    before = analyser.enabled, analyser.targets, analyser.samples
+    modes = [(item, item.training) for item in _inside(analyser) if hasattr(item, "training")]
+    try:
+        for item, _ in modes:
+            if not is_training:
+                item.eval()
+        yield
+    finally:
+        analyser.enabled, analyser.targets, analyser.samples = before
+        for item, mode in modes:
+            item.train(mode)
+
+
+def _inside(analyser: Any) -> Iterator[Any]:
+    yield analyser
+    if hasattr(analyser, "analyser"):
+        yield from _inside(analyser.analyser)
+    for item in getattr(analyser, "analysers", {}).values():
+        yield from _inside(item)
+
+
+def _inputs_in(batch: Any) -> Any:
+    if type(batch) in (tuple, list):
+        if len(batch) > 2 or not batch:
+            raise InputError(
+                f"a batch is a {type(batch).__name__} of {len(batch)}: say by inputs= what of it "
+                "the model is called with"
+            )
+        return batch[0]
+    return batch
+
+
+def _targets_in(batch: Any) -> Tensor | None:
+    found = None
+    if type(batch) in (tuple, list) and len(batch) == 2:
+        found = batch[1]
+    elif isinstance(batch, Mapping):
+        found = batch.get("labels")
+    return found if isinstance(found, Tensor) and found.dim() > 0 else None
+
+
+def _device_of(model: nn.Module) -> torch.device | None:
+    devices = {value.device for value in model.parameters()}
+    return devices.pop() if len(devices) == 1 else None
+
+
+def _moved(value: Any, device: torch.device | None) -> Any:
+    if device is None or isinstance(value, (str, bytes)):
+        return value
+    if isinstance(value, Tensor):
+        return value.to(device)
+    if isinstance(value, Mapping):
+        return {key: _moved(item, device) for key, item in value.items()}
+    if type(value) in (tuple, list):
+        return type(value)(_moved(item, device) for item in value)
+    return value.to(device) if callable(getattr(value, "to", None)) else value
+
+
+def _count(call: Call) -> int | None:
+    for value in take_apart((call.args, dict(call.kwargs)))[1]:
+        if isinstance(value, Tensor) and value.dim() > 0:
+            return value.shape[0]
+    return None

@@ -1,0 +1,135 @@
+"""Gradients that pass through nodes, added up."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal
+
+from torch import Tensor
+
+from bendtrace.analysis.analyser import Analyser, Batch
+from bendtrace.analysis.features import UnitAnalyser
+from bendtrace.analysis.streaming.extremes import MinMax
+from bendtrace.analysis.streaming.moments import Moments
+from bendtrace.analysis.values import Keep, accumulator, rows_of
+from bendtrace.errors import InputError
+from bendtrace.interject.interjection import Interjection, NodePass
+
+__all__ = ["GradientAccumulation", "GradientAnalyser", "of", "see_gradients"]
+
+
+def see_gradients(
+    self: Analyser, at: NodePass, grad_input: tuple[Any, ...], grad_output: tuple[Any, ...]
+) -> None:
+    """Take in the gradients of a node: the `backward` of analysers that look at gradients.
+
+    The analyser, or what it is a pattern for, says in `of` which ones.
+    """
+    if not self.enabled:
+        return
+    path, grads = at.path or "output", grad_output
+    if of(self) == "input":
+        path, grads = f"{path}.input", grad_input
+    self.update(path, grads[0] if len(grads) == 1 else grads, number=at.number)
+
+
+def of(analyser: Any) -> str:
+    """Return of what an analyser looks at gradients, `"output"` or `"input"`."""
+    while not hasattr(analyser, "of"):  # a wrapper, or a list of those that look at the same
+        analyser = analyser.analyser if hasattr(analyser, "analyser") else analyser[0]
+    return str(analyser.of)
+
+
+class GradientAnalyser(UnitAnalyser):
+    """An analyser of the gradients that pass through nodes, in place of what they give.
+
+    Of a node with several outputs (or inputs) that have a gradient, each has results of its own:
+    `lstm|sub_0` for the first tensor among them. A call whose backward pass does not come by, or
+    that ran without gradients, is not seen; an output that leads nowhere has no gradient.
+
+    Args:
+        of: `"output"`, the gradients of what a node gives; or `"input"`, of what it is given,
+            under `fc.input`. These are the gradients through this execution of the node alone.
+        keep: which dimensions have results of their own: see `UnitAnalyser`.
+        per_pass: see `Analyser`.
+
+    Raises:
+        InputError: `of` is neither.
+    """
+
+    after = Interjection.after  # so that it is not called there
+
+    def __init__(
+        self,
+        *,
+        of: Literal["output", "input"] = "output",
+        keep: Keep = 1,
+        per_pass: bool = False,
+    ) -> None:
+        super().__init__(keep=keep, per_pass=per_pass)
+        if of not in ("output", "input"):
+            raise InputError(f'of={of!r}: gradients are those of the "output" or the "input"')
+        self.of = of
+
+    backward = see_gradients
+
+
+class GradientAccumulation(GradientAnalyser):
+    """The sum of the gradients at each node, and the norms of those of each sample.
+
+    The results are `count` (samples), `sum` and `mean_abs` of each unit (over all samples and
+    positions), and `norm_mean`, `norm_std`, `norm_min`, `norm_max`: of the Euclidean norm of the
+    gradient of each sample, over all dimensions but the first. All are added up in float64.
+
+    A loss that is a mean over the batch has gradients that are smaller by the size of the batch.
+    It is inserted as any analyser; see `GradientAnalyser` for which gradients are seen.
+
+    Args:
+        of: see `GradientAnalyser`.
+        keep: which dimensions have sums of their own: see `UnitAnalyser`; `"units"` for the sum
+            over samples alone.
+        per_pass: see `Analyser`.
+
+    Example:
+        >>> import torch, bendtrace as bt
+        >>> bended = bt.BendedModule(lambda x: (torch.exp(x) * torch.tensor([1.0, 3.0])).sum())
+        >>> gradients = GradientAccumulation()
+        >>> with bended.interject("exp", gradients, allow_none=True):
+        ...     for _ in range(2):
+        ...         bended(torch.zeros(1, 2, requires_grad=True)).backward()
+        >>> gradients.to_dict()["exp"]["sum"], gradients.to_dict()["exp"]["norm_mean"]
+        ([2.0, 6.0], 3.1622776601683795)
+    """
+
+    def start(self, key: str) -> Any:
+        """Return the sums of a node."""
+        return {
+            "units": Moments(1),
+            "absolute": Moments(1),
+            "norms": Moments(2),
+            "extremes": MinMax(),
+        }
+
+    def update_state(self, state: Any, value: Tensor, batch: Batch) -> None:
+        """Take the gradient of a value in."""
+        rows = accumulator(rows_of(value, self.keep))
+        state["units"].update(rows)
+        state["absolute"].update(rows.abs())
+        each = accumulator(value.reshape(1) if value.dim() == 0 else value)
+        norms = each.reshape(each.shape[0], math.prod(each.shape[1:])).norm(dim=1)
+        state["norms"].update(norms)
+        state["extremes"].update(norms)
+
+    def result(self, state: Any) -> dict[Any, Any]:
+        """Return sums and norms by name."""
+        units, norms = state["units"], state["norms"]
+        extremes = state["extremes"].result()
+        return {
+            "count": norms.count,
+            "sum": units.total,
+            "mean_abs": state["absolute"].mean,
+            "norm_mean": norms.mean,
+            "norm_std": norms.variance().sqrt(),
+            "norm_min": extremes["min"],
+            "norm_max": extremes["max"],
+        }

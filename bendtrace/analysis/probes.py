@@ -1,0 +1,461 @@
+"""Linear probes: what can be read off at nodes by a linear map, at many of them at once."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim import Optimizer
+
+from bendtrace.analysis.analyser import Analyser, Batch
+from bendtrace.analysis.matrices import as_matrix, check_features, check_positive
+from bendtrace.analysis.probe import Probe
+from bendtrace.analysis.ridge import check_alpha, ridge
+from bendtrace.analysis.scores import ClassScores, ValueScores
+from bendtrace.analysis.values import Keep, check_keep
+from bendtrace.errors import InputError
+from bendtrace.history.copies import lazily_copied
+
+__all__ = ["LinearProbe"]
+
+# So that a forgotten `train_step` ends with a message, and not with the memory.
+_MOST_WAITING = 4096
+
+
+class LinearProbe(Analyser):
+    """Linear probes at nodes, which are trained and scored side by side.
+
+    Each node has a linear layer of its own, which is made when its features are first seen, and an
+    optimizer of its own. In training mode (`train()`, as it begins) features wait for
+    `train_step()`, which makes one step with each probe; one call of the model serves all. In
+    evaluation mode (`eval()`) nothing is trained, and scores are added up.
+
+    No gradients reach the model, whose modes and parameters stay as they are. It may be called
+    under `torch.no_grad()` or `torch.inference_mode()`.
+
+    Targets are set before the model is called, `probe.targets = labels`: numbers of classes with
+    `num_classes`, else values of a regression, `(batch,)` or `(batch, outputs)`. Where positions
+    are samples of their own (`keep` without `pool`) there is one for each position.
+
+    What several passes of a node give, and what several calls of the model give before a
+    `train_step()`, is one batch. A node that a call does not come by has no step. A batch without
+    any samples, or with targets all of which are `ignore_index`, makes none either.
+
+    Results are, at each node, the scores since the probe last changed, or `reset()`: `samples`,
+    `loss`, and `accuracy`, `top_k_accuracy`, `class_accuracy`, `class_samples`; or `mse`, `r2`,
+    `output_mse`, `output_r2`. Besides, `steps`, how many were made, and `train_loss`, that of the
+    last one.
+
+    Args:
+        num_classes: how many classes there are; None for a regression.
+        optimizer: called with the parameters of each probe: `torch.optim.Adam`, which it is if
+            nothing is said, or `functools.partial(torch.optim.SGD, lr=0.1)`.
+        closed_form: there is no training step; sums of products are kept instead, from which
+            `solve(alpha)` finds the map with the least squares. Of classes it is that of targets
+            of 1 and -1. These probes are float64, and can be merged before they are solved.
+        criterion: a function of predictions and targets that gives the mean loss. None: cross
+            entropy for classes, mean squared error for a regression.
+        keep: which dimensions are features: `"units"` for all but the first, 1 for channels, -1
+            for the last, or several; each position in the others is a sample of its own.
+        pool: whether to take the mean over these positions, so that there is one sample for each
+            in the batch.
+        bias: whether probes have a bias.
+        top_k: for which k to say how often the target is among the k largest predictions.
+        ignore_index: targets of this class do not count.
+        seed: the probes are initialised as `nn.Linear` after `torch.manual_seed(seed)`, each of
+            them. The global random numbers are not touched.
+        max_features: how many features there may be with `closed_form`, targets included.
+        per_pass: whether each pass of a node has a probe of its own.
+
+    Raises:
+        InputError: one of these makes no sense.
+
+    Example:
+        >>> import torch, bendtrace as bt
+        >>> model = torch.nn.Sequential(torch.nn.Linear(2, 8), torch.nn.ReLU())
+        >>> bended = bt.BendedModule(model)
+        >>> probe = LinearProbe(2, torch.optim.Adam)
+        >>> x = torch.randn(64, 2, generator=torch.Generator().manual_seed(0))
+        >>> with bended.interject(torch.nn.ReLU, probe), torch.no_grad():
+        ...     probe.targets = (x[:, 0] > 0).long()
+        ...     for _ in range(3):
+        ...         _ = bended(x)
+        ...         losses = probe.train_step()
+        ...     _ = probe.eval()
+        ...     _ = bended(x)
+        >>> found = probe.to_dict()["sub_1"]
+        >>> found["samples"], found["steps"], sorted(losses)
+        (64, 3, ['sub_1'])
+    """
+
+    needs_targets: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        num_classes: int | None = None,
+        optimizer: Callable[[Any], Optimizer] | None = None,
+        *,
+        closed_form: bool = False,
+        criterion: Callable[[Tensor, Tensor], Tensor] | None = None,
+        keep: Keep = "units",
+        pool: bool = False,
+        bias: bool = True,
+        top_k: tuple[int, ...] = (),
+        ignore_index: int = -100,
+        seed: int = 0,
+        max_features: int = 16384,
+        per_pass: bool = False,
+    ) -> None:
+        super().__init__(per_pass=per_pass)
+        check_positive("num_classes", num_classes, or_none=True)
+        check_positive("max_features", max_features)
+        if type(seed) is not int:
+            raise InputError(f"seed has to be a whole number, not {seed!r}")
+        for name, function in (("optimizer", optimizer), ("criterion", criterion)):
+            if function is not None and not callable(function):
+                raise InputError(f"{name} has to be a function, not {function!r}")
+        if closed_form and (optimizer is not None or criterion is not None):
+            raise InputError("with closed_form there is neither an optimizer nor a criterion")
+        if keep == "units" and pool:
+            raise InputError("with pool, keep= says which dimensions are not positions: 1, or -1")
+        self.num_classes = num_classes
+        self.optimizer = None if closed_form else optimizer or torch.optim.Adam
+        self.closed_form = closed_form
+        self.criterion = criterion
+        self.keep = check_keep(keep)
+        self.pool = pool
+        self.bias = bias
+        self.top_k = _checked_top(top_k, num_classes)
+        self.ignore_index = ignore_index
+        self.seed = seed
+        self.max_features = max_features
+        self._training = True
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What it was made with, by name; functions by what they are called."""
+        found = super().settings
+        for name in ("optimizer", "criterion"):
+            found[name] = _called(found[name])
+        return found
+
+    # Modes
+
+    @property
+    def training(self) -> bool:
+        """Whether features wait for a training step, or are scored."""
+        return self._training
+
+    def train(self, mode: bool = True) -> Self:
+        """Train from now on, or with False score."""
+        self._training = bool(mode)
+        return self
+
+    def eval(self) -> Self:
+        """Score from now on."""
+        return self.train(False)
+
+    def reset(self) -> None:
+        """Forget the scores. The probes stay, and so does what waits or was added up for them."""
+        for probe in self._states.values():
+            probe.scores = None
+        self._calls.clear()
+
+    def restart(self) -> None:
+        """Forget everything, the probes too."""
+        super().reset()
+
+    def discard(self) -> None:
+        """Forget the features that wait for a training step."""
+        for probe in self._states.values():
+            probe.waiting.clear()
+
+    # The probes
+
+    @property
+    def probes(self) -> dict[str, nn.Linear]:
+        """The probes by node path, as far as there are any."""
+        found = ((path, probe.linear) for path, probe in self._states.items())
+        return {path: linear for path, linear in found if linear is not None}
+
+    @property
+    def optimizers(self) -> dict[str, Optimizer]:
+        """Their optimizers, for schedules of learning rates and the like."""
+        found = {}
+        for path, probe in self._states.items():
+            self._ready(probe)
+            if probe.optimizer is not None:
+                found[path] = probe.optimizer
+        return found
+
+    def train_step(self) -> dict[str, Tensor]:
+        """Make a step with each probe that features wait for.
+
+        Returns:
+            The loss of each, before the step, by node path.
+
+        Raises:
+            InputError: with `closed_form` there are no steps.
+        """
+        if self.closed_form:
+            raise InputError("with closed_form there are no training steps: call solve()")
+        losses = {}
+        with torch.inference_mode(False), torch.enable_grad():
+            for path, probe in self._states.items():
+                if probe.waiting:
+                    features, targets = probe.taken()
+                    if self._has_any(targets):
+                        losses[path] = self._step(probe, features, targets)
+        return losses
+
+    def _step(self, probe: Probe, features: Tensor, targets: Tensor) -> Tensor:
+        optimizer, linear = self._ready(probe), probe.linear
+        assert optimizer is not None  # both were made as the features came
+        assert linear is not None
+
+        def loss() -> Tensor:
+            _clear(linear)
+            found = self._loss(linear(features), targets)
+            found.backward()
+            return found
+
+        # What is under autocast in the backward pass would be rounded as well.
+        with torch.autocast(features.device.type, enabled=False):
+            found = optimizer.step(loss)  # type: ignore[arg-type]
+        _clear(linear)
+        probe.changed()
+        probe.steps += 1
+        probe.loss = torch.as_tensor(found).detach()
+        return probe.loss
+
+    def _has_any(self, targets: Tensor) -> bool:
+        if self.num_classes is None:
+            return len(targets) > 0
+        return bool((targets != self.ignore_index).any())
+
+    def solve(self, alpha: float = 1.0) -> None:
+        """Set all probes to the maps that fit best all that was seen in training mode.
+
+        Args:
+            alpha: weight of the penalty, the sum of the squared weights; see `ridge`.
+
+        Raises:
+            InputError: it is not of a closed form, nothing was seen, or `alpha` is negative.
+        """
+        if not self.closed_form:
+            raise InputError("probes are solved with LinearProbe(..., closed_form=True) alone")
+        check_alpha(alpha)
+        solved = {}
+        for path, probe in self._states.items():
+            try:
+                solved[path] = ridge(probe.sums, probe.outputs, alpha, bias=self.bias)
+            except InputError as error:
+                raise InputError(f"{self.label} at {path!r}: {error}") from error
+        if not solved:
+            raise InputError("nothing was seen so far: show batches, with targets, and then solve")
+        for path, (weight, bias) in solved.items():
+            probe = self._states[path]
+            probe.set(weight, bias if self.bias else None)
+            probe.changed()
+
+    # What the base asks for
+
+    def start(self, key: str) -> Probe:
+        """Return what there is of a probe before its features are known."""
+        return Probe()
+
+    def update_state(self, state: Probe, value: Tensor, batch: Batch) -> None:
+        """Have features wait, add them up, or score what the probe says of them."""
+        assert batch.targets is not None  # since they are needed
+        features, samples = self._features(value)
+        targets, outputs = self._targets_for(batch.targets, samples)
+        targets = targets.to(features.device)
+        if targets.is_inference():  # which no gradient can be computed with
+            targets = targets.clone()
+        state.check(features.shape[1], outputs)
+        if not self._training:
+            self._score(state, features, targets, outputs)
+        elif self.closed_form:
+            self._sum(state, features, targets, outputs)
+        else:
+            if len(state.waiting) >= _MOST_WAITING:
+                raise InputError(
+                    f"the features of {_MOST_WAITING} batches wait: call train_step() after each "
+                    "call of the model, discard(), or eval() where nothing is to be trained"
+                )
+            self._make(state, features, outputs)
+            self._ready(state)
+            state.waiting.append((lazily_copied(features), targets))
+
+    def result(self, state: Probe) -> dict[Any, Any]:
+        """Return the scores of a probe."""
+        scores = state.scores or self._scores(state.outputs)
+        found = scores.result()
+        if not self.closed_form:
+            loss = float("nan") if state.loss is None else float(state.loss)
+            found |= {"steps": state.steps, "train_loss": loss}
+        return found
+
+    # Details
+
+    def _features(self, value: Tensor) -> tuple[Tensor, tuple[int, ...]]:
+        """Return a matrix, and the shape that its samples have in the value."""
+        if value.dim() == 0:
+            raise InputError("a number has no dimension that counts samples")
+        kept = _kept(value, self.keep)
+        rows = as_matrix(value, self.keep)
+        samples = tuple(size for dim, size in enumerate(value.shape) if dim not in kept)
+        exact = (
+            torch.float64 if self.closed_form or not value.is_floating_point() else torch.float32
+        )
+        rows = rows.to(torch.promote_types(rows.dtype, exact))
+        if self.pool and len(samples) > 1:
+            rows = rows.reshape(samples[0], -1, rows.shape[1]).mean(1)
+            samples = samples[:1]
+        if not rows.shape[1]:
+            raise InputError(f"there are no features in a value of shape {tuple(value.shape)}")
+        return rows, samples
+
+    def _targets_for(self, targets: Tensor, samples: tuple[int, ...]) -> tuple[Tensor, int]:
+        """Return a target for each row, and how many outputs there are."""
+        shape = tuple(targets.shape)
+        if self.num_classes is None:
+            outputs = shape[len(samples) :] if len(shape) > 1 else ()
+            if len(outputs) > 1 or shape != (*samples, *outputs):
+                raise InputError(_unfit(shape, samples, " or that and one for outputs"))
+            found = targets.reshape(-1, *outputs)
+            if not bool(found.isfinite().all()):
+                raise InputError("there are targets that are not finite")
+            return found, outputs[0] if outputs else 1
+        if targets.is_floating_point() or targets.is_complex():
+            raise InputError(
+                f"targets are numbers of classes, but these are {targets.dtype}; for a regression "
+                "leave num_classes out"
+            )
+        if shape != samples:
+            raise InputError(_unfit(shape, samples, ""))
+        found = targets.reshape(-1).long()
+        wrong = ((found < 0) | (found >= self.num_classes)) & (found != self.ignore_index)
+        if bool(wrong.any()):
+            raise InputError(
+                f"there is a target {int(found[wrong][0])}, but classes are counted from 0 to "
+                f"{self.num_classes - 1}"
+            )
+        return found, self.num_classes
+
+    def _make(self, state: Probe, features: Tensor, outputs: int) -> None:
+        if state.linear is None:
+            state.make(
+                features.shape[1], outputs, bias=self.bias, seed=self.seed,
+                dtype=features.dtype, device=features.device,
+            )  # fmt: skip
+
+    def _ready(self, state: Probe) -> Optimizer | None:
+        """Return the optimizer of a probe; made anew where the probe was loaded or copied."""
+        if state.optimizer is None and state.linear is not None and self.optimizer is not None:
+            with torch.inference_mode(False):
+                state.optimizer = self.optimizer(state.linear.parameters())
+                if state.optimizer_state is not None:
+                    state.optimizer.load_state_dict(state.optimizer_state)
+                    state.optimizer_state = None
+        return state.optimizer
+
+    def _loss(self, predictions: Tensor, targets: Tensor) -> Tensor:
+        if self.num_classes is None:
+            if targets.dim() == 1:
+                predictions = predictions.squeeze(-1)
+            targets = targets.to(predictions.dtype)
+            return (self.criterion or F.mse_loss)(predictions, targets)
+        if self.criterion is None:
+            return F.cross_entropy(predictions, targets, ignore_index=self.ignore_index)
+        counted = targets != self.ignore_index
+        return self.criterion(predictions[counted], targets[counted])
+
+    def _score(self, state: Probe, features: Tensor, targets: Tensor, outputs: int) -> None:
+        if self.closed_form and state.linear is None:
+            raise InputError("the probe is not solved yet: call solve() before it is scored")
+        self._make(state, features, outputs)
+        linear = state.linear
+        assert linear is not None
+        if self.num_classes is not None:
+            counted = targets != self.ignore_index
+            features, targets = features[counted], targets[counted]
+        features = features.to(linear.weight.device, linear.weight.dtype)
+        targets = targets.to(features.device)
+        predictions = linear(features)
+        loss = 0.0
+        if len(targets):
+            # Sums in float64: the mean over all samples does not depend on the batches.
+            exact = predictions if self.criterion is not None else predictions.double()
+            loss = float(self._loss(exact, targets)) * len(targets)
+        if state.scores is None:
+            state.scores = self._scores(outputs)
+        if isinstance(state.scores, ValueScores):
+            targets = targets.reshape(len(targets), outputs)
+        state.scores.add(predictions, targets, loss)
+
+    def _scores(self, outputs: int) -> ClassScores | ValueScores:
+        if self.num_classes is None:
+            return ValueScores(outputs)
+        return ClassScores(self.num_classes, self.top_k)
+
+    def _sum(self, state: Probe, features: Tensor, targets: Tensor, outputs: int) -> None:
+        check_features(features.shape[1] + outputs, self.max_features, "or pool=True")
+        if self.num_classes is not None:
+            counted = targets != self.ignore_index
+            features, targets = features[counted], targets[counted]
+            targets = 2 * F.one_hot(targets, self.num_classes) - 1
+        targets = targets.reshape(len(features), outputs)
+        state.sums.update(torch.cat([features, targets.to(features.dtype)], 1))
+        state.outputs = outputs
+
+
+def _clear(linear: nn.Linear) -> None:
+    # As `zero_grad` does, which takes a good part of the time of a step.
+    for parameter in linear.parameters():
+        parameter.grad = None
+
+
+def _kept(value: Tensor, keep: Keep) -> set[int]:
+    """Return which dimensions are features, as numbers from 0."""
+    if value.dim() == 1:
+        return set()
+    if keep == "units":
+        return set(range(1, value.dim()))
+    dims = (keep,) if isinstance(keep, int) else keep
+    return {int(dim) % value.dim() for dim in dims}
+
+
+def _unfit(shape: tuple[int, ...], samples: tuple[int, ...], more: str) -> str:
+    hint = ""
+    if len(samples) > 1 and len(shape) < len(samples):
+        hint = "; give one for each position, or pool=True"
+    return (
+        f"targets have the shape {shape}, but there are samples of shape {samples}: the two have "
+        f"to be the same{more}{hint}"
+    )
+
+
+def _checked_top(top_k: Any, classes: int | None) -> tuple[int, ...]:
+    given = (top_k,) if isinstance(top_k, int) else tuple(top_k)
+    if given and classes is None:
+        raise InputError("top_k= is for classes: give num_classes")
+    for k in given:
+        if type(k) is not int or not 1 <= k <= (classes or 0):
+            raise InputError(f"top_k= are numbers from 1 to {classes}, not {k!r}")
+    return given
+
+
+def _called(function: Any) -> str | None:
+    """Return what a function is called, with what is given to it."""
+    if function is None:
+        return None
+    if isinstance(function, functools.partial):
+        given = [repr(value) for value in function.args]
+        given += [f"{name}={value!r}" for name, value in sorted(function.keywords.items())]
+        return f"{_called(function.func)}({', '.join(given)})"
+    return str(getattr(function, "__qualname__", type(function).__qualname__))

@@ -1,0 +1,177 @@
+"""The values of nodes, as rows of samples."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from bendtrace.errors import InputError
+from bendtrace.paths.naming import identifier
+from bendtrace.recording.scalars import TRACED, plain
+
+__all__ = ["Keep", "accumulator", "check_keep", "parts_of", "rows_of"]
+
+Keep = int | tuple[int, ...] | Literal["units"]
+
+
+def parts_of(path: str, value: Any) -> Iterator[tuple[str, Tensor]]:
+    """Take a value apart into tensors, with the paths of these.
+
+    Args:
+        path: of the node that gave it.
+        value: a tensor, a number (one sample without dimensions), or a tuple, list, mapping or
+            dataclass of such values, however deep. Parts of containers have the paths under which
+            they can be inserted at: `max|values`, `lstm.output|sub_1.sub_0`. None, strings and
+            other objects in containers are left out.
+
+    Raises:
+        InputError: there is neither a tensor nor a number in it.
+
+    Example:
+        >>> import torch
+        >>> [path for path, _ in parts_of("lstm", (torch.ones(2), {"h": torch.ones(1)}, None))]
+        ['lstm|sub_0', 'lstm|sub_1.h']
+    """
+    found = list(_parts(path, value))
+    if not found and not _is_empty(value):
+        raise InputError(
+            f"an analyser looks at tensors and numbers; {path!r} gave a "
+            f"{type(value).__qualname__} with none in it"
+        )
+    yield from found
+
+
+def _parts(path: str, value: Any) -> Iterator[tuple[str, Tensor]]:
+    if type(value) in TRACED:
+        value = plain(value)
+    if isinstance(value, Tensor):
+        yield path, _readable(path, value)
+    elif isinstance(value, (bool, int, float)):
+        yield path, torch.tensor(value, dtype=torch.float64 if type(value) is float else None)
+    else:
+        for name, item in _items(value):
+            yield from _parts(f"{path}{'.' if '|' in path else '|'}{name}", item)
+
+
+def _items(value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            yield identifier(str(key)), item
+    elif isinstance(value, (tuple, list)):
+        # Those of named tuples, and of what torch returns, such as `torch.return_types.max`.
+        names = getattr(type(value), "_fields", getattr(type(value), "__match_args__", ()))
+        for number, item in enumerate(value):
+            yield (names[number] if number < len(names) else f"sub_{number}"), item
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield field.name, getattr(value, field.name, None)
+
+
+def _is_empty(value: Any) -> bool:
+    if value is None:
+        return True
+    is_container = isinstance(value, (Mapping, tuple, list)) or dataclasses.is_dataclass(value)
+    return is_container and all(_is_empty(item) for _, item in _items(value))
+
+
+def _readable(path: str, value: Tensor) -> Tensor:
+    value = value.detach()
+    whole = getattr(value, "full_tensor", None)
+    if callable(whole):  # a DTensor, which each process has a part of
+        value = whole()
+    if value.is_complex():
+        raise InputError(
+            f"{path!r} gave complex numbers, which have no order and several variances: look at "
+            "`torch.view_as_real` or the absolute value of it, a node after it"
+        )
+    if value.layout is not torch.strided or value.is_nested or value.is_quantized:
+        raise InputError(
+            f"{path!r} gave a tensor of layout {value.layout}, nested or quantized; an analyser "
+            "looks at dense ones"
+        )
+    if value.dtype == torch.uint64:
+        raise InputError(f"{path!r} gave uint64, which few operations know: make int64 of it")
+    # Those that torch has hardly any operations for (2.13), as what holds all their values.
+    value = value.to(_WIDER.get(value.dtype, value.dtype))
+    # Of an inference tensor nothing could be kept, not even a view.
+    return value.clone() if value.is_inference() else value
+
+
+_WIDER = {torch.uint16: torch.int32, torch.uint32: torch.int64} | {
+    dtype: torch.float32
+    for dtype in vars(torch).values()
+    if isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize == 1
+}
+
+
+def check_keep(keep: Any) -> Keep:
+    """Return which dimensions have statistics of their own, as an int, a tuple or `"units"`.
+
+    Raises:
+        InputError: it is none of these, or dimension 0, which counts the samples.
+    """
+    if keep == "units" or (type(keep) is int and keep != 0):
+        return keep  # type: ignore[no-any-return]
+    if isinstance(keep, Sequence) and not isinstance(keep, str):
+        dims = tuple(keep)
+        if all(type(dim) is int and dim != 0 for dim in dims) and len(set(dims)) == len(dims):
+            return dims
+    raise InputError(
+        f"keep={keep!r}: give a dimension that keeps statistics of its own (1 for channels, -1 "
+        'for the last), several, () for none, or "units" for all but the first; dimension 0 '
+        "counts the samples"
+    )
+
+
+def rows_of(value: Tensor, keep: Keep) -> Tensor:
+    """Return a value as rows: one for each sample and each position that is not kept.
+
+    Args:
+        value: (batch, ...); a tensor without dimensions is one sample.
+        keep: the dimensions that stay, in that order; `"units"` for all but the first. A tensor of
+            no or one dimension has none to keep, whatever is said.
+
+    Returns:
+        (n, *kept), where the samples come in order, and the positions of a sample too.
+
+    Raises:
+        InputError: the value has no such dimension, or it is the batch's.
+
+    Example:
+        >>> import torch
+        >>> image = torch.zeros(8, 3, 5, 5)
+        >>> [tuple(rows_of(image, keep).shape) for keep in (1, -1, "units", ())]
+        [(200, 3), (120, 5), (8, 3, 5, 5), (600,)]
+    """
+    if value.dim() == 0:
+        return value.reshape(1)
+    if value.dim() == 1:
+        return value
+    if keep == "units":
+        return value
+    dims = (keep,) if isinstance(keep, int) else tuple(keep)
+    found = [dim + value.dim() if dim < 0 else dim for dim in dims]
+    if any(not 0 < dim < value.dim() for dim in found) or len(set(found)) != len(found):
+        raise InputError(
+            f"keep={keep!r} does not fit a value of shape {tuple(value.shape)}, whose first "
+            "dimension counts the samples"
+        )
+    others = [dim for dim in range(value.dim()) if dim not in found]
+    shape = [value.shape[dim] for dim in found]
+    moved = value.permute(*others, *found)
+    count = 1
+    for dim in others:
+        count *= value.shape[dim]
+    return moved.reshape(count, *shape)
+
+
+def accumulator(rows: Tensor) -> Tensor:
+    """Return rows in the precision that is added up in: float64, float32 where there is none.
+
+    Integers are exact up to 2**53, and truth values count as 0 and 1.
+    """
+    return rows.detach().to(torch.float32 if rows.device.type == "mps" else torch.float64)

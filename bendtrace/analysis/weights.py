@@ -1,0 +1,489 @@
+"""Ranks and spectra of weights: no run of the model is needed."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn.utils.parametrize import ParametrizationList
+from torch.nn.utils.prune import BasePruningMethod
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
+
+from bendtrace._rewriting import _unrun
+from bendtrace.analysis.analyser import Analyser
+from bendtrace.analysis.matrices import epsilon
+from bendtrace.analysis.singular_values import Spectrum, check_tolerances
+from bendtrace.analysis.streaming.statistic import Statistic
+from bendtrace.errors import InputError
+from bendtrace.interject.interjection import Inputs, NodePass
+from bendtrace.interject.leaves import outside
+from bendtrace.interject.where import describe_where, near_misses
+from bendtrace.module import BendedModule
+
+__all__ = ["LayerWeightRank", "WeightRank", "weight_ranks"]
+
+
+@dataclass(frozen=True, eq=False)
+class WeightRank:
+    """The spectrum of one weight.
+
+    Attributes:
+        name: what the weight is called: `layers.0.weight`.
+        module: the class of the module that it belongs to; "" where that is not known.
+        shape: shape of the weight.
+        groups: how many matrices it is, along the first axis; 1 but for grouped convolutions.
+        spectrum: the singular values, `samples` x `features` being rows x columns of the matrix.
+        shared_with: other names of the same parameter.
+    """
+
+    name: str
+    module: str
+    shape: tuple[int, ...]
+    groups: int
+    spectrum: Spectrum = field(repr=False)
+    shared_with: tuple[str, ...] = ()
+
+    @property
+    def rank(self) -> float:
+        """The numerical rank: a whole number; NaN for weights that are not finite."""
+        return self.spectrum.rank
+
+    def __repr__(self) -> str:
+        rows, columns = self.spectrum.samples, self.spectrum.features
+        return f"WeightRank({self.name!r}, {rows} x {columns}, rank={self.rank})"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return ranks, norms and sizes, which are numbers, and the singular values, a tensor."""
+        spectrum = self.spectrum
+        values = spectrum.singular_values
+        return {
+            "rank": spectrum.rank,
+            "normalized_rank": spectrum.normalized_rank,
+            "effective_rank": spectrum.effective_rank,
+            "stable_rank": spectrum.stable_rank,
+            "participation_ratio": spectrum.participation_ratio,
+            "spectral_norm": float(values[0]) if len(values) else 0.0,
+            "frobenius_norm": float(values.norm()),
+            "rows": spectrum.samples,
+            "columns": spectrum.features,
+            "singular_values": values,
+        }
+
+
+def weight_ranks(
+    model: nn.Module | BendedModule | Mapping[str, Tensor],
+    where: Any = None,
+    *,
+    rtol: float | None = None,
+    atol: float = 0.0,
+) -> dict[str, WeightRank]:
+    """Return rank and spectrum of the weights of a model, by name.
+
+    Each weight is taken as the matrix that it multiplies with: `(out, in)` of linear layers and of
+    embeddings, `(out, in * kernel)` of convolutions. A convolution of several groups is the
+    block-diagonal matrix of them, that of a transposed one has `(in, out * kernel)`. Other
+    parameters are flattened from their second axis on; those of one axis are left out.
+
+    Weights that are computed are taken as the next call of the module would compute them:
+    parametrizations, `weight_norm`, `spectral_norm` and pruning of either kind. Nothing of the
+    model changes, neither the vectors that `spectral_norm` keeps nor the random numbers. What
+    they are computed from is listed if it is asked for by name. Of layers with low-rank adapters
+    (those of PEFT) the base weight and the factors are listed, and what each adapter adds, as
+    `name.delta.adapter`.
+
+    Args:
+        model: a module; or weights by name, such as a state dict.
+        where: of which modules, inside them included: the name of a module or of one weight, a
+            module, a class of modules, a regular expression for names of weights, a selector or
+            predicate of a `Candidate` that needs no run, or a list of these. None: all.
+        rtol: singular values up to this part of the largest count as zero. None:
+            `max(rows, columns)` times the machine epsilon of the dtype (at least that of float32),
+            as `numpy.linalg.matrix_rank` has it; 0 if there is an `atol`.
+        atol: singular values up to this count as zero.
+
+    Returns:
+        A `WeightRank` for each. One parameter with several names is there once, under the first
+        that is meant.
+
+    Raises:
+        InputError: there is no such weight, one cannot be read, or a tolerance is negative.
+
+    Example:
+        >>> import torch
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Conv2d(2, 4, 3, groups=2))
+        >>> with torch.no_grad():
+        ...     _ = model[0].weight.copy_(torch.ones(3, 4))
+        >>> weight_ranks(model)
+        {'0.weight': WeightRank('0.weight', 3 x 4, rank=1),
+         '1.weight': WeightRank('1.weight', 4 x 18, rank=4)}
+    """
+    check_tolerances(rtol, atol)
+    weights = _chosen(model, where)
+    return {weight.name: _ranked(weight, tensor, rtol, atol) for weight, tensor in weights}
+
+
+class LayerWeightRank(Analyser):
+    """Ranks and spectra of weights over the steps of a training.
+
+    `measure(model)` takes them down, without any run. Inserted at nodes, it takes down the weights
+    of the modules that are called there, once for each `step`, under the paths of the nodes.
+
+    Results have, for each weight and each step, what `WeightRank.to_dict` returns. They grow with
+    the number of steps, by the singular values.
+
+    Args:
+        rtol: as for `weight_ranks`.
+        atol: as for `weight_ranks`.
+
+    Attributes:
+        step: which step it is: what results are kept under. Set it as training goes on.
+
+    Raises:
+        InputError: a tolerance is negative.
+
+    Example:
+        >>> import torch
+        >>> model, ranks = torch.nn.Linear(3, 3), LayerWeightRank()
+        >>> for step in (1, 2):
+        ...     with torch.no_grad():
+        ...         _ = model.weight.copy_(torch.eye(3))[:step].zero_()
+        ...     ranks.measure(model, step=step)
+        >>> [(step, found["rank"]) for step, found in ranks.to_dict()["weight"].items()]
+        [(1, 2), (2, 1)]
+    """
+
+    def __init__(self, *, rtol: float | None = None, atol: float = 0.0) -> None:
+        super().__init__()
+        check_tolerances(rtol, atol)
+        self.rtol = rtol
+        self.atol = atol
+        self._step = 0
+        self._taken: set[tuple[str, int]] = set()  # at which nodes, in which steps
+
+    @property
+    def step(self) -> int:
+        """Which step it is."""
+        return self._step
+
+    @step.setter
+    def step(self, step: int) -> None:
+        if type(step) is not int:
+            raise InputError(f"step= is a whole number, not {step!r}")
+        self._step = step
+
+    @property
+    def levels(self) -> tuple[str, ...]:
+        """What the keys of the results are."""
+        return ("weight", "training_step")
+
+    def measure(
+        self,
+        model: nn.Module | BendedModule | Mapping[str, Tensor],
+        where: Any = None,
+        *,
+        step: int | None = None,
+    ) -> None:
+        """Take the weights of a model down. Nothing happens while not `enabled`.
+
+        Args:
+            model: as for `weight_ranks`.
+            where: as for `weight_ranks`.
+            step: which step it is; None for `self.step`. What was taken down of that step before
+                is replaced.
+
+        Raises:
+            InputError: as for `weight_ranks`.
+        """
+        if not self.enabled:
+            return
+        found = weight_ranks(model, where, rtol=self.rtol, atol=self.atol)
+        if step is not None:
+            self.step = step
+        self._take_down("", found)
+
+    def after(self, at: NodePass, inputs: Inputs, output: Any) -> None:
+        """Take the weights of the module down that was called, unless that was done already."""
+        if not self.enabled or at.module is None:
+            return
+        if (at.path, self._step) in self._taken:
+            return
+        prefix = f"{at.path}." if at.path else ""
+        self._take_down(prefix, weight_ranks(at.module, rtol=self.rtol, atol=self.atol))
+        self._taken.add((at.path, self._step))
+
+    def reset(self) -> None:
+        """Forget all that was taken down."""
+        super().reset()
+        self._taken.clear()
+
+    def start(self, key: str) -> _History:
+        """Return no steps so far."""
+        return _History()
+
+    def update_state(self, state: _History, value: Tensor, batch: Any) -> None:
+        """Take a weight down that is given as it is."""
+        weight = _Weight("weight", None, "", lambda: value, None)
+        found = _ranked(weight, _checked(weight, value), self.rtol, self.atol)
+        state.found[self._step] = found.to_dict()
+
+    def result(self, state: _History) -> dict[Any, Any]:
+        """Return what was taken down, by step."""
+        return state.result()
+
+    def _take_down(self, prefix: str, ranks: Mapping[str, WeightRank]) -> None:
+        for name, rank in ranks.items():
+            state = self._states.setdefault(prefix + name, _History())
+            state.found[self._step] = rank.to_dict()
+            self._calls[prefix + name] = len(state.found)
+
+
+class _History(Statistic):
+    """What was taken down of one weight, by step."""
+
+    def __init__(self) -> None:
+        self.found: dict[int, dict[str, Any]] = {}
+
+    def merge(self, other: Self) -> None:
+        """Add what others have taken down; of one step it has to be the same."""
+        for step in self.found.keys() & other.found.keys():
+            mine, theirs = self.found[step]["singular_values"], other.found[step]["singular_values"]
+            if not torch.equal(mine.view(torch.int64), theirs.view(torch.int64)):  # NaN too
+                raise InputError(f"the weight was another one in step {step} there")
+        self.found = dict(sorted({**other.found, **self.found}.items()))
+
+    def result(self) -> dict[int, dict[str, Any]]:
+        """Return it."""
+        return {step: dict(found) for step, found in sorted(self.found.items())}
+
+
+@dataclass(frozen=True, eq=False)
+class _Weight:
+    """A weight that can be read.
+
+    Attributes:
+        name: what it is called.
+        owner: the module that it belongs to; None in a state dict.
+        inside: qualified name of that module.
+        read: gives the tensor.
+        key: equal for two names of the same weight.
+        is_part: whether another weight is computed from it.
+        shared_with: its other names.
+    """
+
+    name: str
+    owner: nn.Module | None
+    inside: str
+    read: Callable[[], Tensor]
+    key: object
+    is_part: bool = False
+    shared_with: tuple[str, ...] = ()
+
+
+def _ranked(weight: _Weight, tensor: Tensor, rtol: float | None, atol: float) -> WeightRank:
+    is_convolution = isinstance(weight.owner, nn.modules.conv._ConvNd)
+    groups = int(weight.owner.groups) if is_convolution else 1  # type: ignore[union-attr, arg-type]
+    flat = tensor.reshape(tensor.shape[0], math.prod(tensor.shape[1:]))
+    # Not -1, which cannot be told for tensors without elements.
+    blocks = flat.to("cpu", torch.float64).reshape(groups, len(flat) // groups, flat.shape[1])
+    rows, columns = flat.shape[0], flat.shape[1] * groups
+    if bool(blocks.isfinite().all()):
+        values = torch.linalg.svdvals(blocks).flatten().sort(descending=True).values
+    else:
+        values = torch.full((min(rows, columns),), math.nan, dtype=torch.float64)
+    if rtol is None:
+        rtol = 0.0 if atol else max(rows, columns) * epsilon(tensor.dtype)
+    tolerance = max(atol, rtol * (float(values[0]) if len(values) else 0.0))
+    owner = "" if weight.owner is None else type(weight.owner).__name__
+    found = Spectrum(values, rows, columns, tolerance)
+    return WeightRank(weight.name, owner, tuple(tensor.shape), groups, found, weight.shared_with)
+
+
+def _chosen(model: Any, where: Any) -> list[tuple[_Weight, Tensor]]:
+    """Return the weights that are meant, and what they are."""
+    root = model.model if isinstance(model, BendedModule) else model
+    if isinstance(root, nn.Module):
+        weights = list(_weights_of(root))
+    elif isinstance(root, Mapping):
+        weights = [_given(name, tensor) for name, tensor in root.items()]
+    else:
+        raise InputError(f"only modules, and mappings of tensors, have weights; {root!r} has none")
+    named = _named(where)
+    meant = [weight for weight in weights if not weight.is_part]
+    if where is not None:
+        names = {weight.name for item in _items(where) for weight in _said(item, weights, root)}
+        meant = [weight for weight in weights if weight.name in names]
+    first: dict[object, _Weight] = {}
+    for weight in meant:
+        known = first.setdefault(weight.key, weight)
+        others = [w.name for w in weights if w.key == weight.key and w.name != known.name]
+        first[weight.key] = replace(known, shared_with=tuple(others))
+    found = []
+    for weight in first.values():
+        with _undisturbed():
+            tensor = weight.read()
+        if nn.parameter.is_lazy(tensor):
+            raise InputError(f"{weight.name!r} is not initialized: call the model once")
+        if weight.name in named or (tensor.dim() > 1 and tensor.is_floating_point()):
+            found.append((weight, _checked(weight, tensor)))
+    return found
+
+
+def _items(where: Any) -> Iterable[Any]:
+    return where if isinstance(where, (list, tuple, set, frozenset)) else [where]
+
+
+def _named(where: Any) -> set[str]:
+    return {item for item in _items(where) if isinstance(item, str)}
+
+
+def _said(where: Any, weights: list[_Weight], root: Any) -> list[_Weight]:
+    """Return the weights that one item of `where` means."""
+    if isinstance(where, re.Pattern):
+        found = [w for w in weights if where.search(w.name) and not w.is_part]
+    elif isinstance(where, str) and (named := [w for w in weights if w.name == where]):
+        return named
+    elif isinstance(root, nn.Module):
+        selector = outside(where, root, ())
+        if selector.looks_ahead or selector.needs_output:
+            raise InputError(f"{selector!r} can only be told from a run, and weights need none")
+        modules = {node.module_path for node in _unrun(root) if selector.matches(node)}
+        found = [w for w in weights if not w.is_part and _is_inside(w.inside, modules)]
+    else:
+        found = []
+    if not found:
+        text = where if isinstance(where, str) else getattr(where, "pattern", "")
+        known = [weight.name for weight in weights if not weight.is_part]
+        raise InputError(f"{describe_where(where)} means no weight; {near_misses(text, known)}")
+    return found
+
+
+def _is_inside(name: str, modules: set[str]) -> bool:
+    while name not in modules:
+        if not name:
+            return False
+        name = name.rpartition(".")[0]
+    return True
+
+
+def _given(name: Any, tensor: Any) -> _Weight:
+    if not isinstance(tensor, Tensor):
+        raise InputError(f"{name!r} is no tensor, but a {type(tensor).__name__}")
+    return _Weight(str(name), None, "", lambda: tensor, id(tensor))
+
+
+def _weights_of(root: nn.Module) -> Iterator[_Weight]:
+    """Yield all weights of a model, under all their names."""
+    parts: set[int] = set()
+    for module in root.modules():
+        if isinstance(module, ParametrizationList):
+            parts |= {id(inner) for inner in module.modules()}
+    for inside, module in root.named_modules(remove_duplicate=False):
+        prefix = f"{inside}." if inside else ""
+        computed = _computed(module)
+        for name, read in computed.items():
+            yield _Weight(prefix + name, module, inside, read, (id(module), name))
+        sources = {f"{name}_{end}" for name in computed for end in ("g", "v", "orig")}
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                is_part = id(module) in parts or name in sources
+                yield _Weight(
+                    prefix + name, module, inside, _reader(parameter), id(parameter), is_part
+                )
+        for adapter, read in _adapters(module):
+            name = f"{prefix}delta.{adapter}"
+            yield _Weight(name, None, inside, read, (id(module), "delta", adapter))
+
+
+def _reader(parameter: Tensor) -> Callable[[], Tensor]:
+    return lambda: parameter
+
+
+def _computed(module: nn.Module) -> dict[str, Callable[[], Tensor]]:
+    """Return the tensors that a module computes from parameters before it is called, by name."""
+    found: dict[str, Callable[[], Tensor]] = {}
+    parametrizations = getattr(module, "parametrizations", None)
+    if isinstance(parametrizations, nn.ModuleDict):
+        for name, chain in parametrizations.items():
+            if isinstance(chain, ParametrizationList):
+                found[name] = _parametrized(chain)
+    # The attribute itself is as old as the last call.
+    for hook in module._forward_pre_hooks.values():
+        if isinstance(hook, WeightNorm):
+            found[hook.name] = _of_hook(hook.compute_weight, module)
+        elif isinstance(hook, SpectralNorm):
+            found[hook.name] = _spectrally_normed(hook, module)
+        elif isinstance(hook, BasePruningMethod):
+            found[hook._tensor_name] = _of_hook(hook.apply_mask, module)
+    return found
+
+
+def _parametrized(chain: ParametrizationList) -> Callable[[], Tensor]:
+    def read() -> Tensor:
+        # Some write to their buffers whenever they are looked at, as spectral_norm does.
+        buffers = {name: buffer.clone() for name, buffer in chain.named_buffers()}
+        return functional_call(chain, buffers, ())  # type: ignore[no-any-return]
+
+    return read
+
+
+def _of_hook(compute: Callable[[nn.Module], Tensor], module: nn.Module) -> Callable[[], Tensor]:
+    return lambda: compute(module)
+
+
+def _spectrally_normed(hook: SpectralNorm, module: nn.Module) -> Callable[[], Tensor]:
+    def read() -> Tensor:
+        # It writes to the vectors, and looks for nothing else.
+        kept = {f"{hook.name}_{end}": getattr(module, f"{hook.name}_{end}") for end in "uv"}
+        copies = {name: vector.clone() for name, vector in kept.items()}
+        source = {f"{hook.name}_orig": getattr(module, f"{hook.name}_orig")}
+        stand_in: Any = SimpleNamespace(**copies, **source)
+        return hook.compute_weight(stand_in, do_power_iteration=module.training)
+
+    return read
+
+
+def _adapters(module: nn.Module) -> Iterator[tuple[str, Callable[[], Tensor]]]:
+    """Yield what low-rank adapters add to a weight, by their names."""
+    delta = getattr(module, "get_delta_weight", None)
+    if not callable(delta):
+        return
+    for factors in ("lora_A", "lora_embedding_A"):
+        for adapter in getattr(module, factors, {}):
+            yield adapter, _of_adapter(delta, adapter)
+
+
+def _of_adapter(delta: Callable[[str], Tensor], adapter: str) -> Callable[[], Tensor]:
+    return lambda: delta(adapter)
+
+
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Compute without gradients, and leave the random numbers as they are."""
+    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
+    with torch.random.fork_rng(devices), torch.inference_mode(False), torch.no_grad():
+        yield
+
+
+def _checked(weight: _Weight, tensor: Tensor) -> Tensor:
+    name = weight.name
+    if tensor.is_meta:
+        raise InputError(f"{name!r} is on the device 'meta', and has no values")
+    if type(tensor).__module__.startswith("torch.distributed"):
+        raise InputError(f"{name!r} is sharded: give its full_tensor(), as {{name: tensor}}")
+    if tensor.dim() < 2:
+        raise InputError(f"{name!r} has the shape {tuple(tensor.shape)}, and is no matrix")
+    if not tensor.is_floating_point() or tensor.layout is not torch.strided:
+        raise InputError(
+            f"{name!r} is of {tensor.dtype} and layout {tensor.layout}; ranks are those of dense "
+            "real numbers"
+        )
+    return tensor.detach()
