@@ -27,7 +27,7 @@ from bendtrace.recording.functions import (
 from bendtrace.recording.parts import PLAIN_TYPES
 from bendtrace.recording.tape import Op, OpKind, Ref, TensorMeta, map_refs, refs_in
 
-__all__ = ["Validation", "validate"]
+__all__ = ["MISSING", "Validation", "Validator", "validate"]
 
 
 @dataclass
@@ -77,10 +77,19 @@ def validate(trace: Any, capture: Capture | None, seed: int) -> Validation:
         for entry in trace.entries
         if entry.index is not None
     }
-    return _Validator(trace.ops, capture, labels, seed).run()
+    return Validator(trace.ops, capture, labels, seed).run()
 
 
-class _Validator:
+class Validator:
+    """Carries ops out again, one by one, on what was saved.
+
+    Args:
+        ops: the tape.
+        capture: what was saved.
+        labels: what to call ops, in errors.
+        seed: for the values that edges are tried with.
+    """
+
     def __init__(self, ops: list[Op], capture: Capture, labels: dict[Any, str], seed: int) -> None:
         self._ops = ops
         self._capture = capture
@@ -89,6 +98,7 @@ class _Validator:
         self._graphs = {index for index, _ in capture.grad_fns}
 
     def run(self) -> Validation:
+        """Carry all of them out; the random generator is put back."""
         found = Validation()
         state = torch.get_rng_state()
         try:
@@ -103,13 +113,13 @@ class _Validator:
 
     def _check(self, op: Op, found: Validation) -> None:
         label = self._label(op)
-        reason = self._unable(op)
+        reason = self.unable(op)
         if reason is not None:
             found.skipped[label] = reason
             return
-        given = {ref.index: self._value(op, ref) for ref in refs_in((op.args, op.kwargs))}
+        given = {ref.index: self.value(op, ref) for ref in refs_in((op.args, op.kwargs))}
         for index, value in given.items():
-            if value is _MISSING:
+            if value is MISSING:
                 is_state = self._ops[index].kind is OpKind.STATE
                 why = "state that was changed since" if is_state else "a value that was not saved"
                 found.skipped[label] = f"it reads {why}"
@@ -141,7 +151,8 @@ class _Validator:
             return True
         return op.target is operator.getitem and isinstance(op.args[0], Ref)
 
-    def _unable(self, op: Op) -> str | None:
+    def unable(self, op: Op) -> str | None:
+        """Say why an op cannot be carried out again; None if it can."""
         if op.raised is not None:
             return f"it raised {op.raised.type.__name__}"
         known = is_torchs_function(op.target) or isinstance(op.target, types.MethodWrapperType)
@@ -163,8 +174,8 @@ class _Validator:
             return "it was given an object"
         return None
 
-    def _value(self, op: Op, ref: Ref) -> Any:
-        """Return what an op read."""
+    def value(self, op: Op, ref: Ref) -> Any:
+        """Return what an op was given for a reference, as it was then; `MISSING` if not saved."""
         reread = self._capture.reread.get((op.index, ref.index))
         if reread is not None:
             return reread
@@ -173,7 +184,7 @@ class _Validator:
         if source.kind is OpKind.STATE:
             kept = self._capture.states.get(source.index)
             tensor = None if kept is None else kept.read()
-            return _MISSING if tensor is None else tensor
+            return MISSING if tensor is None else tensor
         if not isinstance(source.meta, TensorMeta) and not tensors_of(source.meta):
             return source.meta
         while (source.index, element) not in self._capture.saved:
@@ -183,9 +194,9 @@ class _Validator:
             source = self._ops[source.args[0].index]
         if (source.index, element) in self._capture.saved:
             return self._capture.saved[source.index, element]
-        parts = [(path, self._capture.saved.get((source.index, path), _MISSING))
+        parts = [(path, self._capture.saved.get((source.index, path), MISSING))
                  for path, _ in tensors_of(source.meta)]  # fmt: skip
-        return _MISSING if not parts else _nested(source.meta, dict(parts), ())
+        return MISSING if not parts else _nested(source.meta, dict(parts), ())
 
     def _carry_out(self, op: Op, given: dict[int, Any]) -> Any:
         """Run an op on copies of what it is given; return what it gave, or wrote to."""
@@ -260,7 +271,7 @@ class _Random(Exception):
     """An op has drawn random numbers."""
 
 
-_MISSING = object()
+MISSING = object()  # in the place of a value that was not saved
 
 
 def _is_plain(value: Any) -> bool:

@@ -1,1 +1,65 @@
-"""Research workflows: patching, tracing causes, ablation, steering, lenses."""
+"""Research workflows: patching, tracing causes, ablation, steering, lenses.
+
+>>> import torch
+>>> out, cache = run_with_cache(torch.nn.Sequential(torch.nn.ReLU()), torch.tensor([-1.0, 2.0]))
+>>> cache["0.output"]
+tensor([0., 2.])
+"""
+
+from bendtrace.workflows._site_values import SiteError
+from bendtrace.workflows.ablation import AblationStudy, ablate, ablation_study
+from bendtrace.workflows.aliases import Alias, Aliases, transformer_lens_aliases
+from bendtrace.workflows.attribution import Attribution, attribution_patching
+from bendtrace.workflows.autoencoder import LatentEdit, SplicedAutoencoder, splice_autoencoder
+from bendtrace.workflows.bending import BendingSession, Sweep, bending_session, sweep
+from bendtrace.workflows.cache import ActivationCache, run_with_cache
+from bendtrace.workflows.causal import CausalTrace, causal_tracing
+from bendtrace.workflows.lenses import LensResult, TunedLens, logit_lens
+from bendtrace.workflows.patching import Patching, activation_patching
+from bendtrace.workflows.paths import PathPatching, path_patching
+from bendtrace.workflows.probing import ProbeData, RidgeProbe, fit_ridge, probe_data
+from bendtrace.workflows.reach import Reach, ReceptiveField, ancestry, influence, receptive_field
+from bendtrace.workflows.steering import Steering, SteeringVectors, steer, steering_vector
+
+__all__ = [
+    "AblationStudy",
+    "ActivationCache",
+    "Alias",
+    "Aliases",
+    "Attribution",
+    "BendingSession",
+    "CausalTrace",
+    "LatentEdit",
+    "LensResult",
+    "Patching",
+    "PathPatching",
+    "ProbeData",
+    "Reach",
+    "ReceptiveField",
+    "RidgeProbe",
+    "SiteError",
+    "SplicedAutoencoder",
+    "Steering",
+    "SteeringVectors",
+    "Sweep",
+    "TunedLens",
+    "ablate",
+    "ablation_study",
+    "activation_patching",
+    "ancestry",
+    "attribution_patching",
+    "bending_session",
+    "causal_tracing",
+    "fit_ridge",
+    "influence",
+    "logit_lens",
+    "path_patching",
+    "probe_data",
+    "receptive_field",
+    "run_with_cache",
+    "splice_autoencoder",
+    "steer",
+    "steering_vector",
+    "sweep",
+    "transformer_lens_aliases",
+]

@@ -1,0 +1,432 @@
+"""The edges of a run that a change is let along, from some nodes to others."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+from bendtrace._trace import Trace
+from bendtrace.paths.nodes import TreeNode
+from bendtrace.paths.strings import NodePathError
+from bendtrace.recording.functions import METADATA, SHAPES, VALUES
+from bendtrace.recording.tape import ModuleCall, Op, OpKind, TensorMeta, refs_in
+from bendtrace.workflows._site_values import SiteError
+
+__all__ = ["Edges", "End", "Flow", "Spot"]
+
+
+@dataclass(frozen=True)
+class Spot:
+    """One pass of a node.
+
+    Attributes:
+        path: the node.
+        number: the pass.
+        values: the ops that gave what it gives.
+        call: the call of a module that it is; None for ops and inputs.
+        index: the op that it is; -1 for calls of modules and for the output.
+        is_output: whether it is what the model gives, or a part of that.
+    """
+
+    path: str
+    number: int
+    values: tuple[int, ...]
+    call: ModuleCall | None = None
+    index: int = -1
+    is_output: bool = False
+
+    @property
+    def name(self) -> str:
+        """The path, with the pass."""
+        return f"{self.path}:{self.number + 1}"
+
+
+@dataclass(frozen=True)
+class End:
+    """Where a change arrives.
+
+    Attributes:
+        spot: the receiver.
+        sources: the values among those that it is given which are changed.
+    """
+
+    spot: Spot
+    sources: frozenset[int]
+
+
+@dataclass
+class Edges:
+    """Edges that a change is let along.
+
+    Attributes:
+        into: for each op those of its inputs that are changed, by the ops that gave them.
+        ends: where it arrives.
+        known: the values that it begins with.
+    """
+
+    into: dict[int, set[int]] = field(default_factory=dict)
+    ends: list[End] = field(default_factory=list)
+    known: set[int] = field(default_factory=set)
+
+
+class Flow:
+    """The ops of a run, and what they are given.
+
+    Args:
+        trace: the run, recorded without insertions.
+    """
+
+    def __init__(self, trace: Trace) -> None:
+        self.ops = trace.ops
+        self._calls = trace.module_calls
+        self._tree = trace._tree
+        self._root = trace.recording.root
+        self._output_reads = trace.recording.output_reads
+        self._names = trace.names
+        self._refs = [
+            frozenset(ref.index for ref in refs_in((op.args, op.kwargs))) for op in self.ops
+        ]
+
+    # Nodes
+
+    def spot(self, path: str, number: int) -> Spot:
+        """Return a pass of a node.
+
+        Raises:
+            SiteError: there is none in this run.
+        """
+        if path == "output" or path.startswith("output|"):
+            return Spot(path, number, self._output_values(path), is_output=True)
+        try:
+            node = self._tree.resolve(path, leaf=False)._data
+        except NodePathError as error:
+            raise SiteError(
+                f"the run that is patched did not come by {path!r}: {error}", path
+            ) from None
+        if number >= len(node.passes):
+            raise SiteError(
+                f"{path!r} came up {len(node.passes)} times in the run that is patched, and not in "
+                f"pass {number + 1}",
+                path,
+            )
+        if node.kind == "graph":
+            made = node.passes[number].index
+            call = self._root if made is None else self._calls[made]
+            return Spot(path, number, tuple(_refs(call.output)), call)
+        if node.role == "input" and "." in node.path:
+            raise SiteError(
+                f"{path!r} is what a module is given: give the node that it comes from, or the "
+                "module",
+                path,
+            )
+        return self._value(path, number, node)
+
+    def _value(self, path: str, number: int, node: TreeNode) -> Spot:
+        made = node.passes[number]
+        if made.index is None and node.role != "op":
+            return Spot(path, number, ())
+        # Containers have no value of their own on the tape; all in them comes from one op.
+        inside = made.index
+        if inside is None:
+            inside = next(
+                p.index for n in node.walk() for p in n.passes[number:] if p.index is not None
+            )
+        root = self._tree.origin(inside, made.element)
+        if node.kind == "container" or not root[1]:
+            return Spot(path, number, (root[0],), index=root[0])
+        values = [op.index for op in self.ops if self._tree.origin(op.index) == root]
+        return Spot(path, number, tuple(values), index=root[0])
+
+    def _output_values(self, path: str) -> tuple[int, ...]:
+        wanted = path.replace("|", ".")
+        return tuple(
+            index if not element else self._element(index, element)
+            for name, index, element in self._tree.outputs
+            if index is not None and (name == wanted or name.startswith(f"{wanted}."))
+        )
+
+    def _element(self, index: int, element: tuple[Any, ...]) -> int:
+        found = (op.index for op in self.ops if self._tree.origin(op.index) == (index, element))
+        return next(found, index)
+
+    def outputs(self, spot: Spot) -> list[tuple[str, int]]:
+        """Return the paths of what is in the model's output, and the values there."""
+        wanted = spot.path.replace("|", ".")
+        return [
+            ("output" + ("|" + name.removeprefix("output.") if name != "output" else ""),
+             index if not element else self._element(index, element))
+            for name, index, element in self._tree.outputs
+            if index is not None and (name == wanted or name.startswith(f"{wanted}."))
+        ]  # fmt: skip
+
+    def place(self, index: int) -> tuple[str, int]:
+        """Return the path and pass of an op at which something can be inserted.
+
+        Raises:
+            SiteError: nothing can.
+        """
+        node = self._tree.locate(index)
+        if node is None or node._data.role != "op":
+            raise self._refusal(index, "is no node that something can be inserted at")
+        chosen = node._chosen
+        return node._data.path, 0 if chosen is None else chosen[0]
+
+    # Edges
+
+    def begin(self, senders: Sequence[Spot], within: bool) -> tuple[Edges, set[int]]:
+        """Return what is changed to begin with, and as which values it goes on.
+
+        Args:
+            senders: the nodes.
+            within: whether it is what they are given that is changed, and not what they give. For
+                other users of that nothing is changed.
+        """
+        made = Edges()
+        if not within:
+            made.known = _values(senders)
+            return made, set(made.known)
+        came: set[int] = set()
+        for spot in senders:
+            first = self._first_input(spot)
+            made.known.add(first)
+            came |= self._through(made, {first}, spot)
+        return made, came
+
+    def direct(self, made: Edges, carried: set[int], ends: Sequence[Spot]) -> None:
+        """Add the edges that lead to some nodes right away."""
+        self._arrive(made, self._spread(made, carried, lambda op: False), ends)
+
+    def every(
+        self, made: Edges, carried: set[int], ends: Sequence[Spot], frozen: Iterable[Spot]
+    ) -> None:
+        """Add all edges on ways to some nodes that lead through no frozen one."""
+        held = _values(frozen)
+        came = self._spread(made, carried, lambda op: op.index not in held)
+        if changed := made.known - carried & made.into.keys():
+            raise SiteError(
+                "of several senders one leads to what another is given: patch them one by one",
+                self._tree.path_of(min(changed)),
+            )
+        self._arrive(made, came, ends)
+        self._require_no_memory(carried, held, ends)
+
+    def along(self, made: Edges, carried: set[int], nodes: Sequence[Sequence[Spot]]) -> None:
+        """Add the edges of a path.
+
+        Args:
+            made: the edges.
+            carried: what is changed to begin with.
+            nodes: the nodes with their passes, the first and the last one included.
+
+        Raises:
+            SiteError: there is no edge between two of the nodes.
+        """
+        for before, spots in pairwise(nodes[:-1]):
+            came = set[int]().union(*(self._through(made, carried, spot) for spot in spots))
+            if not came:
+                raise _no_edge(before, spots)
+            carried = came
+        count = len(made.ends)
+        self.direct(made, carried, nodes[-1])
+        if len(made.ends) == count:
+            raise _no_edge(nodes[-2], nodes[-1])
+
+    def _first_input(self, spot: Spot) -> int:
+        given = self._given(spot)
+        first = next((i for i in given if isinstance(self.ops[i].meta, TensorMeta)), None)
+        if first is None:
+            raise SiteError(f"{spot.path!r} is given no tensor", spot.path)
+        return first
+
+    def _given(self, spot: Spot) -> list[int]:
+        called = self.ops[spot.index] if spot.call is None else spot.call
+        return _refs((called.args, called.kwargs))
+
+    def _spread(
+        self, made: Edges, starts: Iterable[int], allowed: Callable[[Op], bool]
+    ) -> set[int]:
+        """Follow a change along the tape; return all values that it comes to."""
+        carried = set(starts)
+        for op in self.ops:
+            sources = self._refs[op.index] & carried
+            if not sources or op.index in carried:
+                continue
+            told_only = op.target in SHAPES or op.target in METADATA  # not of the values
+            if _is_element(op) or (allowed(op) and not told_only):
+                made.into.setdefault(op.index, set()).update(sources)
+                carried.add(op.index)
+        return carried
+
+    def _through(self, made: Edges, carried: set[int], spot: Spot) -> set[int]:
+        """Let a change through a node; return the values that it comes out as."""
+        self.require_own(spot)
+        first, last = (
+            (spot.index, spot.index + 1) if spot.call is None else (spot.call.start, spot.call.stop)
+        )
+        with_elements = self._spread(made, carried, lambda op: False)
+        if not with_elements & set(self._given(spot)):
+            return set()
+        return set(spot.values) & self._spread(
+            made, carried, lambda op: first <= op.index < last
+        )  # fmt: skip
+
+    def given(self, spot: Spot) -> int:
+        """Return the op that gave the first tensor which a node is given.
+
+        Raises:
+            SiteError: it is given none.
+        """
+        return self._first_input(spot)
+
+    def tensor_of(self, spot: Spot) -> int:
+        """Return the op that gave the one tensor which a node gives.
+
+        Raises:
+            SiteError: it is not known by itself.
+        """
+        if len(spot.values) != 1 or not isinstance(self.ops[spot.values[0]].meta, TensorMeta):
+            raise SiteError(
+                f"what {spot.path!r} gives is not one tensor: name a part of it", spot.path
+            )
+        return spot.values[0]
+
+    def arguments(self, spot: Spot) -> tuple[Any, Any]:
+        """Return the arguments of a node as the tape has them."""
+        called = self.ops[spot.index] if spot.call is None else spot.call
+        return tuple(called.args), called.kwargs
+
+    def is_element(self, index: int) -> bool:
+        """Whether an op only names a part of what another one gave."""
+        return _is_element(self.ops[index])
+
+    def require_own(self, spot: Spot) -> None:
+        """Refuse calls of modules that hand on what they were given.
+
+        Raises:
+            SiteError: it does.
+        """
+        call = spot.call
+        if call is not None and any(not call.start <= i < call.stop for i in spot.values):
+            raise SiteError(
+                f"{spot.path!r} hands on what it was given: give the node that it comes from",
+                spot.path,
+            )
+
+    def _arrive(self, made: Edges, carried: set[int], ends: Sequence[Spot]) -> None:
+        for spot in ends:
+            given = set(spot.values) if spot.is_output else set(self._given(spot))
+            if sources := given & carried:
+                made.ends.append(End(spot, frozenset(sources)))
+
+    # What cannot be carried out aside
+
+    def needed(self, made: Edges) -> list[int]:
+        """Return the ops that have to be carried out aside, in order.
+
+        Raises:
+            SiteError: one of them cannot be.
+        """
+        wanted: set[int] = set()
+        waiting = [index for end in made.ends for index in end.sources]
+        while waiting:
+            index = waiting.pop()
+            if index in made.known or index in wanted:
+                continue
+            wanted.add(index)
+            waiting.extend(made.into[index])
+        for index in wanted:
+            self._require_possible(index, made.into[index])
+        for end in made.ends:
+            reads = self._output_reads if end.spot.is_output else {}
+            if end.spot.index >= 0 and not end.spot.is_output:
+                reads = self.ops[end.spot.index].reads
+            for source in end.sources:
+                if source in reads:
+                    raise self._refusal(source, "was written to before the receiver reads it")
+        return sorted(wanted)
+
+    def _require_possible(self, index: int, sources: set[int]) -> None:
+        op = self.ops[index]
+        if _is_element(op):
+            return
+        if getattr(op.target, "is_gate", False) is True:
+            raise self._refusal(index, "is something inserted in the model: take it out first")
+        if op.kind is not OpKind.CALL or op.target in VALUES:
+            raise self._refusal(
+                index, "is a number that Python computes with, which cannot be carried out aside"
+            )
+        if op.raised is not None:
+            raise self._refusal(index, f"raised {op.raised.type.__name__}")
+        if any(source in op.reads for source in sources):
+            raise self._refusal(index, "reads a tensor that was written to under another name")
+        if op.writes and not isinstance(op.meta, TensorMeta):
+            raise self._refusal(index, "writes into a part of a tensor")
+
+    def _require_no_memory(self, starts: set[int], held: set[int], ends: Sequence[Spot]) -> None:
+        """Refuse changes that would get to the ends by what is written in place.
+
+        Args:
+            starts: values that are changed to begin with.
+            held: those that are not changed.
+            ends: where changes arrive.
+        """
+        changed = set(starts)
+        for op in self.ops:
+            read = self._refs[op.index] | set(op.reads.values())
+            told_only = op.target in SHAPES or op.target in METADATA
+            if read & changed and op.index not in held and not told_only:
+                changed.add(op.index)
+        reads: list[dict[int, int]] = []
+        waiting: list[int] = []
+        for spot in ends:
+            if spot.is_output:
+                reads.append(self._output_reads)
+                waiting += spot.values
+                continue
+            waiting += self._given(spot)
+            inner = [spot.index] if spot.call is None else range(spot.call.start, spot.call.stop)
+            reads += [self.ops[index].reads for index in inner]
+        seen = starts | held
+        waiting += [writer for known in reads for writer in known.values()]
+        while waiting:
+            index = waiting.pop()
+            if index not in seen:
+                seen.add(index)
+                reads.append(self.ops[index].reads)
+                waiting += (*self._refs[index], *self.ops[index].reads.values())
+        for writer in sorted({writer for known in reads for writer in known.values()}):
+            if writer in changed and writer not in starts:
+                why = "writes into a tensor that is read under another name (a memory edge)"
+                raise self._refusal(writer, why)
+
+    def _refusal(self, index: int, why: str) -> SiteError:
+        op = self.ops[index]
+        place = f" ({op.site.place})" if op.site is not None else ""
+        name = self._tree.path_of(index) or self._names[index]
+        return SiteError(
+            f"no path can be patched through {name!r}{place}: it {why}; choose other paths, or "
+            "put a node before it in frozen=",
+            name,
+        )
+
+
+def _refs(value: Any) -> list[int]:
+    return list(dict.fromkeys(ref.index for ref in refs_in(value)))
+
+
+def _values(spots: Iterable[Spot]) -> set[int]:
+    return {index for spot in spots for index in spot.values}
+
+
+def _is_element(op: Op) -> bool:
+    """Whether an op only names a part of what another one gave."""
+    is_taken = op.kind is OpKind.SCALAR and op.target is operator.getitem
+    return is_taken and isinstance(op.meta, tuple)  # that of a tensor is one as well
+
+
+def _no_edge(before: Sequence[Spot], after: Sequence[Spot]) -> SiteError:
+    first, then = before[0].path, after[0].path
+    return SiteError(f"no edge of the mirror leads from {first!r} to {then!r}", then)

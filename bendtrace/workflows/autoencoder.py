@@ -1,0 +1,381 @@
+"""Splicing sparse autoencoders into models, and changing single latents there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from bendtrace.calls import required_bended
+from bendtrace.errors import InputError
+from bendtrace.interject.bends.parameter import Expression, value_of
+from bendtrace.interject.candidate import Candidate
+from bendtrace.interject.errors import InterjectionError
+from bendtrace.interject.insertion import Insertion
+from bendtrace.interject.interjection import Inputs, Interjection, NodePass
+from bendtrace.interject.report import Report
+from bendtrace.interject.structure import describe
+from bendtrace.interject.where import describe_where
+from bendtrace.module import BendedModule
+
+__all__ = ["LatentEdit", "SplicedAutoencoder", "splice_autoencoder"]
+
+
+class LatentEdit:
+    """A change of the latents, until it is removed; a context manager.
+
+    Attributes:
+        change: a function of the latents.
+    """
+
+    def __init__(self, edits: list[LatentEdit], change: Callable[[Tensor], Any]) -> None:
+        self.change = change
+        self._edits = edits
+        edits.append(self)
+
+    @property
+    def active(self) -> bool:
+        """Whether it is made."""
+        return any(edit is self for edit in self._edits)
+
+    def remove(self) -> None:
+        """Make it no more. Doing so twice is no error."""
+        self._edits[:] = [edit for edit in self._edits if edit is not self]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.remove()
+
+
+class _Reconstructs(Interjection):
+    """Puts what an autoencoder makes of a value in its place."""
+
+    self_contained = False
+
+    def __init__(
+        self,
+        encode: Callable[[Any], Any] | None,
+        decode: Callable[[Any], Any] | None,
+        whole: Callable[[Any], Any],
+        error_term: bool,
+    ) -> None:
+        self.edits: list[LatentEdit] = []
+        self.latents: dict[str, Tensor] = {}
+        self.errors: dict[str, Tensor] = {}
+        self.encode = encode
+        self.decode = decode
+        self._whole = whole
+        self._error_term = error_term
+
+    @property
+    def label(self) -> str:
+        """The class of the autoencoder."""
+        return str(getattr(self._whole, "__name__", type(self._whole).__name__))
+
+    def after(self, at: NodePass, inputs: Inputs, output: Any) -> Any:
+        """Put the reconstruction in the place of the value."""
+        if at.number == 0:  # also of a part of the model that is called by itself
+            self._forget(at.path)
+        key = at.path if at.number == 0 else f"{at.path}:{at.number + 1}"
+        if at.number == 1:
+            for kept in (self.latents, self.errors):
+                if at.path in kept:
+                    kept[f"{at.path}:1"] = kept.pop(at.path)
+        if not isinstance(output, Tensor) or not output.is_floating_point():
+            raise InterjectionError(
+                f"{self.label} at {at.path}: it gives {describe(output)}, and a tensor of floating "
+                f"point numbers is wanted; of a container, name a part: '{at.path}.output|sub_0'",
+                at.path,
+            )
+        made, edited = self._made(output, key)
+        for what in (made, edited):
+            if not isinstance(what, Tensor) or what.shape != output.shape:
+                raise InterjectionError(
+                    f"{self.label} at {at.path} made {describe(what)} of {describe(output)}: a "
+                    "reconstruction has the same shape",
+                    at.path,
+                )
+        made, edited = made.to(output.dtype), edited.to(output.dtype)
+        self.errors[key] = (output - made).detach()
+        if not self._error_term:
+            return edited
+        # The same as `edited + (output - made).detach()`, but equal to the value, bit by bit, where
+        # no latent is changed.
+        return _WithError.apply(edited, made.detach(), output.detach())
+
+    def forget(self) -> None:
+        """Forget the latents of earlier calls."""
+        self.latents.clear()
+        self.errors.clear()
+
+    def _forget(self, path: str) -> None:
+        for kept in (self.latents, self.errors):
+            for key in [k for k in kept if k == path or k.rpartition(":")[0] == path]:
+                del kept[key]
+
+    def _made(self, value: Tensor, key: str) -> tuple[Any, Any]:
+        if self.encode is None or self.decode is None:
+            made = self._whole(value)
+            if isinstance(made, tuple) and len(made) == 2:
+                made, self.latents[key] = made
+            return made, made
+        latents = self.encode(value)
+        changed = latents
+        for edit in self.edits:
+            before = changed
+            given = before.clone() if isinstance(before, Tensor) else before
+            result = edit.change(given)
+            changed = given if result is None else result
+            if not isinstance(changed, Tensor) or changed.shape != before.shape:
+                raise InputError(
+                    f"a change of latents returned {describe(changed)} for {describe(before)}"
+                )
+        self.latents[key] = changed
+        made = self.decode(latents)
+        return made, made if changed is latents else self.decode(changed)
+
+
+class _Begins(Interjection):
+    """Has latents forgotten when the model is called again."""
+
+    observes = True
+    self_contained = True
+    label = "splice_autoencoder"
+
+    def __init__(self, inner: _Reconstructs) -> None:
+        self._inner = inner
+
+    def before(self, at: NodePass, inputs: Inputs) -> None:
+        """Forget them."""
+        self._inner.forget()
+
+
+class _WithError(torch.autograd.Function):
+    """Adds to a value what a change of latents has changed; the gradient goes to the change."""
+
+    @staticmethod
+    def forward(ctx: Any, edited: Tensor, made: Tensor, value: Tensor) -> Tensor:
+        # Where nothing is changed not even a sign of zero is, nor what is not a number.
+        same = (edited == made) | (edited.isnan() & made.isnan())
+        return torch.where(same, value, value + (edited - made))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return grad, None, None
+
+
+class SplicedAutoencoder:
+    """An autoencoder in a model, until it is removed; a context manager.
+
+    Attributes:
+        model: the `BendedModule` to call.
+        autoencoder: as given.
+    """
+
+    def __init__(
+        self,
+        bended: BendedModule,
+        autoencoder: Any,
+        insertions: tuple[Insertion, Insertion],
+        inner: _Reconstructs,
+    ) -> None:
+        self.model = bended
+        self.autoencoder = autoencoder
+        self._insertions = insertions
+        self._inner = inner
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the model."""
+        return self.model(*args, **kwargs)
+
+    @property
+    def latents(self) -> dict[str, Tensor]:
+        """The latents of the latest call as they were decoded, with their graph, by node path.
+
+        Where a node ran several times there is a key for each pass: `relu:1`, `relu:2`.
+        """
+        return dict(self._inner.latents)
+
+    @property
+    def latent(self) -> Tensor:
+        """The latents, if there is only one node and pass.
+
+        Raises:
+            InputError: there are none, or several.
+        """
+        return _only(self._inner.latents, "latents")
+
+    @property
+    def errors(self) -> dict[str, Tensor]:
+        """The value less its reconstruction, without changes of latents, by node path."""
+        return dict(self._inner.errors)
+
+    @property
+    def error(self) -> Tensor:
+        """The error term, if there is only one node and pass.
+
+        Raises:
+            InputError: there are none, or several.
+        """
+        return _only(self._inner.errors, "error terms")
+
+    def edit(self, change: Callable[[Tensor], Any]) -> LatentEdit:
+        """Change the latents from now on, before they are decoded.
+
+        Args:
+            change: a function of the latents; it may write into them, and return None.
+
+        Returns:
+            A handle, which is also a context manager.
+
+        Raises:
+            InputError: the autoencoder has no `encode` and `decode`.
+        """
+        if self._inner.encode is None or self._inner.decode is None:
+            raise InputError(
+                f"latents of {self._inner.label} cannot be changed: it has no encode and decode; "
+                "give these to splice_autoencoder"
+            )
+        if not callable(change) or isinstance(change, type):
+            raise InputError(f"a change of latents is a function of them, not {change!r}")
+        return LatentEdit(self._inner.edits, change)
+
+    def set(self, latents: int | Iterable[int], value: float | Expression) -> LatentEdit:
+        """Set single latents, counted along the last axis, to a number or a `BendingParameter`."""
+        indices = [latents] if isinstance(latents, int) else list(latents)
+        if not indices or not all(type(index) is int for index in indices):
+            raise InputError(f"latents are told by their numbers, not by {latents!r}")
+
+        def change(made: Tensor) -> Tensor:
+            beyond = [i for i in indices if not -made.shape[-1] <= i < made.shape[-1]]
+            if beyond:
+                raise InputError(f"there is no latent {beyond[0]} among {made.shape[-1]}")
+            where = torch.zeros(made.shape[-1], dtype=torch.bool, device=made.device)
+            where[indices] = True
+            new: Any = value_of(value)
+            return torch.where(where, torch.as_tensor(new, dtype=made.dtype), made)
+
+        return self.edit(change)
+
+    def ablate(self, latents: int | Iterable[int]) -> LatentEdit:
+        """Set single latents to zero."""
+        return self.set(latents, 0.0)
+
+    def remove(self) -> None:
+        """Take it out, and forget the latents. Doing so twice is no error."""
+        self.model._board.remove(*self._insertions)
+        self._inner.forget()
+
+    def report(self) -> Report:
+        """Say at which nodes it was called, and whether it changed anything."""
+        return self._insertions[1].report()
+
+    def __repr__(self) -> str:
+        main = self._insertions[1]
+        state = "" if main.active else ", removed"
+        edits = f", {len(self._inner.edits)} edits" if self._inner.edits else ""
+        return f"<{self._inner.label} spliced in at {describe_where(main.where)}{edits}{state}>"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        try:
+            if kind is None:
+                self._insertions[1].warn_if_never_fired(3)
+        finally:
+            self.model._board.remove(*self._insertions)
+
+
+def splice_autoencoder(
+    model: BendedModule,
+    where: Any,
+    autoencoder: Any,
+    *,
+    error_term: bool = False,
+    encode: Callable[[Any], Any] | None = None,
+    decode: Callable[[Any], Any] | None = None,
+) -> SplicedAutoencoder:
+    """Put what an autoencoder makes of a value in its place, from now on.
+
+    Args:
+        model: a `BendedModule`.
+        where: nodes; see `BendedModule.interject`. Each has to give one tensor.
+        autoencoder: a module or object with `encode` and `decode`; or a function of the value that
+            gives a reconstruction, or (reconstruction, latents), whose latents cannot be changed.
+        error_term: whether what the autoencoder misses is added again (Marks et al., "Sparse
+            Feature Circuits", 2024): `decode(changed latents) + (value - decode(latents))`. Where
+            no latent is changed the value goes on as it is, bit by bit. The error term has no
+            gradient: all of it goes by way of the latents.
+        encode: used in place of the method of that name.
+        decode: used in place of the method of that name.
+
+    Returns:
+        A handle, which is also a context manager; it has the latents, and changes them.
+
+    Raises:
+        InputError: something given makes no sense.
+        NodePathError: there are no such nodes.
+
+    Example:
+        >>> import torch, bendtrace as bt
+        >>> class Sae(torch.nn.Module):
+        ...     def encode(self, x):
+        ...         return torch.cat([x.relu(), (-x).relu()], -1)
+        ...     def decode(self, z):
+        ...         return z[..., :2] - z[..., 2:]
+        >>> bended = bt.BendedModule(torch.nn.Sequential(torch.nn.Identity()))
+        >>> x = torch.tensor([[1.0, -2.0]])
+        >>> with splice_autoencoder(bended, "0", Sae()) as spliced:
+        ...     bended(x), spliced.latent
+        ...     with spliced.ablate(3):
+        ...         bended(x)
+        (tensor([[ 1., -2.]]), tensor([[1., 0., 0., 2.]]))
+        tensor([[1., 0.]])
+    """
+    if (encode is None) != (decode is None):
+        raise InputError("encode= and decode= go together")
+    if encode is None and decode is None:
+        encode, decode = (getattr(autoencoder, name, None) for name in ("encode", "decode"))
+    parts = callable(encode) and callable(decode)
+    if isinstance(autoencoder, type) or not (parts or callable(autoencoder)):
+        raise InputError(
+            "an autoencoder has encode and decode, or is a function of the value, not "
+            f"{autoencoder!r}"
+        )
+    bended = required_bended(model, "an autoencoder")
+    if isinstance(autoencoder, nn.Module) and any(autoencoder is m for m in bended.modules()):
+        raise InputError(f"{type(autoencoder).__name__} is a part of the model: give another one")
+    inner = _Reconstructs(
+        encode if parts else None, decode if parts else None, autoencoder, error_term
+    )
+    board = bended._board
+    made = board.make(_is_root, _Begins(inner), allow_none=True), board.make(where, inner)
+    board.add(*made)
+    return SplicedAutoencoder(bended, autoencoder, made, inner)
+
+
+def _is_root(node: Candidate) -> bool:
+    return node.path == ""
+
+
+def _only(kept: dict[str, Tensor], what: str) -> Tensor:
+    if len(kept) != 1:
+        listed = ", ".join(map(repr, kept)) or "none; no call came by"
+        raise InputError(f"there is not one set of {what}, but {listed}")
+    return next(iter(kept.values()))

@@ -1,0 +1,250 @@
+"""Playing with a generator: bends whose parameters are changed while calls go on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from bendtrace.calls import Call, bended_of
+from bendtrace.errors import InputError
+from bendtrace.interject.bends.bend import Bend
+from bendtrace.interject.bends.handle import BendHandle
+from bendtrace.interject.bends.parameter import BendingParameter, Value
+from bendtrace.module import BendedModule
+
+__all__ = ["BendingSession", "Sweep", "bending_session", "sweep"]
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """What a model gave for each value of a parameter.
+
+    Attributes:
+        parameter: name of the parameter.
+        values: those that it was set to.
+        outputs: what the model gave for each.
+        traces: how many paths were traced for it.
+    """
+
+    parameter: str
+    values: tuple[Any, ...]
+    outputs: tuple[Any, ...] = field(repr=False)
+    traces: int = 0
+
+    def stack(self) -> Tensor:
+        """Return the outputs along a new first axis.
+
+        Raises:
+            InputError: they are not tensors of one shape.
+        """
+        if not all(isinstance(out, Tensor) for out in self.outputs):
+            raise InputError("only tensors can be stacked: take them from outputs")
+        shapes = {tuple(out.shape) for out in self.outputs}
+        if len(shapes) > 1:
+            raise InputError(f"the outputs have different shapes: {sorted(shapes)}")
+        return torch.stack(self.outputs)
+
+    def __iter__(self) -> Iterator[tuple[Any, Any]]:
+        return zip(self.values, self.outputs, strict=True)
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+
+def sweep(
+    model: Callable[..., Any],
+    inputs: Any,
+    parameter: BendingParameter | str,
+    values: Iterable[Value],
+    *,
+    seed: int | None = None,
+) -> Sweep:
+    """Call a model once for each value of a parameter of its bends.
+
+    Args:
+        model: a `BendedModule` with bends (or steering vectors, or functions) that read it.
+        inputs: what it is called with each time; see `Call.of`.
+        parameter: the parameter, or the name of one that bends of the model have. It has its value
+            back afterwards.
+        values: numbers, or tensors.
+        seed: for torch's random numbers, set anew before each call, so that nothing but the
+            parameter differs; the global generators are put back afterwards. None to draw on.
+
+    Returns:
+        A `Sweep`.
+
+    Raises:
+        InputError: there is no such parameter, or a value is none that it can have; then no
+            call was made.
+
+    Example:
+        >>> import torch, bendtrace as bt
+        >>> bended = bt.BendedModule(torch.nn.Sequential(torch.nn.ReLU()))
+        >>> gain = bt.BendingParameter("gain", 1.0)
+        >>> _ = bended.bend(bt.Scale(gain), "0$")
+        >>> sweep(bended, torch.tensor([3.0]), gain, [0.0, 0.5, 2.0]).stack().flatten()
+        tensor([0.0000, 1.5000, 6.0000])
+        >>> gain.value
+        1.0
+    """
+    call, bended = Call.of(inputs), bended_of(model)
+    found = _parameter(bended, parameter)
+    listed = tuple(values)
+    if not listed:
+        raise InputError("values= is empty")
+    before, traces = found.value, bended.stats.traces
+    outputs = []
+    try:
+        for value in listed:  # all are looked at before the first call
+            found.value = value
+        for value in listed:
+            found.value = value
+            if seed is None:
+                outputs.append(call.to(bended))
+                continue
+            with torch.random.fork_rng():
+                torch.manual_seed(seed)
+                outputs.append(call.to(bended))
+    finally:
+        found.value = before
+    return Sweep(found.name, listed, tuple(outputs), bended.stats.traces - traces)
+
+
+def _parameter(bended: BendedModule, parameter: BendingParameter | str) -> BendingParameter:
+    if isinstance(parameter, BendingParameter):
+        return parameter
+    known = bended.bending.controllables
+    if not isinstance(parameter, str) or parameter not in known:
+        listed = ", ".join(map(repr, known)) or "none"
+        raise InputError(f"no bend has a parameter {parameter!r}; there are {listed}")
+    return known[parameter]
+
+
+class BendingSession:
+    """Bends of a model with parameters to be changed while calls go on; a context manager.
+
+    At its end its bends are taken out; what else is inserted stays.
+
+    Attributes:
+        model: the `BendedModule`.
+        parameters: the parameters of its bends, by name.
+    """
+
+    def __init__(
+        self,
+        bended: BendedModule,
+        handles: tuple[BendHandle, ...],
+        parameters: dict[str, BendingParameter],
+    ) -> None:
+        self.model = bended
+        self.parameters = parameters
+        self._handles = handles
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the model with the parameters as they are now."""
+        return self.model(*args, **kwargs)
+
+    def set(self, **values: Value) -> None:
+        """Set parameters; they count from the next call on.
+
+        Raises:
+            InputError: there is no such parameter, or a value is none that it can have; then
+                all stay as they are.
+        """
+        found = {name: self[name] for name in values}
+        before = {name: parameter.value for name, parameter in found.items()}
+        try:
+            for name, parameter in found.items():
+                parameter.value = values[name]
+        except InputError:
+            for name, parameter in found.items():
+                parameter.value = before[name]
+            raise
+
+    def __getitem__(self, name: str) -> BendingParameter:
+        if name not in self.parameters:
+            listed = ", ".join(map(repr, self.parameters)) or "none"
+            raise InputError(f"there is no parameter {name!r}; there are {listed}")
+        return self.parameters[name]
+
+    def sweep(
+        self, inputs: Any, name: str, values: Iterable[Value], *, seed: int | None = None
+    ) -> Sweep:
+        """Call the model once for each value of a parameter (see `sweep`)."""
+        return sweep(self.model, inputs, self[name], values, seed=seed)
+
+    def remove(self) -> None:
+        """Take its bends out. Doing so twice is no error."""
+        for handle in self._handles:
+            handle.remove()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.remove()
+
+    def __repr__(self) -> str:
+        shown = ", ".join(f"{name}={p.value!r}" for name, p in self.parameters.items())
+        return f"<BendingSession: {len(self._handles)} bends, {shown or 'no parameters'}>"
+
+
+def bending_session(model: Callable[..., Any], bends: Mapping[Any, Any]) -> BendingSession:
+    """Bend a model, and hand out the parameters of the bends.
+
+    Network bending after Broad, Leymarie and Grierson, "Network Bending" (2021): a trained
+    generator is changed inside while it runs.
+
+    Args:
+        model: a `BendedModule`, or a module; then `.model` of what is returned is to be called.
+        bends: for each pattern of names (see `BendedModule.bend`), or anything else that says
+            where, a callback, or several, whose numbers can be `BendingParameter`s.
+
+    Returns:
+        A `BendingSession`.
+
+    Raises:
+        InputError: something given makes no sense, or two parameters have one name. Then nothing
+            is bent.
+
+    Example:
+        >>> import torch, bendtrace as bt
+        >>> amount = bt.BendingParameter("amount", 0.0, range=(0, 1))
+        >>> model = torch.nn.Sequential(torch.nn.Identity(), torch.nn.Tanh())
+        >>> with bending_session(model, {"0$": bt.Bias(amount)}) as session:
+        ...     for value in (0.0, 0.5, 1.0):
+        ...         session.set(amount=value)
+        ...         print(round(session(torch.zeros(1)).item(), 4))
+        ...     session.model.stats.traces
+        0.0
+        0.4621
+        0.7616
+        1
+    """
+    if not isinstance(bends, Mapping) or not bends:
+        raise InputError("bends= is a mapping of patterns to callbacks with something in it")
+    bended = bended_of(model)
+    handles: list[BendHandle] = []
+    parameters: dict[str, BendingParameter] = {}
+    try:
+        for where, callbacks in bends.items():
+            several = callbacks if isinstance(callbacks, (list, tuple)) else [callbacks]
+            for callback in several:
+                handles.append(bended.bend(callback, where))
+                if isinstance(callback, Bend):
+                    parameters |= {found.name: found for found in callback.parameters}
+    except BaseException:
+        for handle in handles:
+            handle.remove()
+        raise
+    return BendingSession(bended, tuple(handles), parameters)

@@ -1,0 +1,272 @@
+"""Causal tracing: noise on the embeddings, and clean values restored elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from bendtrace.calls import Call, bended_of
+from bendtrace.errors import InputError
+from bendtrace.interject.where import describe_where
+from bendtrace.workflows._grids import Exchange, Grid, grid_of, required_missing
+from bendtrace.workflows._metrics import Metric, number_of, required_metric
+from bendtrace.workflows._parts import Columns, NoPart, Part, position_of
+from bendtrace.workflows._site_values import SiteError
+from bendtrace.workflows._sites import Act, At, Key, Row, Seen, Sites, listed_sites
+
+__all__ = ["CausalTrace", "causal_tracing"]
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class CausalTrace(Grid):
+    """What causal tracing has shown. `values` are means over the samples of noise.
+
+    Attributes:
+        clean: the metric of the clean run.
+        corrupted: that of the corrupted runs, in the mean.
+        corrupted_samples: that of each of them, in shape (samples,).
+        samples: that of each cell with each noise, in shape (samples, sites, positions[, heads]).
+        noise: standard deviation of the noise.
+        window: how many sites were restored together.
+    """
+
+    clean: float
+    corrupted: float
+    corrupted_samples: Tensor
+    samples: Tensor
+    noise: float
+    window: int
+
+    @property
+    def effect(self) -> Tensor:
+        """The indirect effect as a part of the total effect.
+
+        How far restoring takes the metric from that of the corrupted runs (0) to that of the clean
+        one (1), in the mean over the samples.
+        """
+        return (self.values - self.corrupted) / (self.clean - self.corrupted)
+
+    @property
+    def indirect_effect(self) -> Tensor:
+        """How much restoring changes the metric of the corrupted runs, in its own units."""
+        return self.values - self.corrupted
+
+    @property
+    def total_effect(self) -> float:
+        """How much the noise takes from the metric."""
+        return self.clean - self.corrupted
+
+    def _title(self) -> str:
+        window = "" if self.window == 1 else f", windows of {self.window} sites"
+        return (
+            f"CausalTrace ({len(self.samples)} samples of noise {self.noise:.4g}{window}): clean "
+            f"{self.clean:.4g}, corrupted {self.corrupted:.4g}; effect (0 none, 1 all)"
+        )
+
+
+def causal_tracing(
+    model: Callable[..., Any],
+    inputs: Any,
+    subject_positions: Any,
+    sites: Any,
+    metric: Callable[[Any], Any],
+    *,
+    where: Any,
+    noise: float = 3.0,
+    std: float | None = None,
+    samples: int = 10,
+    seed: int = 0,
+    window: int = 1,
+    positions: Any = "each",
+    axis: int = 1,
+    heads: int | None = None,
+    head: Any = None,
+    head_axis: int = -1,
+    at: At = "output",
+    missing: Literal["raise", "nan"] = "raise",
+) -> CausalTrace:
+    """Find out where a model keeps what it knows of a subject.
+
+    After Meng et al., "Locating and Editing Factual Associations in GPT" (2022): noise is added to
+    the embedding of a subject, and then, site by site and position by position, the value of the
+    clean run is put back. Where that restores the output, the information passes.
+
+    The model is called once without noise, and for each sample once with it and once for each cell.
+    These are calls of their own, not rows of one batch, so that any inputs will do, and numbers
+    are bit by bit those of a loop. Each call begins with the same random numbers and buffers,
+    which are put back in the end. The noise is drawn from a generator of its own.
+
+    Args:
+        model: a module, a function, or a `BendedModule`, with what is inserted in it.
+        inputs: a tensor, a tuple of arguments, a mapping of keyword arguments, or a `Call`.
+        subject_positions: an int, a slice, or ints: where along `axis` the noise is added.
+        sites: what is restored, as for `activation_patching`. Give them in the order of the layers.
+        metric: a function of the model's output that gives a number, such as the probability of
+            the right answer.
+        where: the node that gives the embedding, which noise is added to; of what `interject`
+            takes. It has to come up once.
+        noise: standard deviation of the noise, in units of `std`.
+        std: None: the (unbiased) standard deviation of all numbers that the node gives in the clean
+            run. Or a number: that of the embeddings of a whole data set; 1.0 has `noise` mean what
+            it says.
+        samples: with how many draws of noise.
+        seed: of the noise. Sample after sample `torch.randn(shape, generator=generator)` is drawn,
+            on the CPU, from `torch.Generator().manual_seed(seed)`, for the part of the embedding at
+            the subject's positions, in its dtype (in float32 where that is shorter).
+        window: how many neighbours in the order of the sites are restored together: those with
+            numbers from `i - window // 2` up to, but not including, `i + (window + 1) // 2`.
+        positions: as for `activation_patching`.
+        axis: the axis of the positions, also of those of the subject.
+        heads: as for `activation_patching`.
+        head: as for `activation_patching`.
+        head_axis: as for `activation_patching`.
+        at: "output" or "input", for the sites.
+        missing: what is done where a value cannot be restored: "raise", or "nan" for the cell, if
+            that is so with any of the samples.
+
+    Returns:
+        A `CausalTrace`: means in shape (sites, positions).
+
+    Raises:
+        SiteError: a value cannot be restored; it names the site.
+        NodePathError: something means no node.
+        InputError: something given makes no sense.
+
+    Example:
+        >>> import torch, bendtrace as bt
+        >>> from bendtrace.workflows.causal import causal_tracing
+        >>> embedding = torch.nn.Embedding.from_pretrained(torch.eye(4))
+        >>> model = torch.nn.Sequential(embedding, torch.nn.ReLU())
+        >>> found = causal_tracing(
+        ...     model, torch.tensor([[0, 1, 2]]), 1, ["1"], lambda out: out[0, 1, 1],
+        ...     where="0", samples=2,
+        ... )
+        >>> found.effect
+        tensor([[0., 1., 0.]], dtype=torch.float64)
+    """
+    columns = Columns.of(positions, axis, heads, head, head_axis)
+    measured, lenient = required_metric(metric), required_missing(missing)
+    subject = Part(position_of(subject_positions, "subject_positions"), axis)
+    _require_counts(noise, std, samples, window)
+    bended, call = bended_of(model), Call.of(inputs)
+    items = listed_sites(sites)
+    also = len(items)
+    with Sites(bended, items, [call], at=at, also=[where], label="causal_tracing") as there:
+        clean_output, clean_seen = there.seen(call)
+        clean = number_of(measured, clean_output)
+        del clean_output
+        key, embedding = _embedding_of(clean_seen, also, where)
+        scale = noise * (_std(embedding) if std is None else std)
+        corrupted, found = [], []
+        rows: list[Row] = []
+        reasons: dict[str, str] = {}
+        for drawn in _noises(embedding, subject, where, scale, samples, seed):
+            corrupting = _adding(key, drawn, subject)
+            output, seen = there.seen(call, corrupting)
+            corrupted.append(number_of(measured, output))
+            del output
+            if not rows:
+                there.settle(clean_seen, seen)
+                rows = there.rows(clean_seen, seen)
+            exchange = Exchange(clean_seen, seen, ("clean", "corrupted"), lenient)
+            run = partial(_run, there, call, corrupting)
+            values, where_, which = grid_of(
+                rows, columns, clean_seen, partial(_cell, exchange, rows, window, run, measured)
+            )
+            found.append(values)
+            reasons = exchange.reasons | reasons
+    every = torch.stack(found)
+    corrupted_samples = torch.tensor(corrupted, dtype=torch.float64)
+    return CausalTrace(
+        every.mean(0), tuple(row.name for row in rows), where_, which, clean,
+        corrupted_samples.mean().item(), corrupted_samples, every, scale, window, missing=reasons,
+    )  # fmt: skip
+
+
+def _require_counts(noise: Any, std: Any, samples: Any, window: Any) -> None:
+    for name, number in (("noise", noise), ("std", 1.0 if std is None else std)):
+        if isinstance(number, bool) or not isinstance(number, (int, float)) or not number >= 0:
+            raise InputError(f"{name}= has to be a number that is not negative, not {number!r}")
+    for name, number in (("samples", samples), ("window", window)):
+        if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+            raise InputError(f"{name}= has to be a positive int, not {number!r}")
+
+
+def _embedding_of(seen: Seen, number: int, where: Any) -> tuple[Key, Tensor]:
+    said = describe_where(where)
+    passes = [
+        (key, value) for key, found in seen.items() if key[0] == number for value in found.values()
+    ]
+    if len(passes) != 1:
+        came = "nothing" if not passes else f"{len(passes)} passes of nodes"
+        raise SiteError(
+            f"where={said} has to mean the one node that gives the embedding, in its one pass, and "
+            f"the clean run came by {came}",
+            said,
+        )
+    key, value = passes[0]
+    if not value.is_floating_point():
+        raise SiteError(f"noise cannot be added to {key[1]!r}, which is {value.dtype}", said)
+    return key, value
+
+
+def _std(value: Tensor) -> float:
+    wide = value.float() if value.dtype.itemsize < 4 else value
+    return wide.std().item()
+
+
+def _noises(
+    value: Tensor, subject: Part, where: Any, scale: float, samples: int, seed: int
+) -> list[Tensor]:
+    try:
+        region = value[subject.index(value)]
+    except NoPart as error:
+        raise InputError(f"subject_positions: {error} at {where!r}") from None
+    dtype = torch.float32 if value.dtype.itemsize < 4 else value.dtype
+    generator = torch.Generator().manual_seed(seed)
+    # One after the other, so that more samples begin with the same ones.
+    return [
+        (torch.randn(region.shape, generator=generator, dtype=dtype) * scale).to(
+            value.device, value.dtype
+        )
+        for _ in range(samples)
+    ]
+
+
+def _adding(key: Key, drawn: Tensor, subject: Part) -> Act:
+    def act(at: Key, number: int, value: Tensor) -> Tensor | None:
+        if at != key:
+            return None
+        made = value.clone()
+        index = subject.index(value)
+        made[index] = made[index] + drawn
+        return made
+
+    return act
+
+
+def _run(there: Sites, call: Call, corrupting: Act, restoring: Act) -> Any:
+    def act(key: Key, number: int, value: Tensor) -> Tensor | None:
+        noisy = corrupting(key, number, value)
+        return restoring(key, number, value) if noisy is None else noisy
+
+    return there.run(call, act)
+
+
+def _cell(
+    exchange: Exchange,
+    rows: Sequence[Row],
+    window: int,
+    run: Callable[[Act], Any],
+    metric: Metric,
+    number: int,
+    part: Part,
+) -> float:
+    together = rows[max(0, number - window // 2) : number + (window + 1) // 2]
+    keys = list(dict.fromkeys(key for row in together for key in row.keys))
+    return exchange.cell(rows[number], keys, part, run, metric)

@@ -1,0 +1,482 @@
+"""Lenses: what the rest of a model would make of what earlier nodes give."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from bendtrace.calls import Call, bended_of
+from bendtrace.errors import InputError
+from bendtrace.interject.structure import describe
+from bendtrace.module import BendedModule
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+__all__ = ["LensResult", "TunedLens", "logit_lens"]
+
+
+@dataclass(frozen=True)
+class LensResult:
+    """Logits at several sites of a model, and those that it gave itself.
+
+    Attributes:
+        sites: node paths, in the order in which they were given.
+        logits: for each site, of shape (examples, positions, classes), or (examples, classes).
+        final: what the model gave, of the same shape.
+        decode: makes a text of a class; None for its number.
+    """
+
+    sites: tuple[str, ...]
+    logits: Mapping[str, Tensor] = field(repr=False)
+    final: Tensor = field(repr=False)
+    decode: Callable[[int], str] | None = field(default=None, repr=False)
+
+    def __getitem__(self, site: str) -> Tensor:
+        return self.logits[site]
+
+    def top(self, k: int = 1) -> Mapping[str, Tensor]:
+        """Return the k classes with the greatest logits at each site: (examples, positions, k)."""
+        return {site: value.topk(k, dim=-1).indices for site, value in self.logits.items()}
+
+    def entropy(self) -> Mapping[str, Tensor]:
+        """Return the entropy at each site, in nats: (examples, positions)."""
+        found = {}
+        for site, value in self.logits.items():
+            logs = value.log_softmax(-1)
+            found[site] = -torch.xlogy(logs.exp(), logs.exp()).sum(-1)
+        return found
+
+    def kl(self) -> Mapping[str, Tensor]:
+        """Return KL(final || site), in nats: (examples, positions). 0 where they are the same."""
+        return {site: divergence(self.final, value) for site, value in self.logits.items()}
+
+    def rank(self, classes: Tensor) -> Mapping[str, Tensor]:
+        """Return how many classes have greater logits than some, at each site.
+
+        Args:
+            classes: one for each example and position: (examples, positions).
+        """
+        found = {}
+        for site, value in self.logits.items():
+            own = value.gather(-1, classes.unsqueeze(-1).to(value.device))
+            found[site] = (value > own).sum(-1)
+        return found
+
+    def to_pandas(self, k: int = 1) -> pd.DataFrame:
+        """Return a table with a row for each site, example and position.
+
+        Args:
+            k: how many classes to list.
+
+        Raises:
+            InputError: pandas is not installed.
+        """
+        try:
+            import pandas
+        except ImportError:
+            raise InputError("tables need pandas: pip install 'bendtrace[pandas]'") from None
+        entropy, kl, rows = self.entropy(), self.kl(), []
+        for site, value in self.logits.items():
+            best = value.softmax(-1).topk(k, dim=-1)
+            for place in torch.cartesian_prod(*map(torch.arange, value.shape[:-1])).reshape(
+                -1, value.dim() - 1
+            ):
+                at = tuple(place.tolist())
+                shown = [self._shown(int(c)) for c in best.indices[at]]
+                row: dict[str, Any] = {"site": site}
+                row |= dict(zip(("example", "position"), at, strict=False))
+                row |= {"top": shown[0] if k == 1 else shown}
+                chances = best.values[at].tolist()
+                row |= {"probability": chances[0] if k == 1 else chances}
+                row |= {"entropy": entropy[site][at].item(), "kl": kl[site][at].item()}
+                rows.append(row)
+        return pandas.DataFrame(rows)
+
+    def _shown(self, number: int) -> Any:
+        return number if self.decode is None else self.decode(number)
+
+    def __repr__(self) -> str:
+        kl = self.kl()
+        wide = max(map(len, self.sites))
+        lines = [f"<LensResult: {len(self.sites)} sites, logits {tuple(self.final.shape)}>"]
+        for site in self.sites:
+            row = self.logits[site][0].reshape(-1, self.final.shape[-1]).argmax(-1).tolist()
+            shown = " ".join(str(self._shown(number)) for number in row[:8])
+            more = " ..." if len(row) > 8 else ""
+            lines.append(f"  {site:<{wide}}  kl {kl[site].mean():.3f}  top {shown}{more}")
+        return "\n".join(lines)
+
+
+def divergence(final: Tensor, logits: Tensor) -> Tensor:
+    """Return KL(final || logits) along the last axis, in nats."""
+    ours, theirs = final.log_softmax(-1), logits.log_softmax(-1)
+    # Classes that the first gives no chance count nothing, whatever the second says of them.
+    terms = torch.where(ours == -torch.inf, 0.0, ours.exp() * (ours - theirs))
+    return terms.sum(-1)
+
+
+def logit_lens(
+    model: Callable[..., Any],
+    inputs: Any,
+    sites: Any,
+    unembed: Any = ("ln_f", "lm_head"),
+    *,
+    output: Callable[[Any], Tensor] | None = None,
+    decode: Callable[[int], str] | None = None,
+) -> LensResult:
+    """Apply the end of a model to what earlier nodes give (nostalgebraist, 2020).
+
+    Args:
+        model: a module, a function or a `BendedModule`.
+        inputs: what it is called with; see `Call.of`.
+        sites: nodes, in the order wanted; see `BendedModule.interject`. Each has to give a tensor
+            that the end of the model takes.
+        unembed: what is applied, in order: qualified names of modules (`"transformer.ln_f"`,
+            `"lm_head"`), modules, and functions.
+        output: finds the logits in what the model gives; None for a tensor, or its `logits`.
+        decode: makes a text of the number of a class, such as a tokenizer's `decode`.
+
+    Returns:
+        A `LensResult`, without gradients. A site whose value is what the model itself gives to the
+        end has, bit by bit, the logits of the model.
+
+    Raises:
+        InputError: the end cannot take what a site gives, or something given makes no sense.
+        NodePathError: there is no such site.
+
+    Example:
+        >>> import torch
+        >>> from collections import OrderedDict
+        >>> layers = OrderedDict(a=torch.nn.Linear(3, 3), b=torch.nn.ReLU())
+        >>> model = torch.nn.Sequential(layers | {"head": torch.nn.Linear(3, 5)})
+        >>> found = logit_lens(model, torch.ones(2, 3), ["a", "b"], unembed=["head"])
+        >>> torch.equal(found["b"], found.final)
+        True
+        >>> found.entropy()["a"].shape
+        torch.Size([2])
+    """
+    bended = bended_of(model)
+    end = _End(bended.model, unembed)
+    with torch.no_grad():
+        found, final = _seen(bended, Call.of(inputs), sites, output)
+        logits = {site: end(value, site) for site, value in found.items()}
+    for site, value in logits.items():
+        _check_fits(site, value, final)
+    return LensResult(tuple(logits), logits, final, decode)
+
+
+def _seen(
+    bended: BendedModule, call: Call, sites: Any, output: Callable[[Any], Tensor] | None
+) -> tuple[dict[str, Any], Tensor]:
+    """Return what sites give in a call, in the order in which they were asked for."""
+    found, given = bended.get_activations(
+        sites, args=call.args, kwargs=dict(call.kwargs), return_output=True, allow_none=True
+    )
+    if not found:
+        raise InputError(f"this call came by none of the sites {sites!r}")
+    return dict(found), _logits_in(given, output).detach()
+
+
+def _logits_in(given: Any, output: Callable[[Any], Tensor] | None) -> Tensor:
+    if output is not None:
+        given = output(given)
+    elif not isinstance(given, Tensor):
+        # Outputs of Hugging Face models are mappings, too.
+        held = given.get("logits") if isinstance(given, Mapping) else None
+        given = getattr(given, "logits", given) if held is None else held
+    if not isinstance(given, Tensor) or not given.is_floating_point() or given.dim() < 2:
+        raise InputError(
+            f"the model gives {describe(given)}, and logits are wanted (examples, ..., classes): "
+            "say with output= how to find them"
+        )
+    return given
+
+
+def _check_fits(site: str, logits: Tensor, final: Tensor) -> None:
+    if logits.shape != final.shape:
+        raise InputError(
+            f"the end of the model makes {tuple(logits.shape)} of what {site} gives, and the "
+            f"model gives {tuple(final.shape)}: name the right modules with unembed=, or the "
+            "logits with output="
+        )
+
+
+class _End:
+    """The end of a model, as functions that are called one after another."""
+
+    def __init__(self, model: Any, unembed: Any) -> None:
+        listed = (
+            [unembed] if isinstance(unembed, (str, nn.Module)) or callable(unembed) else unembed
+        )
+        modules = dict(model.named_modules()) if isinstance(model, nn.Module) else {}
+        self.steps: list[Callable[[Any], Any]] = []
+        if not isinstance(listed, Iterable):
+            raise InputError(f"unembed= takes names of modules and functions, not {unembed!r}")
+        for item in listed:
+            if isinstance(item, str):
+                step = modules.get(item)
+                ends = [name for name in modules if name == item or name.endswith(f".{item}")]
+                if step is None and len(ends) == 1:
+                    step = modules[ends[0]]
+                if step is None:
+                    near = ", ".join(ends or list(modules)[1:12])
+                    raise InputError(f"unembed=: the model has no module {item!r}; it has {near}")
+                self.steps.append(step)
+            elif callable(item) and not isinstance(item, type):
+                self.steps.append(item)
+            else:
+                raise InputError(f"unembed= takes names of modules and functions, not {item!r}")
+        if not self.steps:
+            raise InputError("unembed= is empty: say what makes logits of activations")
+
+    def __call__(self, value: Any, site: str) -> Tensor:
+        if not isinstance(value, Tensor) or not value.is_floating_point():
+            raise InputError(
+                f"{site} gives {describe(value)}, which is no tensor of floating point numbers; "
+                "of a container, name a part: 'path|sub_0'"
+            )
+        try:
+            made: Any = value
+            # What it draws, if it is in training mode, is not the model's to draw.
+            with torch.random.fork_rng(devices=[]):
+                for step in self.steps:
+                    made = _called(step, made)
+        except RuntimeError as error:
+            raise InputError(
+                f"the end of the model cannot take what {site} gives, {tuple(value.shape)}: {error}"
+            ) from error
+        if not isinstance(made, Tensor):
+            raise InputError(f"the end of the model gives {describe(made)} at {site}, no tensor")
+        return made
+
+
+def _called(step: Callable[[Any], Any], value: Any) -> Any:
+    """Call a part of a model without changing its buffers, as a batch norm in training would."""
+    if isinstance(step, nn.Module):
+        buffers = {name: buffer.clone() for name, buffer in step.named_buffers() if step.training}
+        if buffers:
+            return torch.func.functional_call(step, buffers, (value,))
+    return step(value)
+
+
+class TunedLens(nn.Module):
+    """A logit lens with an affine translator at each site (Belrose et al., 2023).
+
+    At each site the end of the model is applied to `value + A value + b`. `A` and `b` are zero at
+    first, so that it is the logit lens, and are trained such that the logits come near to those
+    of the model: the loss is KL(final || site), the mean over examples and positions.
+
+    Args:
+        model: a module, a function or a `BendedModule`. It stays as it is, and is not a submodule.
+        sites: nodes; see `BendedModule.interject`. Each has to give one tensor.
+        unembed: what makes logits; see `logit_lens`.
+        inputs: an example, by which the sites are found out, and their sizes.
+        output: finds the logits in what the model gives; see `logit_lens`.
+
+    Attributes:
+        translators: a linear layer for each site.
+        sites: their node paths.
+        steps: how many batches it was trained with.
+
+    Raises:
+        InputError: something given makes no sense.
+        NodePathError: there is no such site.
+
+    Example:
+        >>> import torch
+        >>> _ = torch.manual_seed(0)
+        >>> model = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(3)))
+        >>> batches = [torch.randn(8, 4) for _ in range(20)]
+        >>> lens = TunedLens(model, ["0", "1"], "2", batches[0])
+        >>> losses = lens.fit(batches, lr=0.1)
+        >>> losses[-1]["sub_0"] < losses[0]["sub_0"]
+        True
+    """
+
+    def __init__(
+        self,
+        model: Callable[..., Any],
+        sites: Any,
+        unembed: Any,
+        inputs: Any,
+        *,
+        output: Callable[[Any], Tensor] | None = None,
+    ) -> None:
+        super().__init__()
+        bended = bended_of(model)
+        end = _End(bended.model, unembed)
+        with torch.no_grad():
+            found, final = _seen(bended, Call.of(inputs), sites, output)
+            for site, value in found.items():
+                _check_fits(site, end(value, site), final)
+        # Not submodules: they are not what is trained, nor saved.
+        self.__dict__.update(_bended=bended, _end=end, _where=sites, _output=output)
+        self.sites = tuple(found)
+        self.steps = 0
+        self.translators = nn.ModuleList()
+        for value in found.values():
+            size = value.shape[-1]
+            # `nn.Linear` would draw random numbers for what is set to zero.
+            made = nn.utils.skip_init(nn.Linear, size, size, dtype=value.dtype, device=value.device)
+            nn.init.zeros_(made.weight)
+            nn.init.zeros_(made.bias)
+            self.translators.append(made)
+
+    _bended: BendedModule
+    _end: _End
+
+    def forward(self, site: str, value: Tensor) -> Tensor:
+        """Return the logits that it makes of what a site gives."""
+        translator = self.translators[self.sites.index(site)]
+        return self._end(value + translator(value), site)
+
+    def apply_to(self, inputs: Any, *, decode: Callable[[int], str] | None = None) -> LensResult:
+        """Call the model, and look at what the sites give.
+
+        Args:
+            inputs: what the model is called with; see `Call.of`.
+            decode: as for `logit_lens`.
+        """
+        with torch.no_grad():
+            found, final = self._found(inputs)
+            logits = {site: self(site, value) for site, value in found.items()}
+        return LensResult(tuple(logits), logits, final, decode)
+
+    def losses(self, inputs: Any) -> dict[str, float]:
+        """Return the mean of KL(final || site) for some inputs, at each site."""
+        return {site: value.mean().item() for site, value in self.apply_to(inputs).kl().items()}
+
+    def fit(
+        self,
+        batches: Iterable[Any],
+        *,
+        epochs: int = 1,
+        lr: float = 1e-3,
+        seed: int = 0,
+        checkpoint: str | os.PathLike[str] | None = None,
+        every: int = 100,
+    ) -> list[dict[str, float]]:
+        """Train the translators with Adam; the model's parameters and gradients stay as they are.
+
+        Args:
+            batches: inputs of the model, one after another: a list, a `DataLoader`. A list is
+                gone through in a random order in each epoch; other iterables as they come.
+            epochs: how many times.
+            lr: the learning rate.
+            seed: for the order of a list.
+            checkpoint: a file to keep everything in, and to go on from if it is there: batches
+                that it has seen are skipped.
+            every: after how many batches the file is written, besides at the end.
+
+        Returns:
+            The loss at each site, for each batch, those before a resumption included.
+
+        Raises:
+            InputError: something given makes no sense, or the file is of another lens.
+        """
+        if epochs < 1 or every < 1 or not lr > 0:
+            raise InputError("epochs= and every= are at least 1, and lr= is above 0")
+        if isinstance(batches, Iterator) and epochs > 1:
+            raise InputError("an iterator can be gone through once only: give a list, or epochs=1")
+        parameters = list(self.translators.parameters())
+        if torch.is_inference_mode_enabled() or any(p.is_inference() for p in parameters):
+            raise InputError("a lens is neither made nor trained in torch.inference_mode()")
+        optimizer = torch.optim.Adam(parameters, lr=lr)
+        history: list[dict[str, float]] = []
+        done = 0
+        if checkpoint is not None and os.path.exists(checkpoint):
+            history, done = self._resumed(checkpoint, optimizer, seed)
+        number = 0
+        for epoch in range(epochs):
+            for batch in _ordered(batches, seed, epoch):
+                number += 1
+                if number <= done:
+                    continue
+                history.append(self._step(batch, parameters, optimizer))
+                self.steps += 1
+                if checkpoint is not None and number % every == 0:
+                    self._write(checkpoint, optimizer, history, number, seed)
+        if not history:
+            raise InputError("there were no batches to train with")
+        if checkpoint is not None and number > done:
+            self._write(checkpoint, optimizer, history, number, seed)
+        return history
+
+    def _step(
+        self, batch: Any, parameters: list[nn.Parameter], optimizer: torch.optim.Optimizer
+    ) -> dict[str, float]:
+        with torch.no_grad():
+            found, final = self._found(batch)
+        with torch.enable_grad():
+            losses = {
+                site: divergence(final, self(site, value)).mean() for site, value in found.items()
+            }
+            # Not `backward`, which would add to gradients of the model's own parameters.
+            total = torch.stack(list(losses.values())).sum()
+            gradients = torch.autograd.grad(total, parameters, allow_unused=True)
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
+        optimizer.step()
+        optimizer.zero_grad()
+        return {site: loss.item() for site, loss in losses.items()}
+
+    def _found(self, inputs: Any) -> tuple[dict[str, Any], Tensor]:
+        own = self.__dict__
+        found, final = _seen(self._bended, Call.of(inputs), own["_where"], own["_output"])
+        new = [site for site in found if site not in self.sites]
+        if new:
+            raise InputError(
+                f"this call came by {new[0]!r}, which the lens has no translator for; it has "
+                f"{', '.join(map(repr, self.sites))}"
+            )
+        return found, final
+
+    def _write(
+        self,
+        path: str | os.PathLike[str],
+        optimizer: torch.optim.Optimizer,
+        history: list[dict[str, float]],
+        number: int,
+        seed: int,
+    ) -> None:
+        kept = {
+            "sites": list(self.sites), "translators": self.translators.state_dict(),
+            "optimizer": optimizer.state_dict(), "history": history, "number": number,
+            "steps": self.steps, "seed": seed,
+        }  # fmt: skip
+        part = f"{os.fspath(path)}.part"
+        torch.save(kept, part)
+        os.replace(part, path)  # whole or not at all
+
+    def _resumed(
+        self, path: str | os.PathLike[str], optimizer: torch.optim.Optimizer, seed: int
+    ) -> tuple[list[dict[str, float]], int]:
+        kept = torch.load(path, weights_only=True)
+        if tuple(kept["sites"]) != self.sites or kept["seed"] != seed:
+            raise InputError(
+                f"{os.fspath(path)} is of a lens with sites {kept['sites']} and seed "
+                f"{kept['seed']}, not of this one"
+            )
+        self.translators.load_state_dict(kept["translators"])
+        optimizer.load_state_dict(kept["optimizer"])
+        self.steps = kept["steps"]
+        return list(kept["history"]), int(kept["number"])
+
+    def extra_repr(self) -> str:
+        """Say which sites there are."""
+        return f"sites={list(self.sites)}, steps={self.steps}"
+
+
+def _ordered(batches: Iterable[Any], seed: int, epoch: int) -> Iterator[Any]:
+    if isinstance(batches, Sequence):
+        generator = torch.Generator().manual_seed(seed + epoch)
+        order = torch.randperm(len(batches), generator=generator).tolist()
+        yield from (batches[number] for number in order)
+    else:
+        yield from batches

@@ -1,0 +1,211 @@
+"""Linear probes: what can be read off what nodes give."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bendtrace.analysis.matrices import Products
+from bendtrace.analysis.ridge import ridge as closed_form
+from bendtrace.calls import Call, bended_of
+from bendtrace.errors import InputError
+from bendtrace.interject.structure import describe
+
+__all__ = ["ProbeData", "RidgeProbe", "fit_ridge", "probe_data"]
+
+
+@dataclass(frozen=True)
+class ProbeData:
+    """Features and labels.
+
+    Attributes:
+        features: what nodes gave, by path: (samples, size).
+        labels: one for each sample: (samples,) or (samples, numbers).
+    """
+
+    features: Mapping[str, Tensor] = field(repr=False)
+    labels: Tensor = field(repr=False)
+
+    def __getitem__(self, path: str) -> Tensor:
+        return self.features[path]
+
+    def __repr__(self) -> str:
+        shown = ", ".join(f"{path}: {tuple(v.shape)}" for path, v in self.features.items())
+        return f"<ProbeData: {len(self.labels)} samples, {shown}>"
+
+
+@dataclass(frozen=True)
+class RidgeProbe:
+    """A linear map from features to labels, found in closed form.
+
+    Attributes:
+        weight: (numbers, size); in double precision.
+        bias: (numbers,).
+        classes: the labels that the numbers stand for; None for a regression.
+    """
+
+    weight: Tensor = field(repr=False)
+    bias: Tensor = field(repr=False)
+    classes: Tensor | None = None
+
+    def scores(self, features: Tensor) -> Tensor:
+        """Return the numbers for some features: (samples, numbers)."""
+        return features.to(self.weight.dtype) @ self.weight.T + self.bias
+
+    def predict(self, features: Tensor) -> Tensor:
+        """Return the labels for some features: classes, or numbers for a regression."""
+        scores = self.scores(features)
+        return scores if self.classes is None else self.classes[scores.argmax(-1)]
+
+    def accuracy(self, features: Tensor, labels: Tensor) -> float:
+        """Return the share of samples whose class is right.
+
+        Raises:
+            InputError: it is a regression.
+        """
+        if self.classes is None:
+            raise InputError("a regression has no accuracy: compare what predict() gives")
+        return (self.predict(features) == labels).double().mean().item()
+
+
+def probe_data(
+    model: Callable[..., Any],
+    loader: Iterable[Any],
+    where: Any,
+    *,
+    split: Callable[[Any], tuple[Any, Tensor]] | None = None,
+    reduce: str | Callable[[Tensor, Call], Tensor] = "mean",
+) -> ProbeData:
+    """Call a model on labelled batches, and return what nodes gave with the labels.
+
+    Args:
+        model: a module, a function or a `BendedModule`.
+        loader: batches of inputs (see `Call.of`) and labels, as pairs.
+        where: nodes; see `BendedModule.interject`. Each has to give one tensor, once in a call.
+        split: makes a pair of inputs and labels of what the loader gives, if that is none.
+        reduce: what becomes of axes between the first and the last: "mean", "last" or "flatten";
+            or a function of the value and the `Call` that returns (samples, size).
+
+    Returns:
+        `ProbeData`, on the CPU, without gradients.
+
+    Raises:
+        InputError: something given does not fit.
+        NodePathError: there are no such nodes.
+
+    Example:
+        >>> import torch
+        >>> model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.ReLU())
+        >>> batches = [(torch.randn(4, 3), torch.tensor([0, 1, 0, 1])) for _ in range(3)]
+        >>> probe_data(model, batches, ["0", "1"])
+        <ProbeData: 12 samples, sub_0: (12, 2), sub_1: (12, 2)>
+    """
+    if reduce not in ("mean", "last", "flatten") and not callable(reduce):
+        raise InputError(f"reduce= is 'mean', 'last', 'flatten' or a function, not {reduce!r}")
+    bended = bended_of(model)
+    features: dict[str, list[Tensor]] = {}
+    labels: list[Tensor] = []
+    for number, batch in enumerate(loader):
+        inputs, given = _pair(batch, split)
+        call = Call.of(inputs)
+        with torch.no_grad():
+            found = bended.get_activations(
+                where, args=call.args, kwargs=dict(call.kwargs), allow_none=True
+            )
+        rows = {path: _row(value, call, reduce, path) for path, value in found.items()}
+        if not rows or (number and rows.keys() != features.keys()):
+            listed = ", ".join(map(repr, rows)) or "none of them"
+            raise InputError(
+                f"batch {number} came by {listed}, and others by "
+                f"{', '.join(map(repr, features)) or 'none'}: all samples have to come by the same "
+                "nodes; harvest() keeps them apart by the path that they take"
+            )
+        for path, value in rows.items():
+            if len(value) != len(given):
+                raise InputError(
+                    f"{path} gives {len(value)} rows for the {len(given)} labels of batch {number}"
+                )
+            features.setdefault(path, []).append(value.cpu())
+        labels.append(given.cpu())
+    if not labels:
+        raise InputError("the loader gave no batches")
+    return ProbeData(
+        {path: torch.cat(values) for path, values in features.items()}, torch.cat(labels)
+    )
+
+
+def _pair(batch: Any, split: Callable[[Any], tuple[Any, Tensor]] | None) -> tuple[Any, Tensor]:
+    pair = batch if split is None else split(batch)
+    if not isinstance(pair, (tuple, list)) or len(pair) != 2 or not isinstance(pair[1], Tensor):
+        raise InputError(
+            f"a batch is a pair of inputs and a tensor of labels, not {describe(pair)}: say with "
+            "split= how to make one"
+        )
+    return pair[0], pair[1].detach()
+
+
+def _row(value: Any, call: Call, reduce: Any, path: str) -> Tensor:
+    if callable(reduce):
+        made = reduce(value, call)
+        if not isinstance(made, Tensor) or made.dim() != 2:
+            raise InputError(f"reduce= has to return (samples, size), not {describe(made)}")
+        return made
+    if not isinstance(value, Tensor) or value.dim() < 2 or not value.is_floating_point():
+        raise InputError(
+            f"{path} gives {describe(value)}, and a tensor of floating point numbers with an axis "
+            "of samples is wanted; of a container, name a part: 'path|sub_0'"
+        )
+    if value.dim() == 2:
+        return value
+    if reduce == "flatten":
+        return value.flatten(1)
+    return value.flatten(1, -2).mean(1) if reduce == "mean" else value.flatten(1, -2)[:, -1]
+
+
+def fit_ridge(features: Tensor, labels: Tensor, *, ridge: float = 1e-3) -> RidgeProbe:
+    """Fit a linear map to labels by regularised least squares, in double precision.
+
+    It minimises the sum of squared errors plus `ridge` times that of the weights (Hoerl and
+    Kennard, 1970); the bias is not held back. Classes are told by the greatest of as many
+    numbers, each fitted to 1 for its class and 0 otherwise. For probes that are trained, and for
+    many at once along a stream, there is `bt.analysis.LinearProbe`.
+
+    Args:
+        features: (samples, size).
+        labels: whole numbers or bools, (samples,), for classes; floating point numbers,
+            (samples,) or (samples, numbers), for a regression.
+        ridge: how much weights are held back; 0 for none.
+
+    Raises:
+        InputError: the shapes do not fit, there is only one class, or something is not finite.
+
+    Example:
+        >>> import torch
+        >>> features = torch.tensor([[0.0], [1.0], [2.0], [3.0]])
+        >>> probe = fit_ridge(features, torch.tensor([0, 0, 1, 1]))
+        >>> probe.accuracy(features, torch.tensor([0, 0, 1, 1]))
+        1.0
+    """
+    if features.dim() != 2 or not len(features) or len(labels) != len(features):
+        raise InputError(
+            f"features are (samples, size) with as many labels, not {tuple(features.shape)} and "
+            f"{tuple(labels.shape)}"
+        )
+    classes = None
+    if labels.is_floating_point():
+        targets = labels.double().reshape(len(labels), -1)
+    else:
+        if labels.dim() != 1:
+            raise InputError(f"classes are (samples,), not {tuple(labels.shape)}")
+        classes, which = labels.unique(return_inverse=True)
+        if len(classes) < 2:
+            raise InputError(f"all labels are {classes[0].item()}: there is nothing to tell apart")
+        targets = torch.nn.functional.one_hot(which).double()
+    sums = Products()
+    sums.update(torch.cat([features.detach().double(), targets], 1))
+    weight, bias = closed_form(sums, targets.shape[1], ridge)
+    return RidgeProbe(weight, bias, classes)

@@ -1,0 +1,464 @@
+"""How far values reach: what a value depends on, and what depends on it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from typing import Any
+
+import networkx as nx
+import torch
+from torch import Tensor
+
+from bendtrace._trace import Trace, run_trace
+from bendtrace.calls import Call
+from bendtrace.errors import InputError
+from bendtrace.flow import FlowStep
+from bendtrace.graph.mirror import NodeRef
+from bendtrace.history.options import SaveOptions
+from bendtrace.paths.strings import NodePathError
+from bendtrace.recording.functions import METADATA, SHAPES
+from bendtrace.recording.tape import OpKind, TensorMeta, refs_in
+from bendtrace.workflows._elements import Elements, bisected
+from bendtrace.workflows._leaving import kept_by
+
+__all__ = ["Reach", "ReceptiveField", "ancestry", "influence", "receptive_field"]
+
+_NO_VALUES = frozenset({*SHAPES, *METADATA})
+
+
+@dataclass(frozen=True)
+class Reach:
+    """Nodes that values come from, or go to, along one recorded run.
+
+    Attributes:
+        of: the nodes that were asked about, by their names in the mirror.
+        nodes: those that they depend on, or that depend on them, in the order of the run.
+        inputs: the inputs among them.
+        states: the parameters and buffers among them.
+        outputs: which parts of the output are reached: `output`, `output.logits`.
+        decisions: the branches and loops that decide whether these nodes run at all; or, of what
+            depends on the nodes, those that they decide.
+        under: nodes that run because of these decisions, and are not reached otherwise.
+        deciding: for decisions: nodes that their conditions come from, and are not reached
+            otherwise.
+    """
+
+    of: tuple[str, ...]
+    nodes: tuple[str, ...] = field(repr=False)
+    inputs: tuple[str, ...] = ()
+    states: tuple[str, ...] = field(default=(), repr=False)
+    outputs: tuple[str, ...] = ()
+    decisions: tuple[FlowStep, ...] = ()
+    under: tuple[str, ...] = field(default=(), repr=False)
+    deciding: tuple[str, ...] = field(default=(), repr=False)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.nodes
+
+    def __len__(self) -> int:
+        return len(self.nodes)
+
+
+def ancestry(trace: Any, node: Any, inputs: Any = None) -> Reach:
+    """Return what a node's value is computed from, by the edges of the mirror.
+
+    Values that were written into memory count, sizes do not. What decides whether the node runs
+    is listed separately.
+
+    Args:
+        trace: a `Trace`, or a model; then `inputs` say what it is called with.
+        node: the name of a node of the mirror, a node path, the qualified name of a module (what
+            it gives), `output` or a part of it, or several of these.
+        inputs: see `Call.of`; for a model.
+
+    Raises:
+        NodePathError: there is no such node.
+        InputError: something given makes no sense.
+
+    Example:
+        >>> import torch, bendtrace as bt
+        >>> def model(x, y):
+        ...     h = x.relu()
+        ...     if y.sum() > 0:
+        ...         h = h * 2
+        ...     return h
+        >>> found = ancestry(bt.trace(model, torch.ones(2), torch.ones(2)), "mul")
+        >>> found.inputs, [step.text for step in found.decisions], found.deciding
+        (('x',), ['y.sum() > 0'], ('y', 'sum', 'gt', 'bool'))
+    """
+    trace = _trace_of(trace, inputs)
+    found = _ops_of(trace, node)
+    data = _data_graph(trace)
+    above = set(found).union(*(nx.ancestors(data, index) for index in found))
+    kept = kept_by(trace)
+    steps, conditions = _decisions_over(trace, kept, above)
+    deciding: set[int] = set()
+    for index in conditions:
+        deciding |= {index} | nx.ancestors(data, index)
+    while True:  # what decides whether the conditions are asked
+        more, further = _decisions_over(trace, kept, deciding | above)
+        new = {c for c in further if c not in deciding}
+        steps |= more
+        if not new:
+            break
+        for index in new:
+            deciding |= {index} | nx.ancestors(data, index)
+    kinds = {kind: _named(trace, above, kind) for kind in (OpKind.INPUT, OpKind.STATE)}
+    return Reach(
+        of=_names(trace, found), nodes=_names(trace, above - set(found)),
+        inputs=kinds[OpKind.INPUT], states=kinds[OpKind.STATE],
+        outputs=_outputs(trace, set(found)),
+        decisions=tuple(trace.flow_steps[number] for number in sorted(steps)),
+        deciding=_names(trace, deciding - above),
+    )  # fmt: skip
+
+
+def influence(trace: Any, node: Any, inputs: Any = None) -> Reach:
+    """Return what is computed from a node's value, by the edges of the mirror.
+
+    Args:
+        trace: a `Trace`, or a model; then `inputs` say what it is called with.
+        node: see `ancestry`; inputs and parameters (by the names of the mirror, or qualified
+            names) are nodes, too.
+        inputs: see `Call.of`; for a model.
+
+    Raises:
+        NodePathError: there is no such node.
+        InputError: something given makes no sense.
+
+    Example:
+        >>> import torch, bendtrace as bt
+        >>> def model(x, y):
+        ...     return {"a": x + y, "b": y * 2 if y.sum() > 0 else y}
+        >>> found = influence(bt.trace(model, torch.ones(2), torch.ones(2)), "y")
+        >>> found.outputs, [step.text for step in found.decisions], found.under
+        (('output.a', 'output.b'), ['y.sum() > 0'], ())
+    """
+    trace = _trace_of(trace, inputs)
+    found = _ops_of(trace, node)
+    data = _data_graph(trace)
+    below = set(found).union(*(nx.descendants(data, index) for index in found))
+    steps = {
+        number
+        for number, step in enumerate(trace.flow_steps)
+        if step.guard is not None and trace.recording.tape.guards[step.guard].index in below
+    }
+    under: set[int] = set()
+    positions = {name: index for index, name in enumerate(trace.names)}
+    for _, target, number in trace.graph.control_edges():
+        if number in steps and target in positions:
+            under.add(positions[target])
+    for number, others in kept_by(trace).items():
+        if number in steps:
+            under |= others
+    nested = set(under)
+    for index in under:
+        nested |= nx.descendants(data, index)
+    return Reach(
+        of=_names(trace, found), nodes=_names(trace, below - set(found)),
+        outputs=_outputs(trace, below),
+        decisions=tuple(trace.flow_steps[number] for number in sorted(steps)),
+        under=_names(trace, nested - below),
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class ReceptiveField:
+    """Which elements of the inputs some elements of a value depend on.
+
+    Attributes:
+        node: the value, by its name in the mirror.
+        masks: by input, True where an element counts.
+        coarse: by node of the mirror: ops of which nothing more is known than that all they give
+            may depend on all that they are given, and why. Where there are none the field is
+            exact along the recorded path.
+        decisions: the branches and loops that decide whether the value is computed, and that
+            depend on values of the inputs; they are not in the masks.
+    """
+
+    node: str
+    masks: Mapping[str, Tensor] = field(repr=False)
+    coarse: Mapping[str, str] = field(default_factory=dict)
+    decisions: tuple[FlowStep, ...] = ()
+
+    @property
+    def mask(self) -> Tensor:
+        """The mask, if there is only one input.
+
+        Raises:
+            InputError: there are several.
+        """
+        if len(self.masks) != 1:
+            raise InputError(f"there are several inputs: {', '.join(map(repr, self.masks))}")
+        return next(iter(self.masks.values()))
+
+    def bounds(self, name: str | None = None) -> tuple[slice, ...] | None:
+        """Return the smallest block of an input that has the field in it; None if it is empty."""
+        mask = self.mask if name is None else self.masks[name]
+        places = mask.nonzero()
+        if not len(places):
+            return None
+        low, high = places.min(0).values.tolist(), places.max(0).values.tolist()
+        return tuple(slice(a, b + 1) for a, b in zip(low, high, strict=True))
+
+    def size(self, name: str | None = None) -> tuple[int, ...]:
+        """Return the lengths of that block along each axis; zeros if it is empty."""
+        bounds = self.bounds(name)
+        if bounds is None:
+            return (0,) * (self.mask if name is None else self.masks[name]).dim()
+        return tuple(part.stop - part.start for part in bounds)
+
+    def __repr__(self) -> str:
+        shown = ", ".join(
+            f"{name}: {int(mask.sum())} of {mask.numel()} elements, block {self.size(name)}"
+            for name, mask in self.masks.items()
+        )
+        more = f", {len(self.coarse)} coarse ops" if self.coarse else ""
+        return f"<ReceptiveField of {self.node}: {shown}{more}>"
+
+
+def receptive_field(
+    model: Callable[..., Any],
+    inputs: Any,
+    index: Any,
+    node: Any = "output",
+    *,
+    of: str | Iterable[str] | None = None,
+    seed: int = 0,
+) -> ReceptiveField:
+    """Return which elements of the inputs an element of a value depends on.
+
+    Elements are followed op by op along the path that the model takes for these inputs, and go
+    on where an op can give something else. What comes from the inputs is varied for that, so that
+    a relu that is 0 here, or the place of a maximum, hides nothing. Weights and masks are what
+    they are: a weight of zero, or a causal mask, lets nothing through. So the field is that of
+    the architecture with these weights, along this path, and not of the values; what one op undoes
+    of another (a transform and its inverse) counts all the same. What decides the path is listed
+    in `decisions`.
+
+    Args:
+        model: a module or function. It is called once.
+        inputs: what it is called with; see `Call.of`. Small ones are enough: the time grows with
+            the number of elements in the field.
+        index: of the element, or elements, of the value: as a tensor is indexed.
+        node: the value; see `ancestry`. It has to be one tensor.
+        of: which inputs; None for all tensors of numbers.
+        seed: for the values that are tried.
+
+    Returns:
+        A `ReceptiveField`. An element in a mask can make a difference for the element asked
+        about, unless there are `coarse` ops on the way.
+
+    Raises:
+        NodePathError: there is no such node.
+        InputError: something given makes no sense.
+
+    Example:
+        >>> import torch
+        >>> model = torch.nn.Sequential(torch.nn.Conv1d(1, 2, 3), torch.nn.ReLU(),
+        ...                             torch.nn.Conv1d(2, 1, 3, stride=2))
+        >>> field = receptive_field(model, torch.zeros(1, 1, 16), (0, 0, 2))
+        >>> field.bounds()
+        (slice(0, 1, None), slice(0, 1, None), slice(4, 9, None))
+    """
+    call = Call.of(inputs)
+    trace = run_trace(model, call.args, dict(call.kwargs), SaveOptions(save="all"))
+    target, element = _value_of(trace, node)
+    sources = _sources(trace, of)
+    asked = _asked(trace, target, element, index)
+    elements = Elements(trace, list(sources.values()), seed)
+    writer = trace.recording.output_reads.get(target) if _is_output(node) else None
+    if writer is not None and elements.is_all_of(writer, target):
+        target, element, writer = writer, (), None
+    masks = {}
+    with torch.no_grad():
+        for name, source in sources.items():
+            meta = trace.ops[source].meta
+
+            def matters(mask: Tensor, source: int = source) -> bool:
+                if writer is not None:  # it was written to later, through another view
+                    return elements.reaches({source: mask}, (target, writer))
+                marks = elements.follow({source: mask}, target)
+                for key in element:
+                    marks = marks[key] if isinstance(marks, tuple) else marks
+                if not isinstance(marks, Tensor):
+                    return bool(marks)
+                return bool((marks & asked).any())
+
+            whole = torch.ones(meta.shape, dtype=torch.bool, device=meta.device)
+            masks[name] = bisected(whole, matters)
+    last = target if writer is None else max(target, writer)
+    coarse = {trace.names[i]: why for i, why in elements.coarse.items() if i <= last}
+    if writer is not None:
+        coarse[trace.names[writer]] = "it writes into the value through another view"
+    return ReceptiveField(
+        trace.names[target], masks, coarse, _deciding(trace, last, elements.reached)
+    )
+
+
+def _is_output(node: Any) -> bool:
+    return isinstance(node, str) and node.replace("|", ".").split(".")[0] == "output"
+
+
+def _deciding(trace: Trace, target: int, reached: set[int]) -> tuple[FlowStep, ...]:
+    """Return the steps up to a value whose conditions depend on values of the inputs."""
+    guards = trace.recording.tape.guards
+    return tuple(
+        step
+        for step in trace.flow_steps
+        if step.guard is not None
+        and guards[step.guard].index in reached
+        and guards[step.guard].index <= target
+        and trace.ops[guards[step.guard].index].target not in _NO_VALUES
+    )
+
+
+def _trace_of(model: Any, inputs: Any) -> Trace:
+    if isinstance(model, Trace):
+        if inputs is not None:
+            raise InputError("a trace has its inputs: leave inputs= out")
+        return model
+    if inputs is None:
+        raise InputError("say with inputs= what the model is called with, or give a trace")
+    call = Call.of(inputs)
+    return run_trace(model, call.args, dict(call.kwargs), None)
+
+
+def _data_graph(trace: Trace) -> nx.DiGraph[int]:
+    """Return how values flow between ops, memory included and sizes not."""
+    graph: nx.DiGraph[int] = nx.DiGraph()
+    for op in trace.ops:
+        graph.add_node(op.index)
+        if op.target in _NO_VALUES:
+            continue
+        for ref in refs_in((op.args, op.kwargs)):
+            graph.add_edge(ref.index, op.index)
+        for writer in op.reads.values():
+            graph.add_edge(writer, op.index)
+    return graph
+
+
+def _decisions_over(
+    trace: Trace, kept: dict[int, set[int]], ops: set[int]
+) -> tuple[set[int], set[int]]:
+    """Return the steps under which ops run, and the ops of their conditions."""
+    positions = {name: index for index, name in enumerate(trace.names)}
+    steps, conditions = set(), set()
+    for condition, target, number in trace.graph.control_edges():
+        if positions.get(target) in ops:
+            steps.add(number)
+            conditions.add(positions[condition])
+    for number, others in kept.items():
+        guard = trace.flow_steps[number].guard
+        if others & ops and guard is not None:
+            steps.add(number)
+            conditions.add(trace.recording.tape.guards[guard].index)
+    return steps, conditions
+
+
+def _names(trace: Trace, ops: Iterable[int]) -> tuple[str, ...]:
+    return tuple(trace.names[index] for index in sorted(ops))
+
+
+def _named(trace: Trace, ops: Iterable[int], kind: OpKind) -> tuple[str, ...]:
+    found = (trace.ops[index] for index in sorted(ops))
+    return tuple(trace.names[op.index] for op in found if op.kind is kind)
+
+
+def _outputs(trace: Trace, ops: set[int]) -> tuple[str, ...]:
+    written = set(trace.recording.output_reads.values())
+    return tuple(
+        path
+        for path, index, _ in trace._tree.outputs
+        if index is not None and (index in ops or written & ops & _writers(trace, index))
+    )
+
+
+def _writers(trace: Trace, index: int) -> set[int]:
+    """Return the ops that wrote into what the model gives, after it was made."""
+    reads = trace.recording.output_reads
+    return {writer for read, writer in reads.items() if read == index}
+
+
+def _ops_of(trace: Trace, node: Any) -> list[int]:
+    """Return the ops that give what is meant by a node."""
+    if isinstance(node, (list, tuple, set, frozenset)):
+        if not node:
+            raise InputError("no node is given")
+        return sorted({index for item in node for index in _ops_of(trace, item)})
+    name = node.name if isinstance(node, NodeRef) else getattr(node, "_path", node)
+    if not isinstance(name, str):
+        raise InputError(f"a node is told by a name or path, not by {node!r}")
+    outputs = [(path, index) for path, index, _ in trace._tree.outputs if index is not None]
+    name = name.replace("|", ".") if name.startswith("output|") else name
+    found = [i for path, i in outputs if path == name or path.startswith(f"{name}.")]
+    if found:
+        return sorted(set(found))
+    if name in trace.names:
+        return [trace.names.index(name)]
+    paths = {op.index: trace._tree.path_of(op.index) for op in trace.ops}
+    found = [i for i, path in paths.items() if path == name or path.rpartition(":")[0] == name]
+    found += [
+        op.index for op in trace.ops
+        if op.kind is OpKind.STATE and str(op.target).removeprefix("self.") == name
+    ]  # fmt: skip
+    for number, call in enumerate(trace.module_calls):
+        if name and name in (call.path, trace._tree.call_path(number)):
+            found += [ref.index for ref in refs_in(call.output)]
+    if not found:
+        known = [*trace.names, *paths.values(), *(call.path for call in trace.module_calls)]
+        near = ", ".join(map(repr, get_close_matches(name, [k for k in known if k], n=3)))
+        raise NodePathError(
+            f"the run has no node {name!r}" + (f"; did you mean {near}?" if near else ""), name
+        )
+    return sorted(set(found))
+
+
+def _value_of(trace: Trace, node: Any) -> tuple[int, tuple[Any, ...]]:
+    """Return the op that gives one tensor, and where that is in what it gives."""
+    outputs = {path: (i, element) for path, i, element in trace._tree.outputs if i is not None}
+    said = node.replace("|", ".") if isinstance(node, str) else node
+    if isinstance(said, str) and said in outputs:
+        return outputs[said]
+    found = _ops_of(trace, node)
+    tensors = [i for i in found if isinstance(trace.ops[i].meta, TensorMeta)]
+    if len(tensors) != 1:
+        listed = ", ".join(_names(trace, tensors or found))
+        hint = f", such as {next(iter(outputs))!r}" if node == "output" and outputs else ""
+        raise InputError(f"{node!r} is not one tensor but {listed}: name one of them{hint}")
+    return tensors[0], ()
+
+
+def _sources(trace: Trace, of: str | Iterable[str] | None) -> dict[str, int]:
+    inputs = {
+        trace.names[op.index]: op.index
+        for op in trace.ops
+        if op.kind is OpKind.INPUT and isinstance(op.meta, TensorMeta)
+    }
+    if of is None:
+        found = inputs
+    else:
+        wanted = [of] if isinstance(of, str) else list(of)
+        wrong = [name for name in wanted if name not in inputs]
+        if wrong:
+            raise InputError(f"no input is called {wrong[0]!r}; there are {', '.join(inputs)}")
+        found = {name: inputs[name] for name in wanted}
+    if not found:
+        raise InputError("the model is given no tensors")
+    return found
+
+
+def _asked(trace: Trace, target: int, element: tuple[Any, ...], index: Any) -> Tensor:
+    meta = trace.ops[target].meta
+    for key in element:
+        meta = meta[key]
+    mask = torch.zeros(meta.shape, dtype=torch.bool, device=meta.device)
+    try:
+        mask[index] = True
+    except (IndexError, TypeError) as error:
+        raise InputError(f"{index!r} is no index into {tuple(meta.shape)}: {error}") from None
+    if not mask.any():
+        raise InputError(f"{index!r} means no element of {tuple(meta.shape)}")
+    return mask

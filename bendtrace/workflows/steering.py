@@ -1,0 +1,569 @@
+"""Steering vectors: directions from differences of means, and adding them while a model runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from bendtrace.calls import Call, bended_of, calls_of, required_bended
+from bendtrace.errors import InputError
+from bendtrace.interject.bends.parameter import Expression, value_of
+from bendtrace.interject.candidate import Candidate
+from bendtrace.interject.errors import InterjectionError
+from bendtrace.interject.insertion import Insertion
+from bendtrace.interject.interjection import Inputs, Interjection, NodePass
+from bendtrace.interject.report import Report
+from bendtrace.interject.structure import describe
+from bendtrace.interject.where import describe_where
+from bendtrace.module import BendedModule
+from bendtrace.recording.serving import served_by
+
+__all__ = ["Steering", "SteeringVectors", "steer", "steering_vector"]
+
+
+@dataclass(frozen=True)
+class SteeringVectors:
+    """Directions, by node path, and what they were made of.
+
+    Attributes:
+        vectors: a vector for each node, of the size of its last axis.
+        positive: the mean over the positive examples, in double precision.
+        negative: that over the negative ones.
+        counts: how many examples there were of each, positive first.
+    """
+
+    vectors: dict[str, Tensor]
+    positive: dict[str, Tensor] = field(repr=False)
+    negative: dict[str, Tensor] = field(repr=False)
+    counts: tuple[int, int]
+
+    @property
+    def vector(self) -> Tensor:
+        """The vector, if there is only one.
+
+        Raises:
+            InputError: there are several.
+        """
+        if len(self.vectors) != 1:
+            listed = ", ".join(map(repr, self.vectors))
+            raise InputError(f"there are several vectors: name one of {listed}")
+        return next(iter(self.vectors.values()))
+
+    def __getitem__(self, path: str) -> Tensor:
+        return self.vectors[path]
+
+    def __repr__(self) -> str:
+        shown = ", ".join(f"{path}: norm {v.norm():.4g}" for path, v in self.vectors.items())
+        return f"<SteeringVectors of {self.counts[0]} and {self.counts[1]} examples: {shown}>"
+
+
+def steering_vector(
+    model: Callable[..., Any],
+    positive: Any,
+    negative: Any,
+    where: Any,
+    *,
+    position: int | slice | Callable[[Tensor, Call], Tensor] | None = -1,
+    reduce: str | Callable[[Tensor, Tensor], Tensor] = "mean",
+) -> SteeringVectors:
+    """Return the difference of the means of activations over two sets of inputs.
+
+    The direction of Turner et al., "Activation Addition" (2023), and of Rimsky et al., "Steering
+    Llama 2 via Contrastive Activation Addition" (2023). Batches are gone through one by one;
+    sums are kept in double precision, and nothing else.
+
+    Args:
+        model: a module, a function or a `BendedModule`.
+        positive: inputs (see `Call.of`), or a list or another iterable of inputs, such as a
+            `DataLoader`. A tuple is the arguments of one call.
+        negative: the same for the other set.
+        where: nodes; see `BendedModule.interject`. Each has to give one tensor.
+        position: which position of the second axis, for values of three and more axes (batch,
+            position, size); a slice for the mean over several; None for the mean over all
+            axes but the last; or a function of the value and the `Call` (which has the attention
+            mask, say) that returns a row for each example: (examples, size).
+        reduce: "mean", or a function of all rows of both sets, (examples, size) each, that
+            returns a vector. It needs all rows in memory.
+
+    Returns:
+        `SteeringVectors`, for each node and pass.
+
+    Raises:
+        InputError: an option makes no sense, a set is empty, or what a node gives does not fit.
+
+    Example:
+        >>> import torch
+        >>> model = torch.nn.Sequential(torch.nn.Identity(), torch.nn.Linear(2, 1))
+        >>> one, other = torch.tensor([[1.0, 3.0], [3.0, 3.0]]), torch.zeros(4, 2)
+        >>> found = steering_vector(model, one, other, "0", position=None)
+        >>> found.vector
+        tensor([2., 3.])
+    """
+    if reduce != "mean" and not callable(reduce):
+        raise InputError(
+            f"reduce= is 'mean' or a function of the rows of both sets, not {reduce!r}"
+        )
+    if isinstance(position, bool) or not (
+        position is None or isinstance(position, (int, slice)) or callable(position)
+    ):
+        raise InputError(
+            f"position= is a position, a slice, None or a function of the value, not {position!r}"
+        )
+    bended = bended_of(model)
+    sums = [
+        _Sums(bended, batches, where, position, keeps_rows=callable(reduce))
+        for batches in (positive, negative)
+    ]
+    one, other = sums
+    for mine, theirs in ((one, other), (other, one)):
+        mine.name_as(theirs)
+    if one.totals.keys() != other.totals.keys():
+        odd = min(one.totals.keys() ^ other.totals.keys())
+        raise InputError(f"only one of the two sets comes by {odd!r}: the paths differ")
+    vectors = {}
+    for path in _in_order(one.totals):
+        if callable(reduce):
+            made = reduce(torch.cat(one.rows[path]), torch.cat(other.rows[path]))
+            if not isinstance(made, Tensor) or made.dim() != 1:
+                raise InputError(f"reduce= has to return a vector, not {describe(made)}")
+            vectors[path] = made
+        else:
+            vectors[path] = (one.mean(path) - other.mean(path)).to(one.dtypes[path])
+    return SteeringVectors(
+        vectors,
+        {path: one.mean(path) for path in vectors},
+        {path: other.mean(path) for path in vectors},
+        (one.count, other.count),
+    )
+
+
+def _in_order(paths: Iterable[str]) -> list[str]:
+    """Return node paths with the passes of each one after another."""
+    split = [path.partition(":") for path in paths]
+    nodes = {node: place for place, (node, _, _) in reversed([*enumerate(split)])}
+    split.sort(key=lambda parts: (nodes[parts[0]], int(parts[2] or 0)))
+    return ["".join(parts) for parts in split]
+
+
+class _Sums:
+    """Sums over what nodes give, along a loader."""
+
+    def __init__(
+        self, bended: BendedModule, batches: Any, where: Any, position: Any, keeps_rows: bool
+    ) -> None:
+        self.totals: dict[str, Tensor] = {}
+        self.counts: dict[str, int] = {}
+        self.dtypes: dict[str, torch.dtype] = {}
+        self.rows: dict[str, list[Tensor]] = {}
+        for call in calls_of(batches):
+            with torch.no_grad():
+                found = bended.get_activations(
+                    where, args=call.args, kwargs=dict(call.kwargs), allow_none=True
+                )
+            for path, value in found.items():
+                rows = _rows(value, call, position, path)
+                self.dtypes.setdefault(path, value.dtype)
+                total = rows.to(torch.float64).sum(0)
+                self.totals[path] = self.totals[path] + total if path in self.totals else total
+                self.counts[path] = self.counts.get(path, 0) + len(rows)
+                if keeps_rows:
+                    self.rows.setdefault(path, []).append(rows)
+        self.name_as(self)
+        if not any(self.counts.values()):
+            raise InputError(f"no example of one of the two sets comes by {where!r}")
+
+    def name_as(self, other: _Sums) -> None:
+        """Call the only pass of some calls the first, where others have several."""
+        for path in [path for path in self.totals if f"{path}:1" in other.totals]:
+            first = f"{path}:1"
+            total, count = self.totals.pop(path), self.counts.pop(path)
+            self.totals[first] = self.totals[first] + total if first in self.totals else total
+            self.counts[first] = self.counts.get(first, 0) + count
+            self.dtypes[first] = self.dtypes.pop(path)
+            self.rows.setdefault(first, []).extend(self.rows.pop(path, []))
+
+    @property
+    def count(self) -> int:
+        """How many rows there were, at most."""
+        return max(self.counts.values())
+
+    def mean(self, path: str) -> Tensor:
+        """Return the mean of the rows of a node, in double precision."""
+        return self.totals[path] / self.counts[path]
+
+
+def _rows(value: Any, call: Call, position: Any, path: str) -> Tensor:
+    if not isinstance(value, Tensor) or value.dim() < 2 or not value.is_floating_point():
+        raise InputError(
+            f"{path} gives {describe(value)}, and a tensor of floating point numbers with an axis "
+            "of examples is wanted; of a container, name a part: 'path|sub_0'"
+        )
+    if callable(position):
+        rows = position(value, call)
+        if not isinstance(rows, Tensor) or rows.dim() != 2:
+            raise InputError(f"position= has to return (examples, size), not {describe(rows)}")
+        return rows
+    if position is None:
+        return value.flatten(1, -2).mean(1) if value.dim() > 2 else value
+    if value.dim() < 3:
+        raise InputError(
+            f"{path} gives {tuple(value.shape)}, which has no axis of positions: give position=None"
+        )
+    try:
+        taken = value[:, position]
+    except IndexError:
+        raise InputError(
+            f"there is no position {position} in what {path} gives, {tuple(value.shape)}"
+        ) from None
+    if isinstance(position, slice) and not taken.shape[1]:
+        raise InputError(f"{position} is empty in what {path} gives, {tuple(value.shape)}")
+    return taken.flatten(1, -2).mean(1) if taken.dim() > 2 else taken
+
+
+class _Steps(Interjection):
+    """Counts the calls of the model within one call of a method of it, such as `generate`."""
+
+    observes = True
+    self_contained = True
+    label = "steps"
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._generation: object = None
+        self._counting = False
+        self._number = 0
+
+    @property
+    def number(self) -> int:
+        """Which step it is: 0 before the first call of the model."""
+        # A part of the model, such as an encoder, can be called before the model itself.
+        return self._number if self._current() is self._generation else 0
+
+    def before(self, at: NodePass, inputs: Inputs) -> None:
+        """Count a call."""
+        generation = self._current()
+        known = generation is not None and generation is self._generation
+        self._number = self._number + 1 if known else 0
+        self._generation = generation
+
+    def _current(self) -> object:
+        """Return something that stands for the generation at hand; None outside of any."""
+        if self._counting:
+            return self
+        # It is kept here, so that another one cannot have its identity.
+        return served_by(self._model)
+
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        """Within it, calls of the model are the steps of one generation."""
+        if self._counting:
+            raise InputError("the steps of a generation are counted already")
+        self._counting, self._generation, self._number = True, None, 0
+        try:
+            yield
+        finally:
+            self._counting, self._generation, self._number = False, None, 0
+
+
+class _Adds(Interjection):
+    """Adds a vector."""
+
+    self_contained = True
+    label = "steer"
+
+    def __init__(
+        self,
+        vector: Tensor | Expression,
+        scale: Any,
+        positions: Any,
+        steps: Callable[[int], bool],
+        counter: _Steps,
+        normalise: str | None,
+    ) -> None:
+        self._vector = vector
+        self._scale = scale
+        self._positions = positions
+        self._steps = steps
+        self._counter = counter
+        self._normalise = normalise
+
+    def after(self, at: NodePass, inputs: Inputs, output: Any) -> Any:
+        """Add it, if this is the step for it."""
+        if not self._steps(self._counter.number):
+            return None
+        if not isinstance(output, Tensor):
+            raise InterjectionError(
+                f"steer at {at.path}: it gives {describe(output)}; name the tensor in it, such as "
+                f"'{at.path}.output|sub_0'",
+                at.path,
+            )
+        vector: Any = value_of(self._vector)
+        vector = vector.to(device=output.device, dtype=output.dtype)
+        if self._normalise == "vector":
+            vector = vector / vector.norm(dim=-1, keepdim=True)
+        added = value_of(self._scale) * vector
+        if self._positions is None:
+            return self._kept(self._plus(output, added, at), output)
+        positions = self._positions(output) if callable(self._positions) else self._positions
+        index = _index(positions, output, at)
+        made = output.clone()
+        taken = output[index]
+        made[index] = self._kept(self._plus(taken, added, at), taken)
+        return made
+
+    def _plus(self, value: Tensor, added: Tensor, at: NodePass) -> Tensor:
+        try:
+            made = value + added
+        except RuntimeError:
+            made = None
+        if made is None or made.shape != value.shape:
+            raise InterjectionError(
+                f"steer at {at.path}: a vector of shape {tuple(added.shape)} cannot be added to "
+                f"{tuple(value.shape)}",
+                at.path,
+            )
+        return made
+
+    def _kept(self, made: Tensor, value: Tensor) -> Tensor:
+        if self._normalise != "value":
+            return made
+        longer: Tensor = value.norm(dim=-1, keepdim=True) / made.norm(dim=-1, keepdim=True)
+        return made * longer
+
+
+def _index(positions: Any, value: Tensor, at: NodePass) -> Any:
+    """Return what leads to positions of the second axis.
+
+    Raises:
+        InterjectionError: there are no such positions in this pass.
+    """
+    if value.dim() < 2:
+        raise InterjectionError(
+            f"steer at {at.path}: {tuple(value.shape)} has no axis of positions; leave positions= "
+            "out",
+            at.path,
+        )
+    if isinstance(positions, slice):
+        return slice(None), positions
+    if isinstance(positions, Tensor) and positions.dtype is torch.bool:
+        if positions.shape == value.shape[1:2]:
+            return slice(None), positions.to(value.device)
+        if positions.shape == value.shape[:2]:
+            return positions.to(value.device)
+        raise InterjectionError(
+            f"steer at {at.path}: a mask of shape {tuple(positions.shape)} fits neither the "
+            f"positions nor the examples and positions of {tuple(value.shape)}",
+            at.path,
+        )
+    listed = [positions] if isinstance(positions, int) else [int(p) for p in positions]
+    length = value.shape[1]
+    beyond = [p for p in listed if not -length <= p < length]
+    if beyond:
+        raise InterjectionError(
+            f"steer at {at.path}: there is no position {beyond[0]} among the {length} of this "
+            "pass; with a cache later passes only see new tokens: give steps='prompt', or "
+            "positions from the end",
+            at.path,
+        )
+    return slice(None), torch.tensor(listed, device=value.device)
+
+
+class Steering:
+    """Vectors that are added while the model runs, until they are removed; a context manager.
+
+    Attributes:
+        model: the `BendedModule` to call.
+    """
+
+    def __init__(
+        self, bended: BendedModule, insertions: tuple[Insertion, ...], counter: _Steps
+    ) -> None:
+        self.model = bended
+        self._insertions = insertions
+        self._counter = counter
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the model."""
+        return self.model(*args, **kwargs)
+
+    def remove(self) -> None:
+        """Add nothing more. Doing so twice is no error."""
+        self.model._board.remove(*self._insertions)
+
+    def reports(self) -> list[Report]:
+        """Say for each vector at which nodes it was, and whether it changed anything."""
+        return [insertion.report() for insertion in self._insertions[1:]]
+
+    @contextmanager
+    def generation(self) -> Iterator[None]:
+        """Within it, calls of the model are the steps of one generation, the first the prompt.
+
+        For loops written by hand: within `generate()`, and every other method of the model, steps
+        are counted anyway.
+        """
+        with self._counter.counted():
+            yield
+
+    def __repr__(self) -> str:
+        where = ", ".join(describe_where(insertion.where) for insertion in self._insertions[1:])
+        active = all(insertion.active for insertion in self._insertions)
+        return f"<Steering at {where}{'' if active else ', removed'}>"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        try:
+            if kind is None:
+                for insertion in self._insertions[1:]:
+                    insertion.warn_if_never_fired(3)
+        finally:
+            self.remove()
+
+
+def steer(
+    model: BendedModule,
+    vectors: Tensor | Expression | Mapping[str, Tensor] | SteeringVectors,
+    where: Any = None,
+    *,
+    scale: float | Tensor | Expression = 1.0,
+    positions: Any = None,
+    steps: Any = "all",
+    normalise: bool | str = False,
+) -> Steering:
+    """Add vectors to what nodes give, from now on: `value + scale * vector`.
+
+    Args:
+        model: a `BendedModule`.
+        vectors: a vector of the size of the last axis (or anything that can be added), or several
+            by node path. One that is a `BendingParameter` can be changed while it is there.
+        where: the nodes, for one vector; see `BendedModule.interject`. Not for several.
+        scale: a number, or a `BendingParameter`.
+        positions: which positions of the second axis, of what the pass at hand gives: a number
+            (negative ones from the end), several, a slice, a mask of positions or of examples and
+            positions, or a function of the value that returns one of these. None for all. With a
+            cache, passes after the prompt have one position.
+        steps: in which calls of the model within one call of `generate` (or another method):
+            "all", "prompt" (the first one), "new" (the others), numbers counted from 0, a slice
+            (`slice(2, None)`: from step 2 on), or a function of the number. A call of the model
+            itself is a prompt; see `Steering.generation` for loops by hand.
+        normalise: "vector" (or True) to give the vector length 1 before it is scaled, "value"
+            to bring the sum back to the length that the value had, position by position.
+
+    Returns:
+        A handle, which is also a context manager.
+
+    Raises:
+        InputError: something given makes no sense.
+        NodePathError: there are no such nodes.
+
+    Example:
+        >>> import torch, bendtrace as bt
+        >>> bended = bt.BendedModule(torch.nn.Sequential(torch.nn.Identity(), torch.nn.ReLU()))
+        >>> x = torch.zeros(1, 3, 2)
+        >>> with steer(bended, torch.tensor([1.0, -1.0]), "0", scale=2, positions=-1):
+        ...     bended(x)
+        tensor([[[0., 0.],
+                 [0., 0.],
+                 [2., 0.]]])
+    """
+    wanted = _by_place(vectors, where)
+    chosen = _chooser(steps)
+    if normalise not in (False, True, None, "vector", "value"):
+        raise InputError(f"normalise= is 'vector' or 'value', or False, not {normalise!r}")
+    norm = "vector" if normalise is True else normalise or None
+    if isinstance(scale, bool) or not isinstance(scale, (int, float, Tensor, Expression)):
+        raise InputError(f"scale= is a number or a BendingParameter, not {scale!r}")
+    _check_positions(positions)
+    bended = required_bended(model, "what is steered")
+    counter = _Steps(bended.model)
+    board = bended._board
+    made = [board.make(_is_root, counter, allow_none=True)]
+    for place, vector in wanted:
+        adds = _Adds(vector, scale, positions, chosen, counter, norm)
+        made.append(board.make(place, adds))
+    board.add(*made)
+    return Steering(bended, tuple(made), counter)
+
+
+def _by_place(vectors: Any, where: Any) -> list[tuple[Any, Any]]:
+    if isinstance(vectors, SteeringVectors):
+        vectors = vectors.vectors if where is None else vectors.vector
+    if isinstance(vectors, Mapping):
+        if not vectors:
+            raise InputError("there are no vectors")
+        if where is not None:
+            raise InputError("vectors by node path say where themselves: leave where= out")
+        found = list(vectors.items())
+    elif where is None:
+        raise InputError("say with where= at which nodes the vector is to be added")
+    else:
+        found = [(where, vectors)]
+    for _, vector in found:
+        if not isinstance(vector, (Tensor, Expression)):
+            raise InputError(f"a steering vector is a tensor or a BendingParameter, not {vector!r}")
+        value = value_of(vector)
+        if not isinstance(value, Tensor) or not value.dim():
+            raise InputError(f"a steering vector has at least one axis, and {value!r} has none")
+    return found
+
+
+def _check_positions(positions: Any) -> None:
+    if positions is None or isinstance(positions, slice) or callable(positions):
+        return
+    if isinstance(positions, int) and not isinstance(positions, bool):
+        return
+    if isinstance(positions, Tensor) and not positions.is_floating_point():
+        return
+    if (
+        isinstance(positions, (list, tuple, range))
+        and positions
+        and all(isinstance(p, int) and not isinstance(p, bool) for p in positions)
+    ):
+        return
+    raise InputError(
+        f"positions= takes numbers, a slice, a mask or a function of the value, not {positions!r}"
+    )
+
+
+def _chooser(steps: Any) -> Callable[[int], bool]:
+    if steps == "all" or steps is None:
+        return lambda number: True
+    if steps == "prompt":
+        return lambda number: number == 0
+    if steps == "new":
+        return lambda number: number > 0
+    if isinstance(steps, int) and not isinstance(steps, bool) and steps >= 0:
+        return lambda number: number == steps
+    if isinstance(steps, slice):
+        start, stop, step = steps.start or 0, steps.stop, steps.step or 1
+        parts = [part for part in (start, stop, step) if part is not None]
+        if all(type(part) is int and part >= 0 for part in parts) and step > 0:
+            return lambda number: (
+                number >= start and (stop is None or number < stop) and (number - start) % step == 0
+            )
+    elif isinstance(steps, (list, tuple, set, frozenset, range)):
+        numbers = frozenset(steps)
+        if all(type(number) is int and number >= 0 for number in numbers):
+            return lambda number: number in numbers
+    elif callable(steps):
+        return lambda number: bool(steps(number))
+    raise InputError(
+        "steps= is 'all', 'prompt', 'new', numbers counted from 0, a slice without negative "
+        f"numbers, or a function of the number, not {steps!r}: nobody knows the last step yet"
+    )
+
+
+def _is_root(node: Candidate) -> bool:
+    return node.path == ""

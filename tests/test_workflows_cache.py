@@ -1,0 +1,499 @@
+"""run_with_cache: activations by node paths, nnsight's paths and TransformerLens's names."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import bendtrace as bt
+from bendtrace.workflows import (
+    ActivationCache,
+    Alias,
+    Aliases,
+    run_with_cache,
+    transformer_lens_aliases,
+)
+from tests.lens_models import Patient, Transformer, hooked, made, same, tokens, untouched
+
+
+def hooks_on(model: nn.Module, call: Callable[[], Any]) -> tuple[Any, dict[str, list[Any]]]:
+    """Call with forward hooks on all modules, and keep what they were given and gave."""
+    found: dict[str, list[Any]] = {}
+    handles = []
+    for name, module in model.named_modules():
+
+        def hook(m: nn.Module, args: Any, kwargs: Any, out: Any, name: str = name) -> None:
+            given = [*args, *kwargs.values()]
+            if given:
+                found.setdefault(f"{name}.input", []).append(_copied(given[0]))
+            found.setdefault(f"{name}.output", []).append(_copied(out))
+
+        handles.append(module.register_forward_hook(hook, with_kwargs=True))
+    try:
+        with torch.no_grad():
+            return call(), found
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, (tuple, list)):
+        return type(value)(map(_copied, value))
+    return value.detach().clone() if isinstance(value, Tensor) else value
+
+
+def test_all_that_modules_gave_and_were_given_is_that_of_hooks() -> None:
+    model = made(Transformer)
+    x = tokens()
+    wanted_out, wanted = hooks_on(model, lambda: model(x))
+    with untouched(model):
+        out, cache = run_with_cache(model, x)
+    same(out.detach(), wanted_out)
+    for name, values in wanted.items():
+        stem, _, part = name.rpartition(".")
+        key = name if stem else part
+        assert torch.equal(cache[key], values[0]), name
+        assert not cache[key].requires_grad
+    assert "blocks_0.softmax" in cache
+    assert "blocks_0.norm1.layer_norm" in cache
+    weights = cache["blocks_1.softmax"]
+    assert torch.equal(weights.triu(1), torch.zeros_like(weights))
+
+
+NAMED: list[tuple[Any, list[str]]] = [
+    ("blocks.0", ["blocks_0"]),
+    ("blocks.0.output", ["blocks_0"]),
+    ("blocks_0", ["blocks_0"]),
+    ("blocks.0.input", ["blocks_0.input"]),
+    ("blocks_0.input", ["blocks_0.input"]),
+    ("blocks_0.softmax", ["blocks_0.softmax"]),
+    (["ln_f", "blocks.1.up.input"], ["blocks_1.up.input", "ln_f"]),
+    (re.compile(r"blocks\.\d\.up\.(in|out)put"),
+     ["blocks_0.up", "blocks_0.up.input", "blocks_1.up", "blocks_1.up.input"]),
+    (lambda name: name.endswith("norm1.output"), ["blocks_0.norm1", "blocks_1.norm1"]),
+    (lambda name: "softmax" in name, ["blocks_0.softmax", "blocks_1.softmax"]),
+    (nn.Embedding, ["embed"]),
+    (bt.node_selector.Activations.GELU, ["blocks_0.gelu", "blocks_1.gelu"]),
+    ("output", ["output"]),
+    ("input", ["output.input"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("names_filter", "keys"), NAMED)
+@pytest.mark.parametrize("warm", [False, True])
+def test_a_filter_takes_names_patterns_and_functions(
+    names_filter: Any, keys: list[str], warm: bool
+) -> None:
+    bended = bt.BendedModule(made(Transformer))
+    if warm:
+        bended(tokens())
+    _, everything = run_with_cache(made(Transformer), tokens())
+    out, cache = run_with_cache(bended, tokens(), names_filter)
+    assert sorted(cache) == keys
+    for key in keys:
+        assert torch.equal(cache[key], everything[key])
+    same(out, bended.model(tokens()))
+    assert bended.insertions == ()
+
+
+def test_traces_are_shared_with_other_calls() -> None:
+    bended = bt.BendedModule(made(Transformer))
+    for _ in range(3):
+        run_with_cache(bended, tokens(), "blocks.0")
+    assert bended.stats.traces == 1
+    assert bended.stats.replays == 2
+
+
+def test_passes_of_a_loop_have_keys_of_their_own() -> None:
+    model = made(Patient)
+    for seed in range(6):
+        x = tokens(seed=seed)
+        _, wanted = hooks_on(model, lambda x=x: model(x))
+        _, cache = run_with_cache(model, x)
+        values = wanted["block.output"]
+        assert [f"block:{number + 1}" for number in range(len(values))] == [
+            key for key in cache if re.fullmatch(r"block:\d", key)
+        ]
+        for mine, theirs in zip(cache.passes("block"), values, strict=True):
+            assert torch.equal(mine, theirs)
+        assert torch.equal(cache["block:2"], values[1])
+        assert torch.equal(cache["block:2.input"], wanted["block.input"][1])
+        with pytest.raises(bt.NodePathError, match="several times: name one of 'block:1'"):
+            cache["block.output"]
+        assert ("rare" in cache) == ("rare.output" in wanted)
+
+
+def test_what_is_kept_is_as_it_was_also_if_the_model_writes_into_it() -> None:
+    def model(x: Tensor) -> Tensor:
+        h = x * 2
+        g = h.view(-1)
+        h.relu_()
+        g.add_(10)
+        h[0] = 7
+        return h
+
+    x = torch.tensor([-1.0, 2.0])
+    out, cache = run_with_cache(model, x)
+    assert cache["mul"].tolist() == [-2.0, 4.0]
+    assert cache["view"].tolist() == [-2.0, 4.0]
+    assert cache["relu_"].tolist() == [0.0, 4.0]
+    assert cache["add_"].tolist() == [10.0, 14.0]
+    assert out.tolist() == [7.0, 14.0]
+    cache["mul"].zero_()
+    out.zero_()
+    assert cache["add_"].tolist() == [10.0, 14.0]
+    assert x.tolist() == [-1.0, 2.0]
+    kept, again = run_with_cache(model, x)
+    x.zero_()
+    kept.zero_()
+    assert again["mul"].tolist() == [-2.0, 4.0]
+
+
+def test_memory_that_numpy_writes_to_does_not_reach_what_is_kept() -> None:
+    def model(x: Tensor) -> Tensor:
+        h = x * 2
+        array = h.numpy()
+        g = h.view(2)
+        array[0] = 100.0
+        return g + 1
+
+    out, cache = run_with_cache(model, torch.ones(2))
+    assert out.tolist() == [101.0, 3.0]
+    assert cache["mul"].tolist() == [2.0, 2.0]
+    assert cache["view"].tolist() == [2.0, 2.0]
+
+
+def test_a_new_way_that_hands_memory_out_is_noticed() -> None:
+    def model(x: Tensor) -> Tensor:
+        h = x * 2
+        if x.sum() > 5:
+            array = h.numpy()
+            g = h.view(2)
+            array[0] = 100.0
+            return g + 1
+        return h
+
+    bended = bt.BendedModule(model)
+    for _ in range(3):
+        assert run_with_cache(bended, torch.ones(2))[1]["mul"].tolist() == [2.0, 2.0]
+    with pytest.raises(bt.InputError, match="the next call makes copies"):
+        run_with_cache(bended, torch.ones(2) * 9)
+    _, cache = run_with_cache(bended, torch.ones(2) * 9)
+    assert cache["view"].tolist() == [18.0, 18.0]
+    assert bended.insertions == ()
+
+
+def test_nothing_is_copied_before_somebody_writes() -> None:
+    bended = bt.BendedModule(made(Transformer))
+    run_with_cache(bended, tokens(), "blocks.0")
+    _, cache = run_with_cache(bended, tokens(), ["blocks.0", "blocks.1.input"])
+    one, other = cache["blocks.0.output"], cache["blocks.1.input"]
+    address = torch._C._data_address
+    assert address(one) == address(other)
+    one.zero_()
+    assert address(one) != address(other)
+    assert other.abs().sum() > 0
+
+
+def test_weights_that_are_handed_on_are_copied() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.weight.view(2) * x.view(2)
+
+    model, x = Tied(), torch.ones(2)
+    with untouched(model):
+        _, cache = run_with_cache(model, x)
+    view = [key for key in cache if key.startswith("view")]
+    with torch.no_grad():
+        model.weight.fill_(5)
+        x.fill_(5)
+    for key in [*view, "output.input"]:
+        assert cache[key].tolist() == [1.0, 1.0]
+
+
+def test_undetached_ones_have_gradients() -> None:
+    model = made(Transformer)
+    out, cache = run_with_cache(model, tokens(), "blocks.0", detach=False)
+    (grad,) = torch.autograd.grad(out.sum(), cache["blocks.0.output"])
+    kept: list[Tensor] = []
+    with hooked(model.blocks[0], lambda m, a, o: kept.append(o)):
+        again = model(tokens())
+    same(grad, torch.autograd.grad(again.sum(), kept[0])[0])
+
+
+def test_what_is_inserted_is_seen() -> None:
+    model = made(Transformer)
+    bended = bt.BendedModule(model)
+    with bended.interject("blocks.0", lambda v: v * 2):
+        out, cache = run_with_cache(bended, tokens(), ["blocks.0", "blocks.1.input"])
+        assert len(bended.insertions) == 1
+    with hooked(model.blocks[0], lambda m, a, o: o * 2):
+        wanted, hooks = hooks_on(model, lambda: model(tokens()))
+    same(out.detach(), wanted)
+    assert torch.equal(cache["blocks.0.output"], hooks["blocks.1.input"][0])
+    assert torch.equal(cache["blocks.1.input"], hooks["blocks.1.input"][0])
+
+
+def test_inputs_are_those_that_interjections_in_front_made() -> None:
+    class Before(bt.Interjection):
+        def before(self, at: bt.NodePass, inputs: bt.Inputs) -> bt.Inputs:
+            return bt.Inputs((inputs[0] + 1,), inputs.kwargs)
+
+    bended = bt.BendedModule(nn.Sequential(nn.Linear(2, 2)))
+    with bended.interject("0", Before()):
+        _, cache = run_with_cache(bended, torch.zeros(1, 2), "0.input")
+    assert cache["0.input"].tolist() == [[1.0, 1.0]]
+
+
+def test_errors_leave_nothing_behind() -> None:
+    def model(x: Tensor) -> Tensor:
+        y = x.relu()
+        if y.sum() > 1:
+            raise ZeroDivisionError
+        return y
+
+    bended = bt.BendedModule(model)
+    bended(torch.zeros(2))
+    with pytest.raises(ZeroDivisionError):
+        run_with_cache(bended, torch.ones(2))
+    assert bended.insertions == ()
+
+
+@pytest.mark.parametrize(
+    ("names_filter", "error", "message"),
+    [
+        ("blocks.9", bt.NodePathError, "no node 'blocks.9'"),
+        (["blocks.0", "nothing"], bt.NodePathError, "no node 'nothing'"),
+        ([], bt.InputError, "is empty"),
+        (3, bt.InputError, "names_filter= takes"),
+    ],
+)
+@pytest.mark.parametrize("warm", [False, True])
+def test_filters_that_mean_nothing_are_errors(
+    names_filter: Any, error: Any, message: str, warm: bool
+) -> None:
+    bended = bt.BendedModule(made(Transformer))
+    if warm:
+        bended(tokens())
+    with pytest.raises(error, match=message):
+        run_with_cache(bended, tokens(), names_filter)
+    assert bended.insertions == ()
+
+
+def test_a_module_called_output_is_not_taken_for_what_its_parent_gives() -> None:
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.output = nn.Linear(2, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.output(x) * 2
+
+    model, x = nn.Sequential(Layer()), torch.ones(1, 2)
+    with pytest.raises(bt.NodePathError, match="is a module, and also what '0' gives"):
+        run_with_cache(model, x, "0.output")
+    _, cache = run_with_cache(model, x, ["0", "0.output.output"])
+    out = model(x).detach()
+    assert torch.equal(cache["0"], out)
+    assert torch.equal(cache["0.output.output"] * 2, out)
+    with pytest.raises(bt.NodePathError, match="several times"):
+        cache["0.output"]
+
+
+def test_a_function_that_says_no_to_all_gets_a_warning() -> None:
+    with pytest.warns(bt.NeverFiredWarning, match="means"):
+        _, cache = run_with_cache(made(Transformer), tokens(), lambda name: name == "no name")
+    assert not cache
+
+
+def test_a_cache_prints_and_names_what_is_near() -> None:
+    _, cache = run_with_cache(made(Transformer), tokens())
+    assert repr(cache).splitlines()[1].startswith("  output.input: (2, 5) int64")
+    assert "... and" in repr(cache)
+    with pytest.raises(bt.NodePathError, match=r"did you mean 'blocks_1\.gelu'"):
+        cache["blocks_1.gelo"]
+    with pytest.raises(KeyError):
+        cache["nothing at all"]
+    assert isinstance(cache, ActivationCache)
+
+
+# Aliases of one's own
+
+
+def test_a_model_s_own_aliases() -> None:
+    model = made(Transformer)
+    mine = Aliases(
+        {f"resid.{i}": f"blocks.{i}.output" for i in range(2)}
+        | {"heads": Alias("blocks.0.query.output", lambda value: value.unflatten(-1, (2, 4)))},
+        {r"resid\.\d+": "there are two layers"},
+    )
+    _, cache = run_with_cache(model, tokens(), ["resid.1", "heads"], aliases=mine)
+    assert list(cache) == ["resid.1", "heads"]
+    _, everything = run_with_cache(model, tokens(), aliases=mine)
+    assert torch.equal(cache["resid.1"], everything["blocks_1"])
+    assert torch.equal(everything["resid.0"], everything["blocks_0"])
+    assert cache["heads"].shape == (2, 5, 2, 4)
+    with pytest.raises(bt.NodePathError, match="there are two layers"):
+        run_with_cache(model, tokens(), "resid.7", aliases=mine)
+    with pytest.raises(bt.NodePathError, match="there are two layers"):
+        everything["resid.7"]
+    _, by = run_with_cache(model, tokens(), lambda n: n.startswith("resid"), aliases=mine)
+    assert sorted(by) == ["resid.0", "resid.1"]
+    plain = {"last": "blocks.1.output"}
+    assert list(run_with_cache(model, tokens(), "last", aliases=plain)[1]) == ["last"]
+    with pytest.raises(bt.NodePathError, match=r"'gone' stands for 'blocks.9.output'"):
+        run_with_cache(model, tokens(), "gone", aliases={"gone": "blocks.9.output"})
+
+
+def test_aliases_are_checked_and_joined() -> None:
+    one = Aliases({"a": "x"}, {"b": "no b"})
+    both = one | Aliases({"b": "y"}) | {"c": Alias("z", why="c")}
+    assert dict(both) == {"a": Alias("x"), "b": Alias("y"), "c": Alias("z", why="c")}
+    assert both.why_not("b") == "" != one.why_not("b")
+    assert str(one) == "a  x"
+    assert len(transformer_lens_aliases(made(Transformer))) == 0
+    with pytest.raises(bt.InputError, match="an alias is"):
+        Aliases({"a": 3})  # type: ignore[dict-item]
+
+
+# TransformerLens's names
+
+
+pytest.importorskip("transformers", reason="needs the test extra")
+
+
+def language_model(name: str, attention: str = "eager") -> Any:
+    from tests.hf_models import MODELS
+
+    (found,) = (m for m in MODELS if m.name == name)
+    model = found.make()
+    model.set_attn_implementation(attention)
+    return model, found.inputs()
+
+
+def by_definition(name: str, model: Any, batch: Any) -> dict[str, Tensor]:
+    """What TransformerLens's hooks mean, worked out from what the modules of a model were given."""
+    _, seen = hooks_on(model, lambda: model(**batch))
+    found = {}
+    gpt2 = name == "gpt2"
+    prefix = "transformer" if gpt2 else "model"
+    block, attn = ("h", "attn") if gpt2 else ("layers", "self_attn")
+    found["hook_embed"] = (model.transformer.wte if gpt2 else model.model.embed_tokens)(
+        batch["input_ids"]
+    )
+    for i in range(2):
+        at, to = f"{prefix}.{block}.{i}", f"blocks.{i}"
+        pre = seen[f"{at}.input"][0]
+        post = seen[f"{at}.output"][0]
+        attn_out = seen[f"{at}.{attn}.output"][0][0]
+        mlp_out = seen[f"{at}.mlp.output"][0]
+        found |= {
+            f"{to}.hook_resid_pre": pre, f"{to}.hook_attn_out": attn_out,
+            f"{to}.hook_resid_mid": pre + attn_out, f"{to}.hook_mlp_out": mlp_out,
+            f"{to}.hook_resid_post": pre + attn_out + mlp_out,
+            f"{to}.attn.hook_pattern": seen[f"{at}.{attn}.output"][0][1],
+        }  # fmt: skip
+        torch.testing.assert_close(found[f"{to}.hook_resid_post"], post)
+        layer = model.get_submodule(at)
+        if gpt2:
+            normed = layer.ln_1(pre)
+            mixed = (normed @ layer.attn.c_attn.weight + layer.attn.c_attn.bias).view(
+                2, -1, 3, 4, 8
+            )
+            q, k, v = mixed.unbind(2)
+            inner = layer.ln_2(pre + attn_out)
+            up = inner @ layer.mlp.c_fc.weight + layer.mlp.c_fc.bias
+            found |= {
+                f"{to}.ln1.hook_normalized": normed, f"{to}.ln2.hook_normalized": inner,
+                f"{to}.mlp.hook_pre": up, f"{to}.mlp.hook_post": layer.mlp.act(up),
+            }  # fmt: skip
+        else:
+            normed = layer.input_layernorm(pre)
+            heads = [getattr(layer.self_attn, f"{n}_proj")(normed) for n in "qkv"]
+            q, k, v = (h.view(2, -1, h.shape[-1] // 8, 8) for h in heads)
+            inner = layer.post_attention_layernorm(pre + attn_out)
+            gate, linear = layer.mlp.gate_proj(inner), layer.mlp.up_proj(inner)
+            found |= {f"{to}.mlp.hook_pre": gate, f"{to}.mlp.hook_pre_linear": linear,
+                      f"{to}.mlp.hook_post": nn.functional.silu(gate) * linear}  # fmt: skip
+        pattern = found[f"{to}.attn.hook_pattern"]
+        repeated = v.repeat_interleave(4 // v.shape[2], 2)
+        found |= {
+            f"{to}.attn.hook_q": q, f"{to}.attn.hook_k": k, f"{to}.attn.hook_v": v,
+            f"{to}.attn.hook_z": torch.einsum("bhij,bjhd->bihd", pattern, repeated),
+        }  # fmt: skip
+    if gpt2:
+        found["ln_final.hook_normalized"] = model.transformer.ln_f(post)
+    return {key: value.detach() for key, value in found.items()}
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_names_of_transformer_lens_are_what_they_mean(name: str) -> None:
+    model, batch = language_model(name)
+    batch = {**batch, "output_attentions": True}
+    wanted = by_definition(name, model, batch)
+    _, cache = run_with_cache(model, batch)
+    assert set(cache.aliases) == set(wanted)
+    for key, value in wanted.items():
+        torch.testing.assert_close(cache[key], value, rtol=1e-4, atol=1e-5)
+        _, one = run_with_cache(model, batch, key)
+        assert list(one) == [key]
+        assert torch.equal(one[key], cache[key])
+    _, several = run_with_cache(model, batch, lambda hook: hook.endswith("hook_resid_post"))
+    assert list(several) == ["blocks.0.hook_resid_post", "blocks.1.hook_resid_post"]
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_names_without_an_equal_say_why(name: str) -> None:
+    model, batch = language_model(name)
+    bended = bt.BendedModule(model)
+    for hook, why in {
+        "blocks.0.attn.hook_result": "W_O", "blocks.1.hook_q_input": "one tensor",
+        "blocks.0.attn.hook_attn_scores": "-inf", "blocks.0.ln1.hook_scale": "scale",
+        "hook_pos_embed": "wpe|rotations", "blocks.0.attn.hook_rot_q": "rotat",
+        "hook_tokens": "given",
+    }.items():  # fmt: skip
+        with pytest.raises(bt.NodePathError, match=f"no equal in this model: .*({why})"):
+            run_with_cache(bended, batch, hook)
+    if name == "llama":
+        with pytest.raises(bt.NodePathError, match="before it is multiplied"):
+            run_with_cache(bended, batch, "blocks.0.ln1.hook_normalized")
+    with pytest.raises(bt.NodePathError, match=r"no node 'blocks.9.hook_resid_pre'"):
+        run_with_cache(bended, batch, "blocks.9.hook_resid_pre")
+    assert bended.insertions == ()
+
+
+def test_attention_that_is_one_operation_has_no_pattern_to_show() -> None:
+    model, batch = language_model("gpt2", "sdpa")
+    for warm in (False, True):
+        bended = bt.BendedModule(model)
+        if warm:
+            bended(**batch)
+        with pytest.raises(bt.NodePathError, match="attn_implementation='eager'"):
+            run_with_cache(bended, batch, "blocks.0.attn.hook_pattern")
+    _, cache = run_with_cache(model, batch, lambda name: "hook" in name)
+    assert "blocks.0.attn.hook_z" in cache
+    assert "blocks.0.attn.hook_pattern" not in cache
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_paths_as_in_nnsight(name: str) -> None:
+    model, batch = language_model(name)
+    layer = "transformer.h.1" if name == "gpt2" else "model.layers.1"
+    out, cache = run_with_cache(
+        model, batch, [f"{layer}.output", f"{layer}.input", "lm_head.output"]
+    )
+    _, seen = hooks_on(model, lambda: model(**batch))
+    for part in ("input", "output"):
+        assert torch.equal(cache[f"{layer}.{part}"], seen[f"{layer}.{part}"][0])
+    assert torch.equal(cache["lm_head.output"], out.logits)
+    assert len(cache) == 3
