@@ -1,0 +1,232 @@
+"""The batches of a loader: which are this process's own, and which samples are in them."""
+
+from __future__ import annotations
+
+import itertools
+import zlib
+from array import array
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, default_collate
+
+from bendtrace.calls import Call
+from bendtrace.errors import InputError
+from bendtrace.storage.files import crc32
+
+__all__ = ["Batch", "Ids", "batches_of", "ids_of", "mark_of", "part_of", "size_of"]
+
+Ids = Sequence[int] | Sequence[str]
+
+
+class Batch(NamedTuple):
+    """One batch of the loader.
+
+    Attributes:
+        number: how many batches come before it, of all that the loader gives.
+        is_loaded: whether there is a content; not for one that was passed over.
+        content: what the loader gave.
+        indices: a checksum of which items of the data set; 0 where the loader does not tell.
+        size: how many these are; None where the loader does not tell.
+    """
+
+    number: int
+    is_loaded: bool
+    content: Any
+    indices: int
+    size: int | None
+
+
+def batches_of(loader: Iterable[Any], wanted: Callable[[int], bool]) -> Iterator[Batch]:
+    """Yield the batches of a loader.
+
+    A `DataLoader` of items that can be asked for by number does not load those that are not
+    wanted; they come without their content. Others load all.
+
+    Args:
+        loader: anything that gives batches.
+        wanted: says for the number of a batch whether it is; asked once for each, in order.
+    """
+    if not _is_picking(loader):
+        for number, content in enumerate(loader):
+            yield Batch(number, True, content, 0, None)
+        return
+    assert isinstance(loader, DataLoader)
+    picked = _Picked(loader.batch_sampler, wanted)
+    loaded = iter(_like(loader, picked))
+    number = 0
+    while True:
+        content = next(loaded, picked)
+        while picked.seen and not picked.seen[0][0]:
+            _, indices, size = picked.seen.popleft()
+            yield Batch(number, False, None, indices, size)
+            number += 1
+        if content is picked:
+            return
+        _, indices, size = picked.seen.popleft()
+        yield Batch(number, True, content, indices, size)
+        number += 1
+
+
+def _is_picking(loader: Any) -> bool:
+    # What others have made of DataLoader may do more than this class, and is only iterated.
+    return (
+        type(loader) is DataLoader
+        and loader.batch_sampler is not None
+        and not isinstance(loader.dataset, IterableDataset)
+        and getattr(loader, "in_order", True)
+    )
+
+
+def _like(loader: DataLoader[Any], sampler: Any) -> DataLoader[Any]:
+    more: dict[str, Any] = {}
+    dataset, collate = loader.dataset, loader.collate_fn
+    if type(dataset) is TensorDataset and collate is default_collate and not loader.num_workers:
+        if all(type(t) is Tensor and t.layout is torch.strided for t in dataset.tensors):
+            dataset, collate = _AtOnce(dataset.tensors), _as_it_is
+    if loader.num_workers:
+        more = {
+            "prefetch_factor": loader.prefetch_factor,
+            "multiprocessing_context": loader.multiprocessing_context,
+        }
+    return DataLoader(
+        dataset, batch_sampler=sampler, num_workers=loader.num_workers,
+        collate_fn=collate, pin_memory=loader.pin_memory, timeout=loader.timeout,
+        worker_init_fn=loader.worker_init_fn, generator=loader.generator, **more,
+    )  # fmt: skip
+
+
+class _AtOnce(Dataset[Any]):
+    """A `TensorDataset` that gives the same batches without taking them together item by item."""
+
+    def __init__(self, tensors: tuple[Tensor, ...]) -> None:
+        self._tensors = tensors
+
+    def __getitems__(self, indices: list[Any]) -> list[Tensor]:
+        rows = torch.tensor(indices)
+        if rows.dtype is not torch.int64 or (len(rows) and int(rows.min()) < 0):
+            items = [tuple(tensor[index] for tensor in self._tensors) for index in indices]
+            return [torch.stack(parts) for parts in zip(*items, strict=True)]
+        return [tensor.index_select(0, rows).contiguous() for tensor in self._tensors]
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch
+
+
+class _Picked:
+    """The batches of a sampler that are wanted; notes also the others."""
+
+    def __init__(self, sampler: Any, wanted: Callable[[int], bool]) -> None:
+        self.seen: deque[tuple[bool, int, int]] = deque()
+        self._sampler = sampler
+        self._wanted = wanted
+
+    def __iter__(self) -> Iterator[Any]:
+        for number, indices in enumerate(self._sampler):
+            wanted = self._wanted(number)
+            told = indices if type(indices) is list else list(indices)
+            self.seen.append((wanted, _checksum(told), len(told)))
+            if wanted:
+                yield indices
+
+
+def _checksum(indices: list[Any]) -> int:
+    try:
+        return zlib.crc32(array("q", indices).tobytes())
+    except (TypeError, OverflowError):  # a data set can have keys of any kind
+        return zlib.crc32(repr(indices).encode())
+
+
+def size_of(batch: Any, axis: int = 0) -> int | None:
+    """Return how many samples a batch has, by its first tensor; None if there is none.
+
+    Args:
+        batch: as the loader gave it.
+        axis: which axis of the tensor counts the samples.
+    """
+    for tensor in _tensors(batch):
+        if -tensor.dim() <= axis < tensor.dim():
+            return int(tensor.shape[axis])
+    return None
+
+
+def ids_of(batch: Any, said: Any, start: int, size: int | None) -> Ids:
+    """Return the ids of the samples of a batch.
+
+    Args:
+        batch: as the loader gave it.
+        said: None for running numbers; a key of the batch, or a function of it.
+        start: the first of the running numbers.
+        size: how many samples there are.
+
+    Raises:
+        InputError: there are no such ids, or how many cannot be told.
+    """
+    if said is None:
+        if size is None:
+            raise InputError(
+                "how many samples a batch has is told by its first tensor, and there is none in "
+                f"this {type(batch).__name__}: say so with ids=, a key of the batch or a function "
+                "of it that gives one id for each sample"
+            )
+        return range(start, start + size)
+    found = said(batch) if callable(said) else part_of(batch, said, "ids")
+    if isinstance(found, Tensor):
+        found = found.tolist()
+    if isinstance(found, (str, bytes)) or not isinstance(found, Iterable):
+        raise InputError(
+            f"ids= has to give one id for each sample, not {type(found).__name__} {found!r:.60}"
+        )
+    ids = [_plain(item) for item in found]
+    if len({type(item) for item in ids}) > 1 or any(type(i) not in (int, str) for i in ids):
+        raise InputError(f"ids have to be ints, or text, all of one kind; there are {ids[:4]!r}")
+    if any(type(i) is int and not -(2**63) <= i < 2**63 for i in ids):
+        raise InputError("ids that are ints have to fit in 64 bits; give text instead")
+    return ids
+
+
+def _plain(item: Any) -> Any:
+    return item.item() if hasattr(item, "item") and not isinstance(item, (int, str)) else item
+
+
+def part_of(batch: Any, key: Any, option: str) -> Any:
+    """Return a part of a batch.
+
+    Raises:
+        InputError: there is none.
+    """
+    if isinstance(batch, Call):
+        batch = batch.kwargs if isinstance(key, str) else batch.args
+    try:
+        return batch[key]
+    except (LookupError, TypeError):
+        held = f" with {', '.join(map(repr, batch))}" if isinstance(batch, Mapping) else ""
+        raise InputError(
+            f"{option}= names {key!r}, which is not in a batch, a {type(batch).__name__}{held}"
+        ) from None
+
+
+def mark_of(batch: Any) -> int:
+    """Return a checksum of all tensors of a batch, to know it again by."""
+    found = 0
+    for tensor in _tensors(batch):
+        if tensor.layout is torch.strided and not tensor.is_quantized:
+            plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
+            told = f"{tuple(tensor.shape)} {crc32(plain.view(torch.uint8))}"
+            found = zlib.crc32(told.encode(), found)
+    return found
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Call):
+        yield from _tensors((value.args, value.kwargs))
+    elif isinstance(value, Mapping):
+        yield from itertools.chain.from_iterable(map(_tensors, value.values()))
+    elif isinstance(value, (tuple, list)):
+        yield from itertools.chain.from_iterable(map(_tensors, value))

@@ -1,0 +1,338 @@
+"""Collecting what nodes give in the calls of a model, batch by batch."""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bendtrace.errors import InputError
+from bendtrace.harvesting.filling import Filling
+from bendtrace.harvesting.paths import Path, PathNames
+from bendtrace.harvesting.settings import Settings
+from bendtrace.history.copies import copied
+from bendtrace.interject.gates import of_this_run
+from bendtrace.interject.insertion import Insertion
+from bendtrace.interject.interjection import Inputs, Interjection, NodePass
+from bendtrace.interject.passes import Passes
+from bendtrace.module import BendedModule
+from bendtrace.recording.recorder import Recording
+
+__all__ = ["Collector"]
+
+_OUTPUT = "output"  # what the node of the whole model is called, as in the trees of paths
+
+
+class _Watch(Interjection):
+    """Hands over what a node gives."""
+
+    observes = True
+    late = True
+    # What it calls is given the value, and works on that alone.
+    self_contained = True
+
+    def __init__(self, collector: Collector, rule: _Rule | None) -> None:
+        self._collector = collector
+        self._rule = rule
+        self._thread = threading.get_ident()
+
+    @property
+    def label(self) -> str:
+        """What reports call it."""
+        return "harvest"
+
+    def after(self, at: NodePass, inputs: Inputs, output: Any) -> None:
+        """Hand it over."""
+        if self._rule is not None and threading.get_ident() == self._thread:
+            self._collector.take(at, self._rule, output)
+
+
+class _Watched(Insertion):
+    """An insertion that says which path a call took."""
+
+    told: Callable[[Recording], None] | None = None
+    last: Recording | None = None
+    has_met = False  # once is all that is asked for, and this is called for each batch
+
+    def ran(self, recording: Recording) -> None:
+        """Say so, once for each call."""
+        if recording is not self.last:
+            super().ran(recording)
+            self.last = recording
+        if self.told is not None:
+            kept = of_this_run()
+            if self not in kept:
+                kept[self] = True
+                self.told(recording)
+
+    def fired(self, at: NodePass, changed: bool) -> None:
+        """Note that it was called."""
+        if not self.has_met:
+            self.has_met = True
+            super().fired(at, changed)
+
+
+class _Rule:
+    """What is made of the values of a node.
+
+    Attributes:
+        asked: what the node was asked for by, if that is text.
+        takes_all: whether a value is taken as it is.
+        axis: the axis that counts the samples, None if there is none.
+        change: what is called with the value; None to take it as it is.
+        wants_batch: whether that is called with the batch as well.
+    """
+
+    def __init__(self, settings: Settings, said: Any) -> None:
+        self.asked = said if isinstance(said, str) else ""
+        self.axis: int | None = _for_node(settings.batch_axis, said, 0)
+        rule = _for_node(settings.reduce, said, None)
+        self.takes_all = rule is None and self.axis == 0
+        self.change: Callable[..., Any] | None = None
+        self.wants_batch = False
+        if isinstance(rule, str):
+            self.change = _named(rule, self.axis, settings.feature_axis)
+        elif rule is not None:
+            self.change = rule
+            self.wants_batch = _takes_two(rule)
+
+
+def _for_node(rules: Any, said: Any, otherwise: Any) -> Any:
+    if not isinstance(rules, Mapping):
+        return rules
+    try:
+        return rules.get(said, otherwise)
+    except TypeError:  # a selector that cannot be a key
+        return otherwise
+
+
+def _takes_two(function: Callable[..., Any]) -> bool:
+    if isinstance(function, nn.Module):
+        return False
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return False
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return len([p for p in parameters if p.kind in positional and p.default is p.empty]) == 2
+
+
+def _named(name: str, axis: int | None, feature_axis: int) -> Callable[[Tensor], Tensor]:
+    def reduced(value: Tensor) -> Tensor:
+        kept = {feature_axis % value.dim()} if value.dim() else set()
+        if axis is not None and value.dim():
+            kept.add(axis % value.dim())
+        others = [d for d in range(value.dim()) if d not in kept]
+        if not others:
+            return value
+        if name == "mean":
+            return value.mean(others)
+        if name == "max":
+            return value.amax(others)
+        for dimension in reversed(others):
+            if not value.shape[dimension]:
+                raise InputError(
+                    f"there is no last of a value of shape {tuple(value.shape)}: "
+                    f"dimension {dimension} is empty"
+                )
+            value = value.select(dimension, -1)
+        return value
+
+    return reduced
+
+
+class Collector:
+    """Insertions that copy what nodes give to the shard that is being filled.
+
+    Args:
+        bended: the model.
+        settings: what is wanted.
+        several: whether the model may be called several times for a batch.
+
+    Attributes:
+        filling: the shard.
+    """
+
+    def __init__(self, bended: BendedModule, settings: Settings, several: bool = True) -> None:
+        self.filling = Filling(settings.shard_samples, settings.shard_bytes)
+        self._bended = bended
+        self._settings = settings
+        self._several = several
+        self._is_stacked = isinstance(settings.passes, str)
+        self._passes = Passes(None if self._is_stacked else settings.passes)
+        # One pass keeps the name of the node.
+        self._is_single = type(settings.passes) is int
+        self._waits = self._is_stacked or self._passes.needs_total
+        # Whether the first pass of a node can be taken as it is.
+        self._takes_all = settings.passes is None and settings.dtype is None and not several
+        self._names = PathNames()
+        self._runs: list[Recording] = []
+        self._before: dict[str, int] = {}  # passes in earlier calls of the same batch
+        self._most: dict[str, int] = {}
+        self._kept: dict[tuple[str, int], tuple[_Rule, Tensor]] = {}
+        self._batch: Any = None
+        self._size = 0
+        self._insertions = self._made()
+
+    def _made(self) -> list[Insertion]:
+        board = self._bended._board
+        made: list[Insertion] = []
+        for said in self._settings.where or (_OUTPUT,):
+            rule = _Rule(self._settings, said) if self._settings.where else None
+            drawn = board.make(said, _Watch(self, rule), allow_none=self._settings.allow_none)
+            if self._settings.passes is not None and any(want.passes for want in drawn.wants):
+                raise InputError(f"{said!r} names passes: give them either there or with passes=")
+            watched = _Watched(
+                board, drawn.where, drawn.wants, drawn.what, drawn.passes, drawn.allow_none
+            )
+            watched.is_checked = drawn.is_checked
+            made.append(watched)
+        assert isinstance(made[0], _Watched)
+        made[0].told = self._ran
+        return made
+
+    def __enter__(self) -> Collector:
+        self._bended._board.add(*self._insertions)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._bended._board.remove(*self._insertions)
+
+    def warn_of_unmet(self) -> None:
+        """Warn of what no batch came by."""
+        if self._settings.where:
+            for insertion in self._insertions:
+                insertion.warn_if_never_fired(2)
+
+    # Batches
+
+    def begin(self, batch: Any, size: int) -> None:
+        """Be ready for the calls of a batch.
+
+        Args:
+            batch: as the loader gave it.
+            size: how many samples it has.
+        """
+        self._batch, self._size = batch, size
+        self._runs = []
+        if self._most:
+            self._before, self._most = {}, {}
+
+    def end(self) -> Path:
+        """Finish what was collected of a batch, and return which path it took."""
+        if self._waits:
+            self._finish_passes()
+        self._batch = None
+        return self._names.of(self._runs)
+
+    def drop(self) -> None:
+        """Forget what was collected of a batch."""
+        self._kept = {}
+        self._batch = None
+        self.filling.drop_batch()
+
+    def _ran(self, recording: Recording) -> None:
+        self._runs.append(recording)
+        # The passes of the next call of the same batch go on from there.
+        if self._several:
+            self._before.update(self._most)
+
+    def take(self, at: NodePass, rule: _Rule, value: Any) -> None:
+        """Take what a node gave in a pass."""
+        if self._takes_all and rule.takes_all and not at.number and type(value) is Tensor:
+            column = self.filling.columns.get(at.path)
+            if column is not None and column.put_alike(value, self._size):
+                return
+        path, number = at.path or _OUTPUT, at.number
+        if self._before:
+            number += self._before.get(path, 0)
+        self._most[path] = number + 1
+        if not self._waits and not self._passes.admits(number, None):
+            return
+        rows = self._made_of(at, rule, value)
+        if self._waits:
+            with torch.no_grad():
+                self._kept[path, number] = rule, copied(rows.detach())
+            return
+        key = path if self._is_single or not number else f"{path}:{number + 1}"
+        self._store(key, rule, rows)
+
+    def _finish_passes(self) -> None:
+        kept, self._kept = self._kept, {}
+        totals: dict[str, int] = {}
+        for path, number in kept:
+            totals[path] = max(totals.get(path, 0), number + 1)
+        if self._is_stacked:
+            for path in totals:
+                passes = [(rule, rows) for (p, _), (rule, rows) in kept.items() if p == path]
+                shapes = {tuple(rows.shape) for _, rows in passes}
+                if len(shapes) > 1:
+                    raise InputError(
+                        f"the passes of {path!r} differ in shape ({sorted(shapes)}), and cannot be "
+                        "stacked: leave passes= away, and each has a name of its own"
+                    )
+                rule = passes[0][0]
+                axis = 0 if rule.axis is None else 1
+                stacked = torch.stack([rows for _, rows in passes], axis)
+                self._store(path, rule, stacked)
+            return
+        for (path, number), (rule, rows) in kept.items():
+            if self._passes.admits(number, totals[path]):
+                key = path if self._is_single or not number else f"{path}:{number + 1}"
+                self._store(key, rule, rows)
+
+    def _made_of(self, at: NodePass, rule: _Rule, value: Any) -> Tensor:
+        """Return the rows, along the first dimension; without samples the value."""
+        if rule.change is not None:
+            with torch.no_grad():
+                given = (value, self._batch) if rule.wants_batch else (value,)
+                value = rule.change(*given)
+        if not isinstance(value, Tensor):
+            if type(value) in (bool, int, float) and rule.axis is None:
+                return torch.tensor(value)
+            raise InputError(_no_tensor(at, rule, value))
+        axis, size = rule.axis, self._size
+        if axis is None:
+            return value
+        if not -value.dim() <= axis < value.dim() or value.shape[axis] != size:
+            raise InputError(
+                f"{(at.path or _OUTPUT)!r} gave a tensor of shape {tuple(value.shape)} for a batch "
+                f"of {size} samples, which are not its axis {axis}: say which is with batch_axis=, "
+                "or None to store it once for each batch, or make rows of it with reduce="
+            )
+        return value if axis == 0 else value.movedim(axis, 0)
+
+    def _store(self, key: str, rule: _Rule, rows: Tensor) -> None:
+        dtype = self._settings.dtype
+        if dtype is None or not rows.is_floating_point():
+            dtype = rows.dtype
+        if rule.axis is None:
+            rows = rows.unsqueeze(0)
+        if rows.requires_grad:  # a model can switch gradients on
+            rows = rows.detach()
+        self.filling.add(key, rule.asked, rows, rule.axis is not None, dtype)
+
+
+def _no_tensor(at: NodePass, rule: _Rule, value: Any) -> str:
+    path = at.path or _OUTPUT
+    inside = f"{path}.output" if at.path and at.module is not None else path
+    made = "" if rule.change is None else ", reduced,"
+    what = f"{path!r}{made} gave {type(value).__name__}"
+    if isinstance(value, (tuple, list)) and rule.change is None:
+        return (
+            f"{what}, and what is stored are tensors: name a part, such as '{inside}|sub_0', or "
+            "pick one with reduce="
+        )
+    if isinstance(value, Mapping) and rule.change is None:
+        part = next(iter(value), "key")
+        return (
+            f"{what}, and what is stored are tensors: name a part, such as '{inside}|{part}', or "
+            "pick one with reduce="
+        )
+    if type(value) in (bool, int, float):
+        return f"{what}, one for the whole batch: say so with batch_axis=None"
+    return f"{what}, and what is stored are tensors: make one with reduce="

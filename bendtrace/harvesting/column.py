@@ -1,0 +1,188 @@
+"""What one node gave for the samples of a harvest, read from disk as far as it is looked at."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from bendtrace.errors import InputError
+from bendtrace.harvesting.shards import Held, Shard
+from bendtrace.harvesting.taken import Taken
+
+__all__ = ["Column", "Piece"]
+
+
+class Piece(NamedTuple):
+    """The rows of one batch.
+
+    Attributes:
+        shard: where they are.
+        start: where their elements begin among those of the shard.
+        rest: the shape of each row.
+        rows: how many rows there are.
+        first: how many rows of the column come before.
+        position: how many samples come before the batch; for a row of the batch as a whole,
+            how many batches.
+    """
+
+    shard: Shard
+    start: int
+    rest: tuple[int, ...]
+    rows: int
+    first: int
+    position: int
+
+
+class Column:
+    """The rows that one node gave, as a sequence.
+
+    `column[3]` and `column[2:5]` read no more than that, and `tensor()` reads all. Tensors of
+    one batch lie in the memory of the file: they are private, and need no RAM while nobody looks.
+
+    Attributes:
+        name: the node, as in the files.
+        dtype: of the elements.
+        per_sample: whether there is a row for each sample, or one for each batch.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        dtype: torch.dtype,
+        per_sample: bool,
+        pieces: Sequence[Piece],
+        opened: Callable[[Shard], Held],
+    ) -> None:
+        self.name = name
+        self.dtype = dtype
+        self.per_sample = per_sample
+        self._pieces = pieces
+        self._opened = opened
+        self._firsts = [piece.first for piece in pieces]
+        self._elements: tuple[Shard, Tensor] | None = None
+
+    def __len__(self) -> int:
+        last = self._pieces[-1]
+        return last.first + last.rows
+
+    @cached_property
+    def shape(self) -> tuple[int, ...] | None:
+        """The shape of all rows together: (rows, ...); None if they differ in shape."""
+        rest = {piece.rest for piece in self._pieces if piece.rows}
+        if len(rest) > 1:
+            return None
+        return (len(self), *(rest.pop() if rest else self._pieces[0].rest))
+
+    @cached_property
+    def positions(self) -> Tensor:
+        """For each row its sample, counted from 0; for rows of batches the batch.
+
+        An int64 tensor of shape (rows,). Not all are there if the node was not always met.
+        """
+        parts = [torch.arange(p.position, p.position + p.rows) for p in self._pieces]
+        return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64)
+
+    def __getitem__(self, which: int | slice | Sequence[int] | Tensor | Taken) -> Any:
+        """Return one row, or several: as one tensor, or as a list if they differ in shape.
+
+        Args:
+            which: number of a row, a slice, numbers, or samples that took a path: of these
+                those that have a row.
+        """
+        if isinstance(which, Taken):
+            which = self._rows_of(which)
+        if isinstance(which, slice):
+            return self._several(range(len(self))[which])
+        if isinstance(which, Tensor):
+            which = which.nonzero().flatten() if which.dtype is torch.bool else which
+            if which.dim() == 0:
+                return self._one(int(which))
+            return self._several(which.tolist())
+        if isinstance(which, Sequence):
+            return self._several(which)
+        return self._one(which)
+
+    def _rows_of(self, taken: Taken) -> Tensor:
+        wanted = taken.positions if self.per_sample else taken.batches
+        return torch.isin(self.positions, wanted).nonzero().flatten()
+
+    def _one(self, row: int) -> Tensor:
+        number = row + len(self) if row < 0 else row
+        if not 0 <= number < len(self):
+            raise IndexError(f"{self.name!r} has {len(self)} rows, and none {row}")
+        piece = self._pieces[bisect_right(self._firsts, number) - 1]
+        return self._of(piece)[number - piece.first]
+
+    def _several(self, rows: Sequence[int]) -> Any:
+        if self.shape is None:
+            return [self._one(row) for row in rows]
+        if isinstance(rows, range) and rows.step == 1:
+            return self._range(rows)
+        made = torch.empty((len(rows), *self.shape[1:]), dtype=self.dtype)
+        for number, row in enumerate(rows):
+            made[number] = self._one(row)
+        return made
+
+    def _range(self, rows: range) -> Tensor:
+        assert self.shape is not None
+        first = max(0, bisect_right(self._firsts, rows.start) - 1)
+        made = torch.empty((len(rows), *self.shape[1:]), dtype=self.dtype)
+        for piece in self._pieces[first:]:
+            begin, end = max(piece.first, rows.start), min(piece.first + piece.rows, rows.stop)
+            if piece.first >= rows.stop:
+                break
+            if begin < end:
+                found = self._of(piece)[begin - piece.first : end - piece.first]
+                if len(found) == len(rows):
+                    return found
+                made[begin - rows.start : end - rows.start] = found
+        return made
+
+    def _of(self, piece: Piece) -> Tensor:
+        """Return the rows of one batch."""
+        if self._elements is None or self._elements[0] is not piece.shard:
+            elements = self._opened(piece.shard).elements(self.name, self.dtype)
+            self._elements = piece.shard, elements
+        shape = torch.Size((piece.rows, *piece.rest))
+        return self._elements[1][piece.start : piece.start + shape.numel()].view(shape)
+
+    def tensor(self) -> Tensor:
+        """Read all rows, as one tensor of shape (rows, ...).
+
+        Raises:
+            InputError: they differ in shape.
+        """
+        if self.shape is None:
+            shapes = sorted({piece.rest for piece in self._pieces})
+            raise InputError(
+                f"the rows of {self.name!r} differ in shape ({str(shapes)[1:-1]:.80}), and make no "
+                "tensor: take them one by one, or batch by batch with batches()"
+            )
+        return self._range(range(len(self)))
+
+    def batches(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield for each batch the positions of its samples, and their rows.
+
+        Rows of one batch are of one shape: int64 of shape (rows,), and (rows, ...).
+        """
+        for piece in self._pieces:
+            yield torch.arange(piece.position, piece.position + piece.rows), self._of(piece)
+
+    def __iter__(self) -> Iterator[Tensor]:
+        for piece in self._pieces:
+            yield from self._of(piece)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_elements": None}
+
+    def __repr__(self) -> str:
+        dtype = str(self.dtype).removeprefix("torch.")
+        each = "" if self.per_sample else ", one for each batch"
+        if self.shape is None:
+            return f"<{self.name}: {len(self)} rows of {dtype}, of several shapes{each}>"
+        return f"<{self.name}: {dtype}{list(self.shape)}{each}>"
