@@ -1,0 +1,1 @@
+"""Every architecture of an installed `transformers`, made small, with inputs for it."""

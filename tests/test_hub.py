@@ -1,0 +1,146 @@
+"""Types of models of `transformers` at random initialisation, each in a small size."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import bendtrace as bt
+from bendtrace.interject.errors import InterjectionError
+from tests.promise import state
+
+pytest.importorskip("transformers", reason="needs the test extra")
+
+from tests.hub.building import build, quiet, types
+from tests.hub.heads import HEADS, labelled, trained, types_with
+from tests.hub.inputs import guessed
+from tests.hub.sweeping import row, sweep
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # the library's own, of each version others
+
+SHARES = 16
+
+# Of each kind some: how attention, positions, caches, routing, states and inputs are written.
+CHOSEN = [
+    # encoders
+    "albert", "deberta-v2", "longformer", "modernbert",
+    # decoders
+    "bloom", "falcon", "gemma3_text", "gpt_neo", "qwen3",
+    # mixtures of experts
+    "deepseek_v3", "gpt_oss", "granitemoe", "qwen3_moe",
+    # state spaces, recurrences and mixtures of these
+    "falcon_mamba", "jamba", "mamba2", "qwen3_next", "rwkv",
+    # encoders with decoders
+    "bart", "pegasus", "switch_transformers",
+    # images
+    "convnext", "dinov2", "resnet", "segformer", "swin",
+    # detection and segmentation
+    "detr", "maskformer-swin", "sam", "yolos",
+    # audio
+    "encodec", "hubert", "wav2vec2", "whisper",
+    # several kinds of inputs
+    "clip", "idefics3", "llava", "qwen2_vl",
+    # series and decisions
+    "autoformer", "decision_transformer", "patchtst",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("model_type", CHOSEN)
+def test_a_model_is_itself(model_type: str) -> None:
+    """Called, replayed, logged, printed, looked at and set to zero in the middle."""
+    found = row(model_type)
+    assert found.outcome == "itself", found
+    assert found.checked is not None
+    assert found.checked.patched is not None
+    assert found.checked.ops > 20
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("share", range(SHARES))
+def test_no_model_is_another(share: int) -> None:
+    """All types, in shares that can run side by side; `python -m tests.hub` prints the table."""
+    rows = list(sweep(types()[share::SHARES]))
+    assert [str(found) for found in rows if found.outcome == "wrong"] == []
+    assert sum(found.outcome == "itself" for found in rows) > 0.7 * len(rows)
+
+
+def test_a_model_that_computes_its_own_gradients_refuses_what_cannot_be() -> None:
+    """The layers of a Reformer run inside of an `autograd.Function`, which is one op."""
+    model = build("reformer")
+    bended = bt.BendedModule(model)
+    with quiet():
+        _, inputs = guessed(build("reformer"))
+    with torch.no_grad():
+        bended(**inputs)
+        where = "encoder.layers.0.feed_forward.output"
+        with (
+            pytest.raises(InterjectionError, match="recorded as one op"),
+            bended.interject(where, lambda value: value * 0),
+        ):
+            bended(**inputs)
+        with bended.interject("embeddings", lambda value: value * 0):
+            given = bended(**inputs)[0]
+        hook = model.embeddings.register_forward_hook(lambda module, args, out: out * 0)
+        wanted = model(**inputs)[0]
+        hook.remove()
+    assert torch.equal(given, wanted)
+
+
+# Heads, with labels, in training mode with dropout
+
+TRAINED = [
+    ("AutoModelForCausalLM", "gpt_neox"), ("AutoModelForCausalLM", "qwen2_moe"),
+    ("AutoModelForCausalLM", "mamba2"), ("AutoModelForMaskedLM", "roberta"),
+    ("AutoModelForMaskedLM", "deberta"), ("AutoModelForSequenceClassification", "electra"),
+    ("AutoModelForSequenceClassification", "llama"), ("AutoModelForTokenClassification", "bert"),
+    ("AutoModelForQuestionAnswering", "distilbert"), ("AutoModelForMultipleChoice", "xlnet"),
+    ("AutoModelForSeq2SeqLM", "bart"), ("AutoModelForSeq2SeqLM", "t5"),
+    ("AutoModelForSpeechSeq2Seq", "whisper"), ("AutoModelForImageClassification", "convnextv2"),
+    ("AutoModelForImageClassification", "swin"), ("AutoModelForObjectDetection", "detr"),
+    ("AutoModelForSemanticSegmentation", "segformer"), ("AutoModelForAudioClassification", "wavlm"),
+    ("AutoModelForCTC", "wav2vec2"),
+]  # fmt: skip
+
+
+def assert_trains(auto: str, model_type: str) -> bt.BendedModule:
+    """Losses, outputs, gradients, state and random numbers of steps are those of eager."""
+    options: dict[str, Any] = {"vocab_size": 32} if auto == "AutoModelForCTC" else {}
+    eager, model, other = (build(model_type, auto=auto, **options) for _ in range(3))
+    with quiet():
+        first, second = (labelled(auto, other, seed)[1] for seed in range(2))
+    bended = bt.BendedModule(model.train())
+    eager.train()
+    for seed, inputs in enumerate((first, first, second, first)):
+        with quiet():
+            wanted = trained(eager, eager, inputs, seed)
+            assert trained(bended, model, inputs, seed) == wanted, f"step {seed}"
+    assert state(model) == state(eager)
+    return bended
+
+
+@pytest.mark.parametrize(("auto", "model_type"), TRAINED)
+def test_training_with_labels(auto: str, model_type: str) -> None:
+    stats = assert_trains(auto, model_type).stats
+    assert stats.traces + stats.live >= 1
+    if auto not in ("AutoModelForObjectDetection", "AutoModelForAudioClassification",
+                    "AutoModelForCTC"):  # fmt: skip
+        assert stats.replays >= 2  # the others compute with numpy in training
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("share", range(SHARES))
+def test_training_every_model_with_labels(share: int) -> None:
+    every = [(auto, name) for auto in HEADS for name in types_with(auto)][share::SHARES]
+    done = 0
+    for auto, model_type in every:
+        try:
+            with quiet():
+                model = build(model_type, auto=auto)
+                trained(model.train(), model, labelled(auto, model)[1], 0)
+        except Exception:  # what is wrong with it before bendtrace comes in
+            continue
+        assert_trains(auto, model_type)
+        done += 1
+    assert done > 0.6 * len(every)
