@@ -241,3 +241,24 @@ def test_a_scale_of_a_steering_vector_is_swept_too() -> None:
     with hooked(model.blocks[0], lambda m, a, o: o + 2.0 * torch.ones(WIDTH)):
         same(found.outputs[1], model(tokens()))
     same(found.outputs[0].detach(), model(tokens()).detach())
+
+
+def test_each_call_of_a_sweep_begins_with_the_same_inputs() -> None:
+    def model(x: Tensor, seen: list[Tensor]) -> Tensor:
+        seen.append(torch.relu(x))
+        x += 1
+        return torch.stack(seen).sum(0)
+
+    x, seen = torch.ones(2), [torch.ones(2)]
+    bended, gain = bt.BendedModule(model), bt.BendingParameter("gain", 1.0)
+    bended.bend(bt.Scale(gain), "relu", allow_none=True)
+    found = sweep(bended, (x, seen), gain, [1.0, 1.0, 3.0, 1.0])
+    assert [out.tolist() for out in found.outputs] == [[2, 2], [2, 2], [4, 4], [2, 2]]
+    assert x.tolist() == [1, 1]
+    assert len(seen) == 1
+    leaf = torch.ones(2, requires_grad=True)
+    other = bt.BendedModule(lambda x: torch.relu(x) * 2)
+    other.bend(bt.Scale(gain), "relu", allow_none=True)
+    sweep(other, leaf, gain, [3.0]).outputs[0].sum().backward()
+    assert leaf.grad is not None
+    assert leaf.grad.tolist() == [6, 6]

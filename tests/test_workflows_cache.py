@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
 
 import bendtrace as bt
@@ -497,3 +498,12 @@ def test_paths_as_in_nnsight(name: str) -> None:
         assert torch.equal(cache[f"{layer}.{part}"], seen[f"{layer}.{part}"][0])
     assert torch.equal(cache["lm_head.output"], out.logits)
     assert len(cache) == 3
+
+
+@pytest.mark.parametrize("kind", ["Gemma2", "Granite", "GPTBigCode"])
+def test_models_with_modules_of_the_same_names_have_none_of_transformer_lens(kind: str) -> None:
+    sizes = {"vocab_size": 20, "num_hidden_layers": 1, "num_attention_heads": 2}
+    sizes |= {"hidden_size": 8, "intermediate_size": 16, "bos_token_id": 1, "eos_token_id": 2}
+    config = getattr(transformers, f"{kind}Config")(**sizes)
+    model = getattr(transformers, f"{kind}ForCausalLM")(config)
+    assert not transformer_lens_aliases(model)

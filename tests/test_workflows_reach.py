@@ -445,3 +445,19 @@ def test_what_a_mask_hides_for_these_inputs_is_in_the_field(model: Any, wanted: 
     found = receptive_field(model, x, (0, 1))
     assert found.mask[0].nonzero().flatten().tolist() == wanted
     assert not found.coarse
+
+
+def test_a_part_of_the_output_comes_from_what_was_written_into_it() -> None:
+    def model(x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        a, b = torch.zeros(3), torch.zeros(3)
+        a[0] = torch.relu(x)[0, 0]
+        b[1] = y.sum()
+        a[2] = 1.0
+        return {"a": a, "b": b}
+
+    trace = bt.trace(model, torch.ones(2, 3), torch.ones(2))
+    assert ancestry(trace, "output|a").inputs == ("x",)
+    assert ancestry(trace, "output.b").inputs == ("y",)
+    assert ancestry(trace, "output").inputs == ("x", "y")
+    assert ancestry(trace, ["output|a", "output|b"]).inputs == ("x", "y")
+    assert influence(trace, "x").outputs == ("output.a",)

@@ -590,3 +590,15 @@ def test_a_direction_is_found_in_a_language_model(family: Any) -> None:
                 model(**batch)
         rows.append(torch.cat(kept).double().mean(0))
     torch.testing.assert_close(found.vector, (rows[0] - rows[1]).float())
+
+
+def test_both_sets_begin_with_the_inputs_as_they_were_given() -> None:
+    def model(x: Tensor, cache: list[Tensor]) -> Tensor:
+        cache.append(x)
+        return torch.relu(torch.stack(cache).sum(0))
+
+    cache = [torch.ones(1, 2)]
+    calls = [(torch.full((1, 2), value), cache) for value in (1.0, 3.0)]
+    found = steering_vector(bt.BendedModule(model), *calls, "relu", position=None)
+    assert found.vector.tolist() == [-2, -2]
+    assert len(cache) == 1

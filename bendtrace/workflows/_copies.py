@@ -14,15 +14,22 @@ from bendtrace.interject.structure import assemble, take_apart
 __all__ = ["differentiable", "own_copy"]
 
 
-def own_copy(call: Call) -> Call:
+def own_copy(call: Call, *, keeps_graph: bool = False) -> Call:
     """Return a call with copies of what it is made of, which the model may write to.
+
+    Args:
+        call: the call.
+        keeps_graph: whether tensors that require gradients are taken as they are, so that these
+            flow into them.
 
     Raises:
         InputError: something in it cannot be copied.
     """
     memo: dict[int, Any] = {}
     for tensor in take_apart((call.args, dict(call.kwargs)))[1]:
-        if isinstance(tensor, Tensor) and not tensor.is_leaf:  # which copy.deepcopy refuses
+        if isinstance(tensor, Tensor) and tensor.requires_grad and keeps_graph:
+            memo[id(tensor)] = tensor
+        elif isinstance(tensor, Tensor) and not tensor.is_leaf:  # which copy.deepcopy refuses
             memo[id(tensor)] = tensor.detach().clone().requires_grad_(tensor.requires_grad)
     try:
         args, kwargs = copy.deepcopy((call.args, dict(call.kwargs)), memo)

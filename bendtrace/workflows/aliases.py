@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -97,13 +97,14 @@ class Aliases(Mapping[str, Alias]):
 def transformer_lens_aliases(model: Any) -> Aliases:
     """Return TransformerLens's names of hooks for what is the same in a Hugging Face model.
 
-    There are tables for GPT-2 and Llama, told by the names of their modules; they were compared
-    with TransformerLens 4.3.0 on models with random weights. What is meant are the values of a
-    TransformerLens model whose weights are as they were: folding and centring
-    (`enable_compatibility_mode`, once `from_pretrained`) give other ones.
+    There are tables for GPT-2 and Llama (and those built like it: Mistral, Qwen 2), told by the
+    configuration and the names of modules; they were compared with TransformerLens 4.3.0 on models
+    with random weights. What is meant are the values of a TransformerLens model whose weights are
+    as they were: folding and centring (`enable_compatibility_mode`, once `from_pretrained`) give
+    other ones.
 
     Args:
-        model: the model. For others than those two, no name is known.
+        model: the model. For others than those, no name is known.
 
     Example:
         >>> import torch
@@ -113,16 +114,13 @@ def transformer_lens_aliases(model: Any) -> Aliases:
     if not isinstance(model, nn.Module):
         return Aliases()
     modules = dict(model.named_modules())
-    for make, block, parts in (
-        (_gpt2, r"((?:.+\.)?)h\.0", ("ln_1", "attn.c_attn", "attn.c_proj", "ln_2", "mlp.c_fc")),
-        (_llama, r"((?:.+\.)?)layers\.0", (
-            "input_layernorm", "self_attn.q_proj", "self_attn.o_proj", "mlp.gate_proj",
-        )),
-    ):  # fmt: skip
-        for name in modules:
-            found = re.fullmatch(block, name)
-            if found and all(f"{name}.{part}" in modules for part in parts):
-                made = make(modules, found[1])
+    # Others have modules of the same names and mean other things: Gemma 2, Granite, GPTBigCode.
+    kind = getattr(getattr(model, "config", None), "model_type", None)
+    for table in _TABLES:
+        for name in modules if kind in table.kinds else ():
+            found = re.fullmatch(rf"((?:.+\.)?){table.block}\.0", name)
+            if found and all(f"{name}.{part}" in modules for part in table.parts):
+                made = table.make(modules, found[1])
                 if made is not None:
                     return made
     return Aliases()
@@ -265,3 +263,30 @@ def _llama(modules: Mapping[str, nn.Module], prefix: str) -> Aliases | None:
         "hook_pos_embed": "Llama has rotations in place of embeddings of positions",
     }
     return Aliases(names, {**unequal, **_UNEQUAL})
+
+
+class _Table(NamedTuple):
+    """What is known of a family of models.
+
+    Attributes:
+        kinds: `model_type` of their configurations.
+        block: what the list of blocks is called.
+        parts: modules that a block has.
+        make: makes the names.
+    """
+
+    kinds: frozenset[str]
+    block: str
+    parts: tuple[str, ...]
+    make: Callable[[Mapping[str, nn.Module], str], Aliases | None]
+
+
+_TABLES = (
+    _Table(
+        frozenset({"gpt2"}), "h", ("ln_1", "attn.c_attn", "attn.c_proj", "ln_2", "mlp.c_fc"), _gpt2
+    ),
+    _Table(
+        frozenset({"llama", "mistral", "qwen2"}), "layers",
+        ("input_layernorm", "self_attn.q_proj", "self_attn.o_proj", "mlp.gate_proj"), _llama,
+    ),
+)  # fmt: skip

@@ -16,6 +16,7 @@ from bendtrace.interject.bends.bend import Bend
 from bendtrace.interject.bends.handle import BendHandle
 from bendtrace.interject.bends.parameter import BendingParameter, Value
 from bendtrace.module import BendedModule
+from bendtrace.workflows._copies import own_copy
 
 __all__ = ["BendingSession", "Sweep", "bending_session", "sweep"]
 
@@ -105,11 +106,11 @@ def sweep(
         for value in listed:
             found.value = value
             if seed is None:
-                outputs.append(call.to(bended))
+                outputs.append(own_copy(call, keeps_graph=True).to(bended))
                 continue
             with torch.random.fork_rng():
                 torch.manual_seed(seed)
-                outputs.append(call.to(bended))
+                outputs.append(own_copy(call, keeps_graph=True).to(bended))
     finally:
         found.value = before
     return Sweep(found.name, listed, tuple(outputs), bended.stats.traces - traces)

@@ -91,7 +91,9 @@ def ancestry(trace: Any, node: Any, inputs: Any = None) -> Reach:
     trace = _trace_of(trace, inputs)
     found = _ops_of(trace, node)
     data = _data_graph(trace)
-    above = set(found).union(*(nx.ancestors(data, index) for index in found))
+    written = _written_into(trace, node)
+    above = set(found) | written
+    above = above.union(*(nx.ancestors(data, index) for index in above))
     kept = kept_by(trace)
     steps, conditions = _decisions_over(trace, kept, above)
     deciding: set[int] = set()
@@ -296,6 +298,16 @@ def receptive_field(
     return ReceptiveField(
         trace.names[target], masks, coarse, _deciding(trace, last, elements.reached)
     )
+
+
+def _written_into(trace: Trace, node: Any) -> set[int]:
+    """Return the ops that wrote into parts of the output, last, through another view or index."""
+    if isinstance(node, (list, tuple, set, frozenset)):
+        return set().union(*(_written_into(trace, item) for item in node))
+    if not _is_output(node):
+        return set()
+    reads = trace.recording.output_reads
+    return {reads[index] for index in _ops_of(trace, node) if index in reads}
 
 
 def _is_output(node: Any) -> bool:

@@ -23,6 +23,7 @@ from bendtrace.interject.structure import describe
 from bendtrace.interject.where import describe_where
 from bendtrace.module import BendedModule
 from bendtrace.recording.serving import served_by
+from bendtrace.workflows._copies import own_copy
 
 __all__ = ["Steering", "SteeringVectors", "steer", "steering_vector"]
 
@@ -161,7 +162,7 @@ class _Sums:
         self.counts: dict[str, int] = {}
         self.dtypes: dict[str, torch.dtype] = {}
         self.rows: dict[str, list[Tensor]] = {}
-        for call in calls_of(batches):
+        for call in map(own_copy, calls_of(batches)):  # a cache in it would grow with each call
             with torch.no_grad():
                 found = bended.get_activations(
                     where, args=call.args, kwargs=dict(call.kwargs), allow_none=True
