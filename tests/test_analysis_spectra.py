@@ -854,3 +854,17 @@ def test_weights_without_elements_and_those_that_are_not_finite_are_merged_too()
     one.merge(other)
     assert one.to_dict()["empty.weight"][0]["rank"] == 0
     assert math.isnan(one.to_dict()["broken.weight"][0]["rank"])
+
+
+@pytest.mark.parametrize("scale", [1e-200, 1e-160, 1e160])
+def test_values_whose_squares_are_no_numbers_are_refused(scale: float) -> None:
+    rows = torch.randn(20, 4, dtype=torch.float64) * scale
+    for analyser in (Rank("aTa"), Rank("aaT"), CovarianceSpectrum()):
+        with pytest.raises(bt.InputError, match="squares"):
+            analyser.update("x", rows)
+        assert not analyser.results
+    exact = Rank("a")
+    exact.update("x", rows)
+    assert exact.results["x"]["rank"] == 4
+    with pytest.raises(KeyError, match="no results under 'y'; by node paths there are 'x'"):
+        exact.results["y"]

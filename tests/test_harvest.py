@@ -762,7 +762,7 @@ def test_another_harvest_is_refused_and_left_alone(tmp_path: Path) -> None:
         with pytest.raises(bt.InputError, match=message):
             go(other, data, where, tmp_path, **options)
     assert files_of(tmp_path) == before
-    again = go(model, [], "first", tmp_path, reduce=lambda v: v + 1)  # it is complete
+    again = go(model, data, "first", tmp_path, reduce=lambda v: v + 1)  # it is complete
     assert len(again) == 12
     assert files_of(tmp_path) == before
 

@@ -275,7 +275,7 @@ class Analyser(Interjection):
     def results(self) -> dict[str, dict[Any, Any]]:
         """What came out, by node path and name: numbers and tensors."""
         with torch.no_grad():
-            return {path: self.result(state) for path, state in self._states.items()}
+            return _ByPath({path: self.result(state) for path, state in self._states.items()})
 
     def to_dict(self) -> dict[str, dict[Any, Any]]:
         """Return the results with numbers, and lists of numbers, in the place of tensors."""
@@ -390,6 +390,14 @@ class Analyser(Interjection):
             f"<{self._name}({given}): {state}"
             f"{'seen ' + ', '.join(seen[:_SHOWN]) + more if seen else 'nothing seen'}>"
         )
+
+
+class _ByPath(dict[str, dict[Any, Any]]):
+    """Results by node path, which says what there is where something else is asked for."""
+
+    def __missing__(self, key: object) -> Any:
+        known = ", ".join(map(repr, list(self)[:_SHOWN])) or "nothing yet"
+        raise KeyError(f"no results under {key!r}; by node paths there are {known}")
 
 
 _OURS = f"{__name__.rpartition('.')[0]}."

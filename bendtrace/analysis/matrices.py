@@ -19,6 +19,7 @@ __all__ = [
     "as_matrix",
     "check_features",
     "check_positive",
+    "check_squares",
     "chosen_features",
     "epsilon",
     "in_double",
@@ -57,6 +58,25 @@ def in_double(rows: Tensor) -> Tensor:
     return rows.detach().to("cpu" if rows.device.type == "mps" else rows.device, torch.float64)
 
 
+def check_squares(rows: Tensor) -> None:
+    """Refuse rows whose squares float64 cannot hold: a rank of them would be wrong.
+
+    Raises:
+        InputError: the largest value is too large, or too small.
+    """
+    if rows.dtype != torch.float64 or not rows.numel():
+        return  # all finite values of other types have squares in float64
+    largest = float(rows.detach().abs().nan_to_num(0.0, 0.0, 0.0).max())
+    if largest and not _LEAST < largest < _GREATEST:
+        raise InputError(
+            f"values up to {largest:.3g} have squares that float64 cannot hold: scale them, or "
+            "take mode='a' of Rank, which needs no squares"
+        )
+
+
+_LEAST, _GREATEST = 1e-140, 1e140
+
+
 class Products(Covariance):
     """Number, mean and sum of products of rows, in float64, and how exact the rows were.
 
@@ -88,6 +108,7 @@ class Products(Covariance):
             InputError: there is another number of features than before.
         """
         check_width(self.width, rows.shape[1])
+        check_squares(rows)
         # Not added up in float32 on devices without float64: ranks need what it leaves out.
         super().update(in_double(rows))
         self.eps = max(self.eps, epsilon(rows.dtype))

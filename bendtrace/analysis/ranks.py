@@ -13,6 +13,7 @@ from bendtrace.analysis.matrices import (
     as_matrix,
     check_features,
     check_positive,
+    check_squares,
     chosen_features,
     in_double,
 )
@@ -122,6 +123,8 @@ class Rank(Analyser):
         rows = chosen_features(as_matrix(value, self.keep), self.subset, self.seed)
         if self.mode == "aTa":
             check_features(rows.shape[1], self.max_features, "subset=, or mode='aaT'")
+        elif self.mode == "aaT":
+            check_squares(rows)
         state.update(rows)
 
     def result(self, state: Products | Rows) -> dict[Any, Any]:

@@ -17,7 +17,7 @@ from bendtrace.calls import Call
 from bendtrace.errors import InputError
 from bendtrace.storage.files import crc32
 
-__all__ = ["Batch", "Ids", "batches_of", "ids_of", "mark_of", "part_of", "size_of"]
+__all__ = ["Batch", "Ids", "batches_of", "ids_of", "mark_of", "part_of", "size_of", "versions_of"]
 
 Ids = Sequence[int] | Sequence[str]
 
@@ -219,6 +219,11 @@ def mark_of(batch: Any) -> int:
             told = f"{tuple(tensor.shape)} {crc32(plain.view(torch.uint8))}"
             found = zlib.crc32(told.encode(), found)
     return found
+
+
+def versions_of(batch: Any) -> tuple[int, ...]:
+    """Return how often the tensors of a batch were written to."""
+    return tuple(0 if tensor.is_inference() else tensor._version for tensor in _tensors(batch))
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

@@ -90,22 +90,43 @@ class Column:
     def __getitem__(self, which: int | slice | Sequence[int] | Tensor | Taken) -> Any:
         """Return one row, or several: as one tensor, or as a list if they differ in shape.
 
+        What is returned is the caller's own, to write into.
+
         Args:
-            which: number of a row, a slice, numbers, or samples that took a path: of these
-                those that have a row.
+            which: number of a row, a slice, numbers, a mask with an entry for each row, or samples
+                that took a path: of these those that have a row.
+
+        Raises:
+            IndexError: there is no such row, or a mask is of another length.
+            InputError: it is something else.
         """
         if isinstance(which, Taken):
             which = self._rows_of(which)
         if isinstance(which, slice):
             return self._several(range(len(self))[which])
-        if isinstance(which, Tensor):
-            which = which.nonzero().flatten() if which.dtype is torch.bool else which
-            if which.dim() == 0:
-                return self._one(int(which))
-            return self._several(which.tolist())
-        if isinstance(which, Sequence):
-            return self._several(which)
-        return self._one(which)
+        if isinstance(which, (str, bytes, tuple)):
+            raise InputError(
+                f"{self.name!r} is indexed by rows: a number, a slice, numbers or a mask, not "
+                f"{which!r}"
+            )
+        try:
+            rows = torch.as_tensor(which)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise InputError(f"{which!r} are no numbers of rows: {error}") from error
+        if rows.dtype is torch.bool:
+            if rows.shape != (len(self),):
+                raise IndexError(
+                    f"a mask for {self.name!r} has an entry for each of its {len(self)} rows, and "
+                    f"this is of shape {tuple(rows.shape)} (`positions` says which samples have a "
+                    "row)"
+                )
+            rows = rows.nonzero().flatten()
+        elif rows.dim() > 1 or (rows.numel() and (rows.is_floating_point() or rows.is_complex())):
+            raise InputError(
+                f"rows of {self.name!r} are chosen by one number, or a list of them, not by "
+                f"{rows.dtype} of shape {tuple(rows.shape)}"
+            )
+        return self._one(int(rows)) if rows.dim() == 0 else self._several(rows.tolist())
 
     def _rows_of(self, taken: Taken) -> Tensor:
         wanted = taken.positions if self.per_sample else taken.batches
@@ -116,7 +137,7 @@ class Column:
         if not 0 <= number < len(self):
             raise IndexError(f"{self.name!r} has {len(self)} rows, and none {row}")
         piece = self._pieces[bisect_right(self._firsts, number) - 1]
-        return self._of(piece)[number - piece.first]
+        return self._of(piece)[number - piece.first].clone()
 
     def _several(self, rows: Sequence[int]) -> Any:
         if self.shape is None:
@@ -138,13 +159,11 @@ class Column:
                 break
             if begin < end:
                 found = self._of(piece)[begin - piece.first : end - piece.first]
-                if len(found) == len(rows):
-                    return found
                 made[begin - rows.start : end - rows.start] = found
         return made
 
     def _of(self, piece: Piece) -> Tensor:
-        """Return the rows of one batch."""
+        """Return the rows of one batch, in the memory of the file: nobody may write to them."""
         if self._elements is None or self._elements[0] is not piece.shard:
             elements = self._opened(piece.shard).elements(self.name, self.dtype)
             self._elements = piece.shard, elements
@@ -171,11 +190,12 @@ class Column:
         Rows of one batch are of one shape: int64 of shape (rows,), and (rows, ...).
         """
         for piece in self._pieces:
-            yield torch.arange(piece.position, piece.position + piece.rows), self._of(piece)
+            positions = torch.arange(piece.position, piece.position + piece.rows)
+            yield positions, self._of(piece).clone()
 
     def __iter__(self) -> Iterator[Tensor]:
         for piece in self._pieces:
-            yield from self._of(piece)
+            yield from self._of(piece).clone()
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_elements": None}

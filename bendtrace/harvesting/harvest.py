@@ -18,9 +18,10 @@ from bendtrace.harvesting.formats import form_of
 from bendtrace.harvesting.progress import Progress
 from bendtrace.harvesting.reading import Harvest
 from bendtrace.harvesting.running import Run, refuse_repeats, total_of
-from bendtrace.harvesting.settings import Settings, fingerprint, flat, told_function
+from bendtrace.harvesting.settings import Settings, flat
 from bendtrace.harvesting.shards import ShardFiles
 from bendtrace.harvesting.site import Site
+from bendtrace.harvesting.telling import fingerprint, told, told_insertion
 from bendtrace.harvesting.workers import Workers
 from bendtrace.harvesting.writer import Writer
 from bendtrace.module import BendedModule
@@ -134,22 +135,24 @@ def harvest(
     workers = Workers()
     directory = os.path.abspath(os.fspath(out))
     refuse_repeats(loader, workers, settings)
-    called = None if call is None else told_function(call)
+    inserted = [told_insertion(i) for i in bended._board.insertions if not i.what.observes]
     with torch.inference_mode(False), torch.no_grad():
         about = {
-            "settings": {**settings.told(), "call": called},
+            "settings": {**settings.told(), "call": told(call, whole=False), "inserted": inserted},
             "processes": workers.world,
             "model": fingerprint(bended.model),
         }
-        told = workers.together(lambda: _checked(bended, settings, about))
-        if len(set(told)) > 1:
+        checked = workers.together(lambda: _checked(bended, settings, about))
+        if len(set(checked)) > 1:
             raise InputError(
                 "the processes were given different settings, or models with different weights"
             )
         site = Site(directory, about, check_weights, resume)
         with site.opened(workers) as is_complete:
-            if not is_complete:
-                files = ShardFiles(directory, workers.rank, form)
+            files = ShardFiles(directory, workers.rank, form)
+            if is_complete:
+                workers.together(lambda: _compared(bended, loader, settings, call, files, workers))
+            else:
                 workers.together(
                     lambda: _gathered(bended, loader, settings, call, files, workers, progress)
                 )
@@ -161,6 +164,21 @@ def _checked(bended: BendedModule, settings: Settings, about: dict[str, Any]) ->
     """Say what is wrong with `where` before anything is touched; return what is to be done."""
     Collector(bended, settings)
     return json.dumps(about, sort_keys=True)
+
+
+def _compared(
+    bended: BendedModule,
+    loader: Iterable[Any],
+    settings: Settings,
+    call: Callable[[BendedModule, Any], Any] | None,
+    files: ShardFiles,
+    workers: Workers,
+) -> None:
+    """Compare the loader with a harvest that is complete, as far as that needs no run."""
+    spare = Filling(settings.shard_samples, settings.shard_bytes)
+    collector = Collector(bended, settings, several=call is not None)
+    with torch.random.fork_rng(), collector, Writer(files, spare) as writer:
+        Run(bended, loader, settings, call, files, writer, collector, workers).compare()
 
 
 def _gathered(

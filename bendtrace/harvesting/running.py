@@ -21,12 +21,14 @@ from bendtrace.harvesting.batches import (
     mark_of,
     part_of,
     size_of,
+    versions_of,
 )
 from bendtrace.harvesting.collecting import Collector
 from bendtrace.harvesting.errors import HarvestError
 from bendtrace.harvesting.filling import Filling
-from bendtrace.harvesting.settings import Settings, state_of, sum_of
+from bendtrace.harvesting.settings import Settings
 from bendtrace.harvesting.shards import Shard, ShardFiles, shards_in
+from bendtrace.harvesting.telling import state_of, sum_of
 from bendtrace.harvesting.workers import Workers
 from bendtrace.harvesting.writer import Writer
 from bendtrace.module import BendedModule
@@ -79,13 +81,13 @@ class Run:
         self._rank, self._world = workers.rank, workers.world
         self._before = shards_in(files.directory, files.rank)
         self.done = sum(shard.samples for shard in self._before)
-        self._refuse_unsteady()
         self._past = _Past(self._before, files)
         collector.filling.number = len(self._before) + 1
         if self._before and self._before[-1].is_partial:
             self._past.fill(collector.filling)
         self._order = self._order_done = 0  # up to the batch at hand, and the last that is done
         self._last: Any = None  # the content of the last batch that was harvested
+        self._versions: tuple[int, ...] = ()  # of its tensors, before the model was called
         self._size_of_last = 0
         self._has_new = False  # whether there is more than what was there before
         self._state = self._state_now()
@@ -119,6 +121,7 @@ class Run:
             HarvestError: a batch has failed.
             SaveError: a shard could not be written.
         """
+        self._refuse_unsteady()
         try:
             for number, batch, start in self._own():
                 advance(self._harvested(number, batch, start))
@@ -132,6 +135,18 @@ class Run:
             raise
         if not self._before:
             self._collector.warn_of_unmet()
+
+    def compare(self) -> None:
+        """Compare the loader with what was harvested, where that was all of it.
+
+        Raises:
+            InputError: it does not give what it gave then.
+        """
+        for number, _, _ in self._own():
+            raise InputError(
+                f"the loader gives a batch {number}, and there were only {len(self._past)} when "
+                "this was harvested: it is not the data set of then. Choose another directory"
+            )
 
     def _own(self) -> Iterator[tuple[int, Batch, int]]:
         """Yield what is this process's own and not done: its number, the batch, its first id."""
@@ -168,7 +183,7 @@ class Run:
             if own < len(past):
                 start += past.check(own, number, batch, self._order, self._ids_again, start)
                 if own == len(past) - 1:
-                    self._last = batch.content
+                    self._last, self._versions = batch.content, versions_of(batch.content)
                 continue
             yield number, batch, start
             start += self._size_of_last
@@ -188,6 +203,7 @@ class Run:
     def _harvested(self, number: int, batch: Batch, start: int) -> int:
         """Harvest a batch; return how many samples it has."""
         collector, content = self._collector, batch.content
+        versions = versions_of(content)
         ids: Ids = ()
         try:
             ids = self._ids_again(content, start)
@@ -210,7 +226,8 @@ class Run:
                 tuple(ids),
             ) from error
         collector.filling.end_batch(number, ids, path)
-        self._last, self._size_of_last, self._has_new = content, len(ids), True
+        self._last, self._versions = content, versions
+        self._size_of_last, self._has_new = len(ids), True
         self._order_done = self._order
         return len(ids)
 
@@ -251,7 +268,7 @@ class Run:
                 digest = hashlib.sha256(f"{seed} {number}".encode()).digest()
                 torch.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
                 self._called(content)
-        elif filling.batches:
+        elif filling.draws:
             self._called(content)
         else:
             before = torch.get_rng_state()
@@ -273,7 +290,9 @@ class Run:
     def _finish(self) -> Filling:
         filling = self._collector.filling
         filling.order = self._order_done
-        filling.mark = mark_of(self._last)
+        # The model, or a loader that uses its memory again, may have written into the batch.
+        is_as_given = versions_of(self._last) == self._versions
+        filling.mark = mark_of(self._last) if is_as_given else 0
         now = self._state_now()
         filling.changed = [name for name, value in now.items() if self._state.get(name) != value]
         return filling
@@ -346,7 +365,7 @@ class _Past:
             begin = sum(shard.sizes[:place])
             same = list(again(batch.content, start)) == ids[begin : begin + size]
             if same and is_last:
-                same = mark_of(batch.content) == shard.mark
+                same = shard.mark in (0, mark_of(batch.content))
         if not same:
             raise InputError(
                 f"batch {number} of the loader is not the one that was harvested before: the data "

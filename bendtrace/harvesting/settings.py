@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
-import hashlib
-import itertools
-import types
-import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 
 from bendtrace.errors import InputError
+from bendtrace.harvesting.telling import told
 from bendtrace.interject.passes import Passes
 from bendtrace.interject.where import describe_where
-from bendtrace.storage.files import crc32
 
-__all__ = ["STACK", "Settings", "fingerprint", "flat", "state_of", "sum_of", "told_function"]
+__all__ = ["STACK", "Settings", "flat"]
 
 STACK = "stack"
 _REDUCTIONS = ("mean", "max", "last")
-_LARGEST = 1 << 24  # bytes of a parameter that a fingerprint looks at in full
+_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True)
@@ -89,11 +83,10 @@ class Settings:
             if isinstance(self.passes, str):
                 raise InputError(f"passes= knows one word, {STACK!r}, and not {self.passes!r}")
             Passes(self.passes)
-        if self.dtype is not None and not (
-            isinstance(self.dtype, torch.dtype) and self.dtype.is_floating_point
-        ):
+        if self.dtype is not None and self.dtype not in _DTYPES:
             raise InputError(
-                f"dtype= is what floating point numbers are stored as, not {self.dtype!r}"
+                "dtype= is what floating point numbers are stored as: torch.float64, float32, "
+                f"float16 or bfloat16, not {self.dtype!r}"
             )
         for option in ("shard_samples", "shard_bytes"):
             value = getattr(self, option)
@@ -109,13 +102,13 @@ class Settings:
         """Return them as plain values, to be compared with those of another time."""
         return {
             "where": [describe_where(item) for item in self.where],
-            "reduce": _told(self.reduce),
+            "reduce": told(self.reduce),
             "feature_axis": self.feature_axis,
-            "passes": _told(self.passes),
-            "batch_axis": _told(self.batch_axis),
+            "passes": told(self.passes),
+            "batch_axis": told(self.batch_axis),
             "dtype": None if self.dtype is None else str(self.dtype),
-            "ids": _told(self.ids),
-            "keep": _told(self.keep),
+            "ids": told(self.ids),
+            "keep": told(self.keep),
             "seed": self.seed,
             "shard_samples": self.shard_samples,
             "shard_bytes": self.shard_bytes,
@@ -131,91 +124,3 @@ def flat(where: Any) -> Iterator[Any]:
             yield from flat(item)
     else:
         yield where
-
-
-def _told(value: Any) -> Any:
-    if value is None or type(value) in (bool, int, float, str):
-        return value
-    if isinstance(value, Mapping):
-        return {str(key): _told(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple, set, frozenset, range)):
-        return [_told(item) for item in value]
-    if callable(value):
-        return told_function(value)
-    return repr(value)
-
-
-def told_function(function: Callable[..., Any]) -> str:
-    """Name a function, with a checksum of what it does as far as that is known."""
-    name = getattr(function, "__qualname__", type(function).__qualname__)
-    code = getattr(getattr(function, "__func__", function), "__code__", None)
-    if not isinstance(code, types.CodeType):
-        return f"{getattr(function, '__module__', '')}.{name}"
-    given = repr(getattr(function, "__defaults__", None))
-    free = [_told_cell(cell) for cell in getattr(function, "__closure__", None) or ()]
-    digest = hashlib.sha256("\n".join([*_parts(code), given, *free]).encode()).hexdigest()[:12]
-    return f"{name} {digest}"
-
-
-def _told_cell(cell: Any) -> str:
-    try:
-        value = cell.cell_contents
-    except ValueError:  # not set yet
-        return ""
-    return repr(value) if type(value) in (bool, int, float, str, tuple, type(None)) else ""
-
-
-def _parts(code: types.CodeType) -> Iterator[str]:
-    yield code.co_code.hex()
-    yield repr(code.co_names)
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from _parts(constant)
-        else:
-            yield repr(constant)
-
-
-def state_of(model: Callable[..., Any]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the parameters and buffers of a model by name."""
-    if isinstance(model, nn.Module):
-        yield from itertools.chain(model.named_parameters(), model.named_buffers())
-
-
-def fingerprint(model: Callable[..., Any]) -> dict[str, str]:
-    """Return what a model is known again by: its structure, and the values of its weights.
-
-    Of parameters above 16 MiB every how-manieth element is looked at, about 4 million of them.
-    """
-    structure = hashlib.sha256()
-    weights = 0
-    kind = type(model).__qualname__ if isinstance(model, nn.Module) else told_function(model)
-    structure.update(kind.encode())
-    if isinstance(model, nn.Module):
-        for name, module in model.named_modules():
-            structure.update(f"{name} {type(module).__qualname__} {module.training}\n".encode())
-    for name, tensor in state_of(model):
-        if is_lazy(tensor):
-            structure.update(f"{name} lazy\n".encode())
-            continue
-        structure.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}\n".encode())
-        weights = sum_of(tensor, weights)
-    return {
-        "class": type(model).__qualname__,
-        "structure": structure.hexdigest()[:16],
-        "weights": f"{weights:08x}",
-    }
-
-
-def sum_of(tensor: Tensor, before: int = 0) -> int:
-    """Return a checksum of a tensor, added to another one."""
-    if is_lazy(tensor):
-        return before
-    plain = tensor.detach()
-    plain = plain.to_local() if hasattr(plain, "to_local") else plain
-    if plain.layout is not torch.strided or plain.is_meta or plain.is_quantized:
-        return before
-    if plain.numel() * plain.element_size() > _LARGEST:
-        step = -(-plain.numel() * plain.element_size() // _LARGEST)
-        plain = plain.reshape(-1)[::step]
-    plain = plain.cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
-    return zlib.crc32(b"%d" % crc32(plain.view(torch.uint8)), before)

@@ -105,7 +105,7 @@ class Shard:
         taken: for each batch the name of its path.
         paths: the paths by name.
         order: a checksum of the order of the data set.
-        mark: a checksum of the last batch.
+        mark: a checksum of the last batch; 0 if it was written to.
         changed: what of the model has changed while it ran.
         draws: whether the model has drawn random numbers.
     """
