@@ -194,3 +194,83 @@ def test_what_is_read_is_the_reader_s_own(tmp_path: Path) -> None:
             tensor -= 100
     assert torch.equal(column.tensor(), whole)
     assert torch.equal(Harvest.open(tmp_path)["relu"].tensor(), whole)
+
+
+class Either(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.r = nn.ReLU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.sum() > 0:
+            y: Tensor = self.r(x)
+        else:
+            y = self.r(-x) + 1
+        return torch.relu(y) if x.sum() > 0 else torch.relu(y * 2)
+
+
+@pytest.mark.parametrize("where", ["r", ["r", "relu"]])
+def test_nodes_that_another_process_names_otherwise_are_not_mixed(
+    tmp_path: Path, where: Any
+) -> None:
+    data = [torch.full((1, 2), value) for value in (-1.0, -1.0, -1.0, 1.0, 1.0)]
+    broken = [True]
+
+    def call(model: Any, batch: Tensor) -> Any:
+        if broken and batch is data[3]:
+            raise RuntimeError("no such luck")
+        return model(batch)
+
+    options: dict[str, Any] = {"out": tmp_path, "progress": False, "call": call}
+    with pytest.raises(bt.BendtraceError, match="no such luck"):
+        bt.harvest(bt.BendedModule(Either()), data, where=where, **options)
+    broken.clear()
+    with pytest.raises(bt.InputError, match="the one that a process comes by first"):
+        bt.harvest(bt.BendedModule(Either()), data, where=where, **options)
+
+
+def test_names_stay_where_a_model_knows_its_paths(tmp_path: Path) -> None:
+    data = [torch.full((1, 2), -1.0)] * 3 + [torch.full((1, 2), 1.0)] * 5
+    bended = bt.BendedModule(Either())
+    found = bt.harvest(bended, data, where=["r", "relu"], out=tmp_path, progress=False)
+    again = bt.harvest(bended, data, where=["r", "relu"], out=tmp_path, progress=False)
+    assert again.nodes == found.nodes
+
+
+@pytest.mark.parametrize("features", [3, 4, 7])
+@pytest.mark.parametrize(
+    ("name", "by_hand"),
+    [("mean", lambda v: v.mean(0)), ("max", lambda v: v.amax(0)), ("last", lambda v: v[-1])],
+)
+def test_reductions_know_where_the_samples_are(
+    tmp_path: Path, features: int, name: str, by_hand: Any
+) -> None:
+    value = torch.randn(5, 4, features)  # (time, samples, features)
+
+    def doubled(x: Tensor) -> Tensor:
+        return torch.relu(x)
+
+    found = go(tmp_path / "a", doubled, [value], reduce=name, batch_axis=1)
+    assert torch.equal(found["relu"].tensor(), by_hand(torch.relu(value)))
+    first = go(tmp_path / "b", doubled, [value.transpose(0, 1)], reduce=name)
+    assert torch.equal(first["relu"].tensor(), by_hand(torch.relu(value)))
+    channels = go(tmp_path / "c", doubled, [value.permute(1, 2, 0)], reduce=name, feature_axis=1)
+    assert torch.equal(channels["relu"].tensor(), by_hand(torch.relu(value)))
+    whole = go(tmp_path / "d", doubled, [value], reduce=name, batch_axis=None)
+    assert torch.equal(whole["relu"][0], by_hand(by_hand(torch.relu(value)))) or name == "mean"
+
+
+@pytest.mark.parametrize(
+    ("value", "options", "message"),
+    [
+        (torch.ones(4, 3, 7), {"reduce": "mean", "feature_axis": 4}, "feature_axis=4"),
+        (torch.ones(4, 3, 7).long(), {"reduce": "mean"}, "no mean of torch.int64"),
+        (torch.ones(4, 0, 7), {"reduce": "mean"}, "an axis is empty"),
+        (torch.ones(4, 0, 7), {"reduce": "last"}, "an axis is empty"),
+    ],
+)
+def test_what_cannot_be_reduced_is_refused(
+    tmp_path: Path, value: Tensor, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(bt.InputError, match=message):
+        go(tmp_path, torch.relu, [value], **options)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from bendtrace.errors import InputError
-from bendtrace.harvesting.filling import Filling
+from bendtrace.harvesting.filling import Filling, require_place
 from bendtrace.harvesting.paths import Path, PathNames
 from bendtrace.harvesting.settings import Settings
 from bendtrace.history.copies import copied
@@ -83,6 +83,7 @@ class _Rule:
         asked: what the node was asked for by, if that is text.
         takes_all: whether a value is taken as it is.
         axis: the axis that counts the samples, None if there is none.
+        made_axis: that axis of what `change` gives.
         change: what is called with the value; None to take it as it is.
         wants_batch: whether that is called with the batch as well.
     """
@@ -93,9 +94,11 @@ class _Rule:
         rule = _for_node(settings.reduce, said, None)
         self.takes_all = rule is None and self.axis == 0
         self.change: Callable[..., Any] | None = None
+        self.made_axis = self.axis
         self.wants_batch = False
         if isinstance(rule, str):
             self.change = _named(rule, self.axis, settings.feature_axis)
+            self.made_axis = None if self.axis is None else 0
         elif rule is not None:
             self.change = rule
             self.wants_batch = _takes_two(rule)
@@ -123,24 +126,38 @@ def _takes_two(function: Callable[..., Any]) -> bool:
 
 def _named(name: str, axis: int | None, feature_axis: int) -> Callable[[Tensor], Tensor]:
     def reduced(value: Tensor) -> Tensor:
-        kept = {feature_axis % value.dim()} if value.dim() else set()
-        if axis is not None and value.dim():
-            kept.add(axis % value.dim())
-        others = [d for d in range(value.dim()) if d not in kept]
-        if not others:
+        dims, shape = value.dim(), tuple(value.shape)
+        if not dims:
             return value
-        if name == "mean":
-            return value.mean(others)
-        if name == "max":
-            return value.amax(others)
-        for dimension in reversed(others):
-            if not value.shape[dimension]:
+        if not -dims <= feature_axis < dims:
+            raise InputError(f"a value of shape {shape} has no axis feature_axis={feature_axis}")
+        kept = {feature_axis % dims}
+        if axis is not None:
+            if not -dims <= axis < dims:
+                raise InputError(f"a value of shape {shape} has no axis batch_axis={axis}")
+            kept.add(axis % dims)
+        others = [d for d in range(dims) if d not in kept]
+        if any(not shape[d] for d in others):
+            raise InputError(f"there is no {name} of a value of shape {shape}: an axis is empty")
+        if not others:
+            made = value
+        elif name == "mean":
+            if not value.is_floating_point() and not value.is_complex():
                 raise InputError(
-                    f"there is no last of a value of shape {tuple(value.shape)}: "
-                    f"dimension {dimension} is empty"
+                    f"there is no mean of {value.dtype} without rounding: give a function, such as "
+                    "lambda value: value.double().mean(1)"
                 )
-            value = value.select(dimension, -1)
-        return value
+            made = value.mean(others, keepdim=True)
+        elif name == "max":
+            made = value.amax(others, keepdim=True)
+        else:
+            made = value
+            for d in others:
+                made = made.narrow(d, shape[d] - 1, 1)
+        order = list(range(dims))
+        if axis is not None:  # the samples come first, wherever they were
+            order.insert(0, order.pop(axis))
+        return made.permute(order).squeeze([n for n, d in enumerate(order) if d in others])
 
     return reduced
 
@@ -155,10 +172,12 @@ class Collector:
 
     Attributes:
         filling: the shard.
+        places: where in the source the nodes are that were met, by path.
     """
 
     def __init__(self, bended: BendedModule, settings: Settings, several: bool = True) -> None:
         self.filling = Filling(settings.shard_samples, settings.shard_bytes)
+        self.places: dict[str, str] = {}
         self._bended = bended
         self._settings = settings
         self._several = several
@@ -245,9 +264,11 @@ class Collector:
         """Take what a node gave in a pass."""
         if self._takes_all and rule.takes_all and not at.number and type(value) is Tensor:
             column = self.filling.columns.get(at.path)
-            if column is not None and column.put_alike(value, self._size):
-                return
+            if column is not None and self.places.get(at.path) == at.place:
+                if column.put_alike(value, self._size):
+                    return
         path, number = at.path or _OUTPUT, at.number
+        require_place(path, self.places.setdefault(path, at.place), at.place)
         if self._before:
             number += self._before.get(path, 0)
         self._most[path] = number + 1
@@ -295,7 +316,7 @@ class Collector:
             if type(value) in (bool, int, float) and rule.axis is None:
                 return torch.tensor(value)
             raise InputError(_no_tensor(at, rule, value))
-        axis, size = rule.axis, self._size
+        axis, size = rule.made_axis, self._size
         if axis is None:
             return value
         if not -value.dim() <= axis < value.dim() or value.shape[axis] != size:

@@ -14,7 +14,7 @@ from bendtrace.errors import InputError
 from bendtrace.harvesting.batches import Ids
 from bendtrace.harvesting.paths import Path
 
-__all__ = ["Filling", "Rows", "contents"]
+__all__ = ["Filling", "Rows", "contents", "require_place"]
 
 
 class Rows:
@@ -172,6 +172,7 @@ class Filling:
         ids: the ids of each batch's samples.
         taken: for each batch the name of its path.
         paths: the paths.
+        places: where in the source the nodes are that were ever collected, by path.
         order: a checksum of the order of the data set up to the last batch.
         mark: a checksum of the last batch.
         changed: what of the model has changed while it ran.
@@ -189,6 +190,7 @@ class Filling:
     ids: list[Ids] = field(default_factory=list)
     taken: list[str] = field(default_factory=list)
     paths: dict[str, Path] = field(default_factory=dict)
+    places: dict[str, str] = field(default_factory=dict)
     order: int = 0
     mark: int = 0
     changed: list[str] = field(default_factory=list)
@@ -261,6 +263,21 @@ class Filling:
         self.batches, self.sizes, self.ids, self.taken, self.paths = [], [], [], [], {}
         self.number, self.order, self.mark = before.number + 1, 0, 0
         self.changed, self.draws, self.samples, self.nbytes = [], False, 0, 0
+
+
+def require_place(key: str, known: str, place: str) -> None:
+    """Refuse two nodes of one name: names go by what a process comes by first.
+
+    Raises:
+        InputError: they are at different places in the source.
+    """
+    if known != place:
+        raise InputError(
+            f"{key!r} was the node at {known.partition(' < ')[0] or '?'} in what was harvested "
+            f"before or by another process, and is the one at {place.partition(' < ')[0] or '?'} "
+            "here: of several nodes the one that a process comes by first has the plain name. Give "
+            "a BendedModule that was called with the same inputs first, so that all have names"
+        )
 
 
 def _is_smaller(dtype: torch.dtype, given: torch.dtype) -> bool:

@@ -83,6 +83,8 @@ class Run:
         self.done = sum(shard.samples for shard in self._before)
         self._past = _Past(self._before, files)
         collector.filling.number = len(self._before) + 1
+        for shard in self._before:
+            collector.places |= shard.places
         if self._before and self._before[-1].is_partial:
             self._past.fill(collector.filling)
         self._order = self._order_done = 0  # up to the batch at hand, and the last that is done
@@ -290,6 +292,7 @@ class Run:
     def _finish(self) -> Filling:
         filling = self._collector.filling
         filling.order = self._order_done
+        filling.places = dict(sorted(self._collector.places.items()))
         # The model, or a loader that uses its memory again, may have written into the batch.
         is_as_given = versions_of(self._last) == self._versions
         filling.mark = mark_of(self._last) if is_as_given else 0

@@ -104,6 +104,7 @@ class Shard:
         ids: the ids, if they are text.
         taken: for each batch the name of its path.
         paths: the paths by name.
+        places: where in the source nodes are, by path.
         order: a checksum of the order of the data set.
         mark: a checksum of the last batch; 0 if it was written to.
         changed: what of the model has changed while it ran.
@@ -121,6 +122,7 @@ class Shard:
     ids: tuple[str, ...] | None
     taken: tuple[str, ...]
     paths: dict[str, Path]
+    places: dict[str, str]
     order: int
     mark: int
     changed: tuple[str, ...]
@@ -244,6 +246,7 @@ def _row(filling: Filling, file: str, about: dict[str, Any]) -> dict[str, Any]:
         "ids": None if all(type(item) is int for item in listed) else listed,
         "taken": filling.taken,
         "paths": {name: [c.row() for c in path.conditions] for name, path in filling.paths.items()},
+        "places": filling.places,
         "order": filling.order,
         "mark": filling.mark,
         "changed": filling.changed,
@@ -300,5 +303,5 @@ def _shard(path: str, rank: int, number: int, is_partial: bool) -> Shard:
         os.path.join(os.path.dirname(path), row["file"]), rank, number, is_partial, row["about"],
         columns, tuple(row["batches"]), tuple(row["sizes"]),
         None if row["ids"] is None else tuple(row["ids"]), tuple(row["taken"]), paths,
-        row["order"], row["mark"], tuple(row["changed"]), row["draws"],
+        row["places"], row["order"], row["mark"], tuple(row["changed"]), row["draws"],
     )  # fmt: skip

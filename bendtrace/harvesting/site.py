@@ -8,8 +8,9 @@ from contextlib import contextmanager
 from typing import Any
 
 from bendtrace.errors import InputError
+from bendtrace.harvesting.filling import require_place
 from bendtrace.harvesting.reading import HARVEST, VERSION, Harvest
-from bendtrace.harvesting.shards import INDEX, SETTINGS, is_ours, writing
+from bendtrace.harvesting.shards import INDEX, SETTINGS, is_ours, shards_in, writing
 from bendtrace.harvesting.workers import Workers
 from bendtrace.storage.errors import SaveError
 from bendtrace.storage.files import sync_directory
@@ -100,10 +101,15 @@ class Site:
         """Write the index of all shards, which says that nothing is missing.
 
         Raises:
-            InputError: two processes have harvested samples of the same id.
+            InputError: two processes have harvested samples of the same id, or give one name to
+                different nodes.
         """
         index = os.path.join(self.directory, INDEX)
         made = Harvest.open(self.directory)
+        places: dict[str, str] = {}
+        for shard in shards_in(self.directory):
+            for path, place in shard.places.items():
+                require_place(path, places.setdefault(path, place), place)
         if self._about["settings"]["sharded"] and self._about["processes"] > 1:
             ids = made.ids
             if len(set(ids)) < len(ids):

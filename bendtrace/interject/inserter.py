@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 from typing import Any, NamedTuple
@@ -35,6 +36,7 @@ from bendtrace.recording.functions import (
 )
 from bendtrace.recording.inserter import Stage
 from bendtrace.recording.places import user_place
+from bendtrace.recording.sites import Site
 from bendtrace.recording.tape import ModuleCall
 
 __all__ = ["LiveInserter", "Within", "is_meant_within"]
@@ -90,10 +92,13 @@ def is_meant_within(plan: Plan, module: nn.Module, within: Within) -> bool:
 class _Spot:
     """A node of the run, and the slots at it."""
 
-    __slots__ = ("after", "before", "candidate", "inputs", "instead", "number", "seen", "slots")
+    __slots__ = (
+        "after", "before", "candidate", "inputs", "instead", "number", "place", "seen", "slots",
+    )  # fmt: skip
 
-    def __init__(self, candidate: Candidate, plan: Plan) -> None:
+    def __init__(self, candidate: Candidate, plan: Plan, scope: ModuleCall | None) -> None:
         self.candidate = candidate
+        self.place: str | ModuleCall | None = scope  # before somebody asks: the call around it
         self.number = 0  # passes that have begun
         self.seen = False  # whether what it gives is known
         self.slots = plan.slots_at("node", candidate)
@@ -239,7 +244,7 @@ class LiveInserter:
             candidate.uses_parameter = any(
                 isinstance(tensor, nn.Parameter) for tensor in _tensors_in(given)
             )
-            spot = self._spots[path] = _Spot(candidate, self.plan)
+            spot = self._spots[path] = _Spot(candidate, self.plan, scope)
         number = spot.number
         spot.number += 1
         written = spot.written(args, kwargs)
@@ -370,12 +375,14 @@ class LiveInserter:
             None if outer is None else outer.module, self.qualified(outer),
             scope.site,
         )  # fmt: skip
-        spot = self._spots[path] = _Spot(candidate, self.plan)
+        spot = self._spots[path] = _Spot(candidate, self.plan, outer)
         return spot
 
     def _at(self, spot: _Spot, number: int) -> NodePass:
         node = spot.candidate
-        return NodePass(node.path, number, node.module, node.function, node.scope_path)
+        if not isinstance(spot.place, str):
+            spot.place = _place(node.site, spot.place)
+        return NodePass(node.path, number, node.module, node.function, node.scope_path, spot.place)
 
     def _before(
         self,
@@ -505,6 +512,19 @@ class LiveInserter:
             if part is not None:
                 found.append(str(part.label))
         return found
+
+
+def _place(site: Site | None, scope: ModuleCall | None) -> str:
+    """Say where a node is: each instruction that leads to it, the innermost first."""
+    found: list[str] = []
+    while True:
+        for place in () if site is None else site.places:
+            if not place.in_torch:
+                line, column = place.span[:2]
+                found.append(f"{os.path.basename(place.file)}:{line}:{column}")
+        if scope is None:
+            return " < ".join(found)
+        site, scope = scope.site, scope.parent
 
 
 class _At(tuple[Any, ...]):

@@ -37,6 +37,8 @@ class NodePass:
         module: the module called; None for functions, methods, parameters and inputs.
         function: the torch function; None for calls of modules, parameters and inputs.
         scope: qualified name of the module in whose code it happens.
+        place: where in the source it happens, calls around it included: the same text for the same
+            node in other processes. "" for parameters and the like.
     """
 
     path: str
@@ -44,6 +46,7 @@ class NodePass:
     module: nn.Module | None = field(default=None, compare=False)
     function: Callable[..., Any] | None = field(default=None, compare=False)
     scope: str = ""
+    place: str = field(default="", compare=False, repr=False)
 
 
 class Interjection:
