@@ -50,8 +50,10 @@ def harvested(
         batch: called for each batch.
     """
 
+    hooks = [batch]  # in a list, since another function that it closes over is another `call`
+
     def call(bended: Any, content: Any) -> None:
-        batch()
+        hooks[0]()
         bended(content[0])
 
     generator = torch.Generator().manual_seed(4)
