@@ -12,12 +12,12 @@ from typing import Any, overload
 
 from tabulate import tabulate
 
-from bendtrace.recording.functions import SHAPES
+from bendtrace.recording.functions import SHAPES, is_gate
 from bendtrace.recording.iterations import Iterations, Mark, is_inside_comparison, marks_of
 from bendtrace.recording.sites import Place, Span
 from bendtrace.recording.statements import part_taken
 from bendtrace.recording.syntax import Loop
-from bendtrace.recording.tape import Guard, Op, OpKind, Tape, Test
+from bendtrace.recording.tape import Guard, Op, OpKind, Ref, Tape, Test
 
 __all__ = [
     "AssertFlowStep",
@@ -223,7 +223,7 @@ def flow_steps(tape: Tape, names: list[str]) -> FlowSteps:
         if header is not None and mark.element_of is None and not header.holds(mark):
             header = None
         chosen = _class_of(mark, tape)
-        if chosen is None:
+        if chosen is None or _is_asked_by_gate(mark.record, tape):
             continue
         cls, kind = chosen
         record = mark.record
@@ -251,6 +251,18 @@ def flow_steps(tape: Tape, names: list[str]) -> FlowSteps:
             steps.append(step.whole(tests, iterations.count(mark.order)))
         steps.append(step.finish(cls))
     return FlowSteps(steps)
+
+
+def _is_asked_by_gate(record: Op | Guard, tape: Tape) -> bool:
+    """Whether a guard is on what a gate says of containers, which no code of the model asks for."""
+    op = tape.ops[record.index]
+    if not isinstance(record, Guard) or op.kind is not OpKind.SCALAR or len(op.args) != 2:
+        return False
+    source, key = op.args
+    if type(source) is not Ref or not is_gate(tape.ops[source.index]):
+        return False
+    gate = tape.ops[source.index].target
+    return bool(getattr(gate, "tells_in_place", False) and key == len(gate.exchanged))
 
 
 class _Header:

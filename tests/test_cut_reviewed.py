@@ -654,3 +654,17 @@ def test_a_name_that_may_come_up_later_leaves_those_beside_it_as_they_are(
             bended(torch.ones(2) * factor)
     short, long = ["relu", "sigmoid"], ["relu", "tanh", "sigmoid"]
     assert seen == [*short, *short, *long, *short, *long]
+
+
+def test_what_a_gate_asks_for_itself_is_no_flow_step() -> None:
+    def model(x: Tensor) -> Any:
+        y = torch.relu(x)
+        if y.sum() > 1:
+            y = y * 2
+        return y, {"k": [x], "t": y * 2}
+
+    bended = bt.BendedModule(model)
+    plain = [(step.text, step.value) for step in bended.trace(torch.ones(3)).flow_steps]
+    with bended.interject("output", lambda _: None):
+        steps = bended.trace(torch.ones(3)).flow_steps
+    assert [(step.text, step.value) for step in steps] == plain == [("y.sum() > 1", True)]
