@@ -274,3 +274,12 @@ def test_what_cannot_be_reduced_is_refused(
 ) -> None:
     with pytest.raises(bt.InputError, match=message):
         go(tmp_path, torch.relu, [value], **options)
+
+
+def test_an_outcome_of_another_kind_is_refused(tmp_path: Path) -> None:
+    data = [torch.full((1, 2), value) for value in (-1.0, 1.0, 1.0)]
+    found = bt.harvest(Either(), data, where=(), out=tmp_path, progress=False)
+    assert len(found.took("x.sum() > 0", True)) == 2
+    for wrong in (0, "yes"):
+        with pytest.raises(bt.InputError, match="no outcome is of the kind"):
+            found.took("x.sum() > 0", wrong)  # type: ignore[arg-type]

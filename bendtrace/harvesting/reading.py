@@ -326,7 +326,7 @@ class Harvest:
                 its value.
 
         Raises:
-            InputError: no batch came by such a branch.
+            InputError: no batch came by such a branch, or its outcomes are of another kind.
         """
         found = {
             path.name: [c for c in path.conditions if _is_meant(c.text, c.file, c.line, branch)]
@@ -337,6 +337,12 @@ class Harvest:
             near = get_close_matches(str(branch), known, n=3) or list(known)[:_SHOWN]
             listed = ", ".join(map(repr, near)) or "none"
             raise InputError(f"no batch came by a branch {branch!r}; there are: {listed}")
+        outcomes = dict.fromkeys((type(c.outcome), c.outcome) for cs in found.values() for c in cs)
+        if not any(kind is type(outcome) for kind, _ in outcomes):
+            listed = ", ".join(repr(known) for _, known in list(outcomes)[:_SHOWN])
+            raise InputError(
+                f"{branch!r} came out as {listed}; no outcome is of the kind of {outcome!r}"
+            )
         wanted = {
             name
             for name, conditions in found.items()
