@@ -164,11 +164,9 @@ class Elements:
             try:
                 plain = self._carried_out(op, draw, {})
                 other = self._carried_out(op, draw, given)
-            except Exception as error:  # values that it does not take
-                if draw == 0:
-                    self.coarse[op.index] = f"{type(error).__name__}: {error}"
-                    return whole
-                continue
+            except Exception as error:  # values that it does not take: what they show is not known
+                self.coarse[op.index] = f"{type(error).__name__}: {error}"
+                return whole
             mark = _differing(plain, other, whole)
             if mark is _UNLIKE:
                 self.coarse[op.index] = "its sizes depend on values"
