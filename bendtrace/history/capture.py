@@ -125,6 +125,8 @@ class Capture:
         self._store = store
         selections = [each for each in (chosen, stop) if isinstance(each, Selection)]
         self._namer = Namer() if selections else None
+        # Whether all there is to be done about a value without a graph is to keep a copy.
+        self._is_simple = self.is_exact and self.gradients is None and not selections
         last = max((each.last for each in selections), default=0)
         self._last: collections.deque[tuple[Key, int, Tensor, Tensor]] = collections.deque(
             maxlen=last
@@ -222,7 +224,10 @@ class Capture:
     def gave(self, op: Op, out: Any) -> None:
         """Keep what an op gave."""
         if isinstance(out, Tensor):
-            self._take(op, (), out)
+            if self._is_simple and type(out) is Tensor and not out.requires_grad:
+                self.saved[op.index, ()] = self._own(out)
+            else:
+                self._take(op, (), out)
         elif isinstance(out, (tuple, list)):
             for element, _ in tensors_of(op.meta):
                 tensor: Any = out
@@ -339,7 +344,11 @@ class Capture:
             moved = self._convert(value)
             if moved is not value:
                 return moved
-        return copied(value) if storage_of(tensor) in self._fixed else lazily_copied(value)
+        return self._own(value)
+
+    def _own(self, value: Tensor) -> Tensor:
+        """Return a tensor with memory of its own, once somebody writes."""
+        return copied(value) if storage_of(value) in self._fixed else lazily_copied(value)
 
     def _entry(
         self, op: Op, element: tuple[Any, ...], layer: Layer, passed: int, position: int,

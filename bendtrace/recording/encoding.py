@@ -70,7 +70,7 @@ class Encoder:
             elif kind in PLAIN_TYPES:
                 encoded.append(value)
             else:
-                recorded, use = self._argument(value, kind)
+                recorded, use = self.argument(value, kind)
                 encoded.append(recorded)
                 if use is not value:
                     if usable is None:
@@ -78,7 +78,10 @@ class Encoder:
                     usable[position] = use
         return tuple(encoded), args if usable is None else tuple(usable)
 
-    def _argument(self, value: Any, kind: type) -> tuple[Any, Any]:
+    def argument(self, value: Any, kind: type) -> tuple[Any, Any]:
+        """Return one argument, of some type, as recorded and as it is to be given."""
+        if kind is Tensor or kind is nn.Parameter:
+            return self._values.ref(value), value
         if kind in RETIRED:
             return value._value, value._value
         if kind in TRACED:

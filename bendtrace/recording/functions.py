@@ -21,6 +21,7 @@ __all__ = [
     "RESHAPES_IN_PLACE",
     "SETTERS",
     "SHAPES",
+    "SPECIAL",
     "UNINITIALIZED",
     "VALUES",
     "entered",
@@ -164,6 +165,11 @@ UNINITIALIZED = frozenset(
 
 # Compositions of torch's that one wants to look and cut inside of.
 DESCEND: frozenset[Callable[..., Any]] = frozenset({functional.multi_head_attention_forward})
+
+# All that is not simply recorded as a call.
+SPECIAL: frozenset[Any] = frozenset(
+    {*CONTEXT, *METADATA, *VALUES, *DESCEND, *ESCAPES, Tensor.tolist}
+)
 
 _QUESTIONS = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
 _entered: dict[Callable[..., Any], Callable[..., Any]] = {}

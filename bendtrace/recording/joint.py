@@ -27,6 +27,7 @@ __all__ = [
     "before_ddp",
     "gathered_by",
     "gathered_names",
+    "has_joint_hooks",
     "hidden_of",
     "is_joint_hook",
     "tensors_in",
@@ -201,6 +202,12 @@ def _put_back(shards: list[_Shard]) -> None:
     for held, name, shard in shards:
         held[name] = shard
     shards.clear()
+
+
+def has_joint_hooks(module: nn.Module) -> bool:
+    """Whether FSDP may do something around the forward of a module."""
+    hooked = module._forward_pre_hooks or module._forward_hooks
+    return bool(hooked) and _states() is not None
 
 
 @contextmanager

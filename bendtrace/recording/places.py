@@ -14,8 +14,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from bendtrace.recording import scalars
-
 __all__ = [
     "BEHIND",
     "definition",
@@ -25,7 +23,7 @@ __all__ = [
     "users_code",
 ]
 
-_SCALARS_FILE = scalars.__file__
+_TRACER = os.path.dirname(__file__) + os.sep
 _PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _STDLIB = sysconfig.get_paths()["stdlib"] + os.sep
@@ -34,9 +32,9 @@ BEHIND: set[types.CodeType] = set()
 
 
 def outside_scalars() -> FrameType:
-    """The frame that did something with a traced scalar."""
+    """The frame that did something with a traced scalar, also where the tracer did it for it."""
     frame = sys._getframe(2)
-    while frame.f_code.co_filename == _SCALARS_FILE and frame.f_back is not None:
+    while frame.f_code.co_filename.startswith(_TRACER) and frame.f_back is not None:
         frame = frame.f_back
     return frame
 

@@ -23,15 +23,17 @@ from bendtrace.recording.functions import (
     DESCEND,
     ESCAPES,
     METADATA,
+    SPECIAL,
     VALUES,
     entered,
     name_of,
 )
 from bendtrace.recording.handlers import raised_by
 from bendtrace.recording.inserter import Inserter
-from bendtrace.recording.joint import with_joint_hooks
+from bendtrace.recording.joint import has_joint_hooks, with_joint_hooks
+from bendtrace.recording.lane import NOT_TAKEN, Lane, hooks_around, lane_for
 from bendtrace.recording.observer import Observer, StopRun
-from bendtrace.recording.parts import Part, PartKind
+from bendtrace.recording.parts import PLAIN_TYPES, Part, PartKind
 from bendtrace.recording.places import BEHIND, definition, outside_scalars, user_place
 from bendtrace.recording.scalars import TRACED, TracedScalar, plain
 from bendtrace.recording.sites import Site
@@ -80,6 +82,7 @@ class Recorder(TorchFunctionMode):
         self._calls_of: dict[int, int] = {}
         self._strangers: dict[int, tuple[str, nn.Module]] = {}
         self._within = False  # an op that the mode is not switched off for
+        self._lane: Lane | None = None
         if inserter is not None:
             inserter.begins(self)
 
@@ -96,6 +99,10 @@ class Recorder(TorchFunctionMode):
             finish.block("hooks are registered for all modules")
         own = (self, self._writer, self._values, self._values.scalars)
         self.active = True
+        if self._inserter is None and self._writer.prefix is None and not hooks_around():
+            self._lane = lane_for(
+                self._values, self._writer, self._encoder, self._observer, self._show
+            )
         try:
             with watching(self), self:
                 output = self._outcome(args, kwargs)
@@ -113,6 +120,7 @@ class Recorder(TorchFunctionMode):
         finally:
             self.active = False
             self._values.retire()
+            self._lane = None
             # A cycle of recorder and encoder must not keep what the caller gave alive.
             self._writer.close()
 
@@ -151,6 +159,10 @@ class Recorder(TorchFunctionMode):
         if self._within:
             return func(*_plain(args), **_plain(kwargs))
         frame = sys._getframe(1)
+        if self._lane is not None:
+            out = self._lane(func, args, kwargs, frame)
+            if out is not NOT_TAKEN:
+                return out
         if self._inserter is not None and func not in DESCEND:
             return self._inserter.op(func, args, kwargs, frame, self._reported)
         return self._reported(func, args, kwargs, frame)
@@ -158,7 +170,7 @@ class Recorder(TorchFunctionMode):
     def _reported(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType
     ) -> Any:
-        if func in _SPECIAL:
+        if func in SPECIAL:
             return self._special(func, args, kwargs, frame)
         return self._call(func, args, kwargs, frame)
 
@@ -358,24 +370,38 @@ class Recorder(TorchFunctionMode):
         outer, module = self._writer.scope, scope.module
         assert module is not None
         scope.start = scope.stop = len(self.tape.ops)
-        with torch._C.DisableTorchFunction():  # what is read here is not the model's reading
-            scope.args = tuple(self._encoder.leniently(value) for value in args)
-            scope.kwargs = {name: self._encoder.leniently(value) for name, value in kwargs.items()}
-            self._writer.writes.begin()
+        scope.args = tuple([self._noted(value) for value in args])
+        if kwargs:
+            scope.kwargs = {name: self._noted(value) for name, value in kwargs.items()}
         self.tape.calls.append(scope)
         self._writer.scope = scope
         try:
-            with with_joint_hooks(module):
+            if has_joint_hooks(module):
+                with with_joint_hooks(module):
+                    output = module._call_impl(*args, **kwargs)
+            else:
                 output = module._call_impl(*args, **kwargs)
-            with torch._C.DisableTorchFunction():
-                scope.output = self._encoder.leniently(output)
-                if self._observer is not None:
+            scope.output = self._noted(output)
+            if self._observer is not None:
+                with torch._C.DisableTorchFunction():
                     scope.stop = len(self.tape.ops)
                     self._observer.left(scope, output)
         finally:
             self._writer.scope = outer
             scope.stop = len(self.tape.ops)
         return output
+
+    def _noted(self, value: Any) -> Any:
+        """Write down what a module is given, or gives."""
+        kind = type(value)
+        if kind is Tensor and (ref := self._values.at_hand(value)) is not None:
+            return ref
+        if kind in PLAIN_TYPES:
+            return value
+        with torch._C.DisableTorchFunction():  # what is read here is not the model's reading
+            noted = self._encoder.leniently(value)
+            self._writer.writes.begin()
+        return noted
 
     def _unregistered(self, module: nn.Module) -> str:
         """Return what stands for the path of a module that belongs to no other."""
@@ -516,4 +542,3 @@ BEHIND.update({Recorder.run.__code__, Recorder._outcome.__code__})
 _GLOBAL_HOOKS = (
     "forward_hooks", "forward_pre_hooks", "backward_hooks", "backward_pre_hooks",
 )  # fmt: skip
-_SPECIAL = frozenset({*CONTEXT, *METADATA, *VALUES, *DESCEND, *ESCAPES, Tensor.tolist})

@@ -141,12 +141,15 @@ class SiteTable:
 
     Args:
         boundaries: code objects at which a chain ends (the call of a module, the run).
+
+    Attributes:
+        boundaries: their identities.
     """
 
     def __init__(self, boundaries: frozenset[CodeType]) -> None:
         # Code objects are compared by identity because hashing one is slow; the sites keep
         # them alive, so that an identity is never used twice.
-        self._boundaries = {id(code) for code in boundaries}
+        self.boundaries = {id(code) for code in boundaries}
         self._sites: dict[tuple[int, ...], Site] = {}
 
     def find(self, frame: FrameType) -> Site:
@@ -155,7 +158,7 @@ class SiteTable:
         walked: FrameType | None = frame
         while walked is not None:
             code = id(walked.f_code)
-            if code in self._boundaries:
+            if code in self.boundaries:
                 break
             key.append(code)
             key.append(walked.f_lasti)

@@ -17,6 +17,7 @@ from bendtrace.recording.contexts import Context
 from bendtrace.recording.sites import Site
 
 __all__ = [
+    "NOTHING",
     "Guard",
     "ModuleCall",
     "Op",
@@ -148,7 +149,7 @@ class Raised(NamedTuple):
         return self.type.__name__ if self.text is None else f"{self.type.__name__}({self.text!r})"
 
 
-_NOTHING: dict[int, int] = {}
+NOTHING: dict[int, int] = {}
 
 
 class Op:
@@ -206,7 +207,7 @@ class Op:
         self.meta: Any = None
         self.raised: Raised | None = None
         self.writes: tuple[int, ...] = ()
-        self.reads: dict[int, int] = _NOTHING
+        self.reads: dict[int, int] = NOTHING
 
     def __repr__(self) -> str:
         return f"%{self.index} = {self.kind.value} {self.target}{self.args}"

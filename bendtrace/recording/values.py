@@ -188,6 +188,13 @@ class Values:
         self.scalars.append(scalar)
         return scalar
 
+    def at_hand(self, tensor: Tensor) -> Ref | None:
+        """Return the value number of a tensor if it has one by now, and nothing is set on it."""
+        known = self._writer.known.get(id(tensor))
+        if known is None or known() is not tensor or tensor.__dict__:
+            return None
+        return known.ref
+
     def ref(self, tensor: Tensor) -> Ref:
         """Return the value number of a tensor."""
         known = self._writer.known.get(id(tensor))

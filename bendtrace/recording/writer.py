@@ -75,6 +75,7 @@ class Writer:
         prefix: as given, until the run is over.
         gone_astray: the error of a resumed run that did something else than before.
         writes: who writes to tensors.
+        boundaries: identities of the code given as such.
     """
 
     def __init__(
@@ -93,6 +94,7 @@ class Writer:
         self._resumed = 0 if prefix is None else len(prefix.ops)
         self._is_behind = self._resumed > 0  # of what was carried out already
         self._sites = SiteTable(boundaries)
+        self.boundaries = self._sites.boundaries
         self._dtype = torch.get_default_dtype()
         self._settings = current_settings()
 

@@ -46,6 +46,7 @@ class Writes:
 
     Attributes:
         stale: what the op now being written was given and was written to since it was named.
+        latest_unseen: the last op that wrote to something without a new version; -1 if none did.
     """
 
     def __init__(self) -> None:
@@ -54,6 +55,7 @@ class Writes:
         self._writers: dict[int, int] = {}
         # Written to without a new version: by which op last.
         self._unseen: dict[int, int] = {}
+        self.latest_unseen = -1
 
     def begin(self) -> None:
         """Forget what was given to the op before."""
@@ -93,7 +95,7 @@ class Writes:
                 op.writes = (*op.writes, ref.index)
                 self._writers[storage_of(tensor)] = op.index
                 if unseen:
-                    self._unseen[storage_of(tensor)] = op.index
+                    self._unseen[storage_of(tensor)] = self.latest_unseen = op.index
 
     def repeat(self, op: Op, before: Op) -> None:
         """Note what an op reads and writes that is not carried out again."""
