@@ -12,7 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from bendtrace.graph.mirror import target_name
-from bendtrace.history.copies import copied, lazily_copied, materialize, tensors_in
+from bendtrace.history.copies import (
+    copied,
+    lazily_copied,
+    lazily_copied_unless,
+    materialize,
+    tensors_in,
+)
 from bendtrace.history.entries import LayerEntry
 from bendtrace.history.gradients import Gradients
 from bendtrace.history.naming import Layer, Namer, nbytes_of, tensors_of
@@ -200,34 +206,39 @@ class Capture:
         if self.is_exact:
             self.reread[position, index] = self._copy(tensor)
 
+    def heeds(self, function: Any) -> bool:
+        """Whether a function draws random numbers, changes sizes, or may not run any more."""
+        can_end = self.stop is not None or isinstance(self.chosen, Selection)
+        return can_end or any(self._kind_of(function))
+
+    def _kind_of(self, function: Any) -> tuple[bool, bool]:
+        kind = self._kinds.get(id(function))
+        if kind is None:
+            name = name_of(function)
+            kind = (bool(_RANDOM.search(name)), name.startswith(("resize", "set_")))
+            self._kinds[id(function)] = kind
+        return kind
+
     def begins(self, op: Op, args: Any, kwargs: dict[str, Any]) -> None:
         """Keep the state of the generator, if an op is going to draw from it."""
         if self.ended:
             raise StopRun(self.ended)  # also if the model has caught it before
-        target = id(op.target)
-        kind = self._kinds.get(target)
-        if kind is None:
-            name = name_of(op.target)
-            kind = (bool(_RANDOM.search(name)), name.startswith(("resize", "set_")))
-            self._kinds[target] = kind
-        draws, resizes = kind
+        draws, resizes = self._kind_of(op.target)
         if draws and self.chosen is True:
             self.random[op.index] = unwatched(torch.get_rng_state, (), {})
         if resizes or "out" in kwargs:
             for tensor in tensors_in((args, kwargs.get("out"))):
                 materialize(tensor)
 
-    def took(self, op: Op, nanoseconds: int) -> None:
-        """Keep the time of an op."""
-        self.times[op.index] = nanoseconds
-
     def gave(self, op: Op, out: Any) -> None:
         """Keep what an op gave."""
         if isinstance(out, Tensor):
+            # Nearly all values of nearly all logs: what follows costs as little as it can.
             if self._is_simple and type(out) is Tensor and not out.requires_grad:
-                self.saved[op.index, ()] = self._own(out)
-            else:
-                self._take(op, (), out)
+                if (copy := lazily_copied_unless(out, self._fixed)) is not None:
+                    self.saved[op.index, ()] = copy
+                    return
+            self._take(op, (), out)
         elif isinstance(out, (tuple, list)):
             for element, _ in tensors_of(op.meta):
                 tensor: Any = out
@@ -344,10 +355,6 @@ class Capture:
             moved = self._convert(value)
             if moved is not value:
                 return moved
-        return self._own(value)
-
-    def _own(self, value: Tensor) -> Tensor:
-        """Return a tensor with memory of its own, once somebody writes."""
         return copied(value) if storage_of(value) in self._fixed else lazily_copied(value)
 
     def _entry(

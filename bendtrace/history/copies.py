@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-__all__ = ["copied", "lazily_copied", "materialize", "tensors_in"]
+__all__ = ["copied", "lazily_copied", "lazily_copied_unless", "materialize", "tensors_in"]
 
 _PLAIN = frozenset({Tensor, nn.Parameter})
 _LAZY = frozenset(
@@ -43,6 +43,23 @@ def lazily_copied(value: Tensor) -> Tensor:
         except RuntimeError:  # memory of others, such as numpy's, or none at all
             pass
     return copied(value)
+
+
+def lazily_copied_unless(value: Tensor, fixed: Container[int]) -> Tensor | None:
+    """Copy an exact `Tensor` lazily, in one go; None if that takes a closer look.
+
+    Args:
+        value: what to copy.
+        fixed: storages (see `storage_of`) that have to stay where they are.
+    """
+    if value.layout is not torch.strided or value.dtype not in _LAZY or value.is_neg():
+        return None
+    try:
+        if value.untyped_storage()._cdata in fixed:
+            return None
+        return value._lazy_clone()
+    except RuntimeError:  # see `lazily_copied`
+        return None
 
 
 def copied(value: Tensor) -> Tensor:

@@ -28,7 +28,7 @@ from bendtrace.recording.observer import Observer
 from bendtrace.recording.parts import PLAIN_TYPES
 from bendtrace.recording.places import users_code
 from bendtrace.recording.sites import Site
-from bendtrace.recording.tape import NOTHING, Op, OpKind, Ref, TensorMeta
+from bendtrace.recording.tape import NOTHING, Op, OpKind, TensorMeta, ref_to
 from bendtrace.recording.usage import compares_identity
 from bendtrace.recording.values import Values
 from bendtrace.recording.watcher import unwatched
@@ -83,6 +83,8 @@ def lane_for(
     settings, precision, mkldnn = current_settings(), _precision(), _mkldnn()
     context, unchanged = current_context(), _GlobalState().check
     grad = context.grad
+    unheeded: set[Any] = set()
+    is_behind = writer.prefix is not None
 
     def renew() -> None:
         nonlocal context, grad, unchanged
@@ -92,10 +94,14 @@ def lane_for(
             unchanged = _never  # it would not notice the end of inference mode
 
     def lane(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType) -> Any:
+        nonlocal is_behind
         kind = _kinds.get(func)
         if kind is None:
             kind = _kind_of(func)
         if kind is _SPECIAL or "out" in kwargs:
+            return NOT_TAKEN
+        if is_behind:
+            is_behind = writer.is_behind
             return NOT_TAKEN
         if not unchanged() or _any_autocast() or _inference():
             renew()
@@ -186,7 +192,11 @@ def lane_for(
             args = tuple(usable)
         try:
             if observer is not None:
-                observer.begins(op, args, kwargs)
+                if func not in unheeded:
+                    if observer.heeds(func):
+                        observer.begins(op, args, kwargs)
+                    else:
+                        unheeded.add(func)
                 started = perf_counter_ns()
             if kind is _USUAL:
                 out = unwatched(func, args, kwargs)
@@ -197,7 +207,7 @@ def lane_for(
             else:
                 out = func(*args)
             if observer is not None:
-                observer.took(op, perf_counter_ns() - started)
+                observer.times[index] = perf_counter_ns() - started
         except Exception as error:
             op.raised = raised_by(op, error)
             raise
@@ -211,8 +221,7 @@ def lane_for(
                     shape = None
                 if shape is not None:
                     known_as[id(out)] = known = Known(out)
-                    known.ref = ref = _new_ref(Ref)
-                    ref.index = index
+                    known.ref = ref_to(index)
                     known.version = version
                     known.graphless = not grad and not out.requires_grad
                     op.meta = _tuple(TensorMeta, (shape, out.dtype, out.device))
@@ -254,5 +263,5 @@ _SIMPLE, _PURE, _USUAL, _SPECIAL = _Kind
 _CALL = OpKind.CALL
 NOT_TAKEN: Any = object()
 _LATER = 1 << 60
-_new, _new_ref, _tuple = Op.__new__, Ref.__new__, tuple.__new__
+_new, _tuple = Op.__new__, tuple.__new__
 _Parameter = nn.Parameter

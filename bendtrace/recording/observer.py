@@ -22,6 +22,7 @@ class Observer(Protocol):
     """Is shown the values of a run. What it does with torch is not recorded."""
 
     ended: str  # where the run was ended early; "" if it was not
+    times: dict[int, int]  # nanoseconds that each op took; filled in by who carries them out
 
     def given(self, op: Op, tensor: Tensor) -> None:
         """Called for each tensor among the arguments of the run."""
@@ -35,11 +36,11 @@ class Observer(Protocol):
         By the op at a position of the tape, or by the caller of the run, at its end.
         """
 
+    def heeds(self, function: Any) -> bool:
+        """Whether it has to be told each time before a function is called without an `out`."""
+
     def begins(self, op: Op, args: Any, kwargs: dict[str, Any]) -> None:
         """Called before an op is carried out, with what the function is given."""
-
-    def took(self, op: Op, nanoseconds: int) -> None:
-        """Called with the time that carrying out an op has taken."""
 
     def gave(self, op: Op, out: Any) -> None:
         """Called with what an op gave."""

@@ -99,7 +99,7 @@ class Recorder(TorchFunctionMode):
             finish.block("hooks are registered for all modules")
         own = (self, self._writer, self._values, self._values.scalars)
         self.active = True
-        if self._inserter is None and self._writer.prefix is None and not hooks_around():
+        if self._inserter is None and not hooks_around():
             self._lane = lane_for(
                 self._values, self._writer, self._encoder, self._observer, self._show
             )
@@ -268,7 +268,7 @@ class Recorder(TorchFunctionMode):
         self._observer.begins(op, args, kwargs)
         started = perf_counter_ns()
         out = unwatched(func, args, kwargs)
-        self._observer.took(op, perf_counter_ns() - started)
+        self._observer.times[op.index] = perf_counter_ns() - started
         return out
 
     def _metadata(

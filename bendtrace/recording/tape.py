@@ -29,6 +29,7 @@ __all__ = [
     "Test",
     "map_refs",
     "meta_of",
+    "ref_to",
     "refs_in",
 ]
 
@@ -49,6 +50,18 @@ class Ref:
 
     def __repr__(self) -> str:
         return f"%{self.index}"
+
+
+class _Refs(dict[int, Ref]):
+    """One `Ref` for each index, made when it is first asked for."""
+
+    def __missing__(self, index: int) -> Ref:
+        ref = self[index] = Ref(index)
+        return ref
+
+
+# Each value of each run needs one, and they are all alike.
+ref_to = _Refs().__getitem__
 
 
 class OpKind(Enum):

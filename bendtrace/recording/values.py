@@ -26,7 +26,7 @@ from bendtrace.recording.scalars import (
     retire,
 )
 from bendtrace.recording.surroundings import Surroundings
-from bendtrace.recording.tape import Op, OpKind, Ref, TensorMeta, Test, meta_of, refs_in
+from bendtrace.recording.tape import Op, OpKind, Ref, TensorMeta, Test, meta_of, ref_to, refs_in
 from bendtrace.recording.usage import compares_identity, needs_plain_numbers, only_tests
 from bendtrace.recording.writer import Known, Writer
 from bendtrace.recording.writes import version_of, works_in_place
@@ -158,15 +158,16 @@ class Values:
         looked.meta = structure
         self._writer.guard(Test.VALUE, looked.index, structure, "", frame)
 
-    def bind_tensor(self, tensor: Tensor, op: Op) -> None:
+    def bind_tensor(self, tensor: Tensor, op: Op) -> Known:
         """Take note that an op gave a tensor."""
         known = self._writer.known[id(tensor)] = Known(tensor)
-        known.ref = Ref(op.index)
+        known.ref = ref_to(op.index)
         known.version = version_of(tensor)
         known.graphless = (
             op.kind is OpKind.CALL and not op.context.grad and not requires_grad(tensor)
         )
         op.meta = meta_of(tensor)
+        return known
 
     def traced(self, kind: Any, value: Any, source: Any, frame: FrameType) -> Any:
         """Return a traced scalar, or a guarded plain one for code that would tell them apart."""
@@ -220,10 +221,9 @@ class Values:
             )
         if self._observer is not None:
             self._observer.state(op, tensor)
-        self.bind_tensor(tensor, op)
-        ref = Ref(op.index)
-        self._writer.writes.given(ref, tensor, self._writer.known[id(tensor)].version)
-        return ref
+        known = self.bind_tensor(tensor, op)
+        self._writer.writes.given(ref_to(op.index), tensor, known.version)
+        return ref_to(op.index)
 
     def scalar_ref(self, scalar: TracedScalar) -> Ref:
         """Return the value number of a traced scalar of this run."""

@@ -75,6 +75,7 @@ class Writer:
         prefix: as given, until the run is over.
         gone_astray: the error of a resumed run that did something else than before.
         writes: who writes to tensors.
+        is_behind: whether what the run does was done before, by what it resumes.
         boundaries: identities of the code given as such.
     """
 
@@ -92,7 +93,7 @@ class Writer:
         self._surroundings = surroundings
         self._arguments = tuple(p.value for p in surroundings.parts if p.access is Access.ROOT)
         self._resumed = 0 if prefix is None else len(prefix.ops)
-        self._is_behind = self._resumed > 0  # of what was carried out already
+        self.is_behind = self._resumed > 0
         self._sites = SiteTable(boundaries)
         self.boundaries = self._sites.boundaries
         self._dtype = torch.get_default_dtype()
@@ -166,8 +167,8 @@ class Writer:
     def begin(self) -> None:
         """Get ready for an op, before what it is given is written down."""
         self.writes.begin()
-        if self._is_behind and len(self.tape.ops) >= self._resumed:
-            self._is_behind = False
+        if self.is_behind and len(self.tape.ops) >= self._resumed:
+            self.is_behind = False
             self._renew_versions()
 
     def did_next(self, target: Any, args: tuple[Any, ...]) -> bool:
