@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import os
 from html import escape
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from bendtrace.drawing.picture import Picture, draw
-from bendtrace.drawing.viewer import viewer_html
+from bendtrace._later import Later, LaterMethod
 from bendtrace.history.run_log import RunLog
-from bendtrace.storage import load as load_log
-from bendtrace.storage import save
+
+if TYPE_CHECKING:
+    from bendtrace import storage
+    from bendtrace.drawing.picture import Picture, draw
+    from bendtrace.drawing.viewer import viewer_html
+    from bendtrace.storage import save
+else:
+    storage = Later("bendtrace.storage")
+    draw = LaterMethod("bendtrace.drawing.picture", "draw")
+    save = LaterMethod("bendtrace.storage", "save")
+    viewer_html = LaterMethod("bendtrace.drawing.viewer", "viewer_html")
 
 __all__ = ["ModelHistory", "load"]
 
@@ -71,5 +79,5 @@ def load(
         >>> str(loaded) == str(history)
         True
     """
-    log = load_log(directory, device=device)
+    log = storage.load(directory, device=device)
     return ModelHistory(*log.parts())

@@ -11,9 +11,9 @@ from collections.abc import Iterator, Sequence
 from textwrap import dedent, indent, shorten, wrap
 from typing import Any
 
-from tabulate import tabulate
 from torch import nn
 
+from bendtrace._later import tabulate
 from bendtrace._runs import Call, Run
 from bendtrace._trace import Trace
 from bendtrace.flow import FlowStep, FlowSteps, LoopFlowStep
@@ -155,7 +155,7 @@ def _table(
         tuple(_fit(cell, room) if i == flexible else cell for i, cell in enumerate(row))
         for row in (row[: len(widths)] for row in rows)
     ]
-    return tabulate(shown, headers[: len(widths)], disable_numparse=True).splitlines()
+    return tabulate.tabulate(shown, headers[: len(widths)], disable_numparse=True).splitlines()
 
 
 def _fit(text: str, room: int) -> str:

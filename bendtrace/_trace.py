@@ -9,24 +9,21 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx, nn
 
 from bendtrace._history import ModelHistory
+from bendtrace._later import Later
 from bendtrace.errors import DivergenceError, InputError, LayerKeyError, NotReplayableError
 from bendtrace.flow import FlowSteps, flow_steps
-from bendtrace.graph.fx import to_fx
-from bendtrace.graph.mirror import Graph, mirror
 from bendtrace.graph.names import node_names
 from bendtrace.history.building import Log, build_log
 from bendtrace.history.capture import Capture
-from bendtrace.history.flops import flops_of
 from bendtrace.history.options import SaveOptions
 from bendtrace.history.selection import Selection
 from bendtrace.history.text import Facts
-from bendtrace.history.validate import Validation, validate
 from bendtrace.paths.naming import Registry
 from bendtrace.paths.tree import tree_of
 from bendtrace.paths.view import Tree
@@ -37,7 +34,20 @@ from bendtrace.replay.ambience import Ambience
 from bendtrace.replay.explain import explain_check, explain_divergence
 from bendtrace.replay.guard_table import GuardTable
 from bendtrace.replay.program import Divergence, Program
-from bendtrace.storage import ShardWriter
+
+if TYPE_CHECKING:
+    from bendtrace import storage
+    from bendtrace.graph import fx as conversion
+    from bendtrace.graph import mirror
+    from bendtrace.graph.mirror import Graph
+    from bendtrace.history import flops, validate
+    from bendtrace.history.validate import Validation
+else:
+    conversion = Later("bendtrace.graph.fx")
+    flops = Later("bendtrace.history.flops")
+    mirror = Later("bendtrace.graph.mirror")
+    storage = Later("bendtrace.storage")
+    validate = Later("bendtrace.history.validate")
 
 __all__ = ["OPTIONS", "Trace", "run_trace", "trace"]
 
@@ -135,7 +145,7 @@ def run_trace(
             return made
         store = None
         if options.directory is not None:
-            store = stack.enter_context(ShardWriter(options.directory))
+            store = stack.enter_context(storage.ShardWriter(options.directory))
         capture = options.capture(store)
         began = time.perf_counter()
         recording = record(function, args, kwargs, signature, observer=capture, inserter=inserter)
@@ -219,7 +229,7 @@ class Trace(ModelHistory):
     @cached_property
     def graph(self) -> Graph:  # type: ignore[override]
         """The networkx mirror, at op level."""
-        return mirror(self.recording, self.names, self.flow_steps, self.function)
+        return mirror.mirror(self.recording, self.names, self.flow_steps, self.function)
 
     @cached_property
     def program(self) -> Program:
@@ -261,7 +271,7 @@ class Trace(ModelHistory):
         if self._has_counted:
             return
         self._has_counted = True
-        counts = flops_of(self.ops)
+        counts = flops.flops_of(self.ops)
         for entry in self.entries:
             if entry.kind == "op" and entry.index is not None and not any(entry.element[:1]):
                 entry.flop_count = counts.get(entry.index, 0)
@@ -283,7 +293,7 @@ class Trace(ModelHistory):
         Raises:
             InputError: not all activations were saved in memory.
         """
-        return validate(self, self._capture, seed)
+        return validate.validate(self, self._capture, seed)
 
     def output_values(self) -> list[tuple[int, tuple[Any, ...]]]:
         """Return which values of the tape were given out: ops, and elements of their results."""
@@ -365,7 +375,7 @@ class Trace(ModelHistory):
         self, *, fold: bool | Callable[[nn.Module], bool] = False, guards: bool = True
     ) -> fx.GraphModule:
         """Convert to a runnable `torch.fx.GraphModule` (see `bendtrace.to_fx`)."""
-        return to_fx(self.graph, fold=fold, guards=guards)
+        return conversion.to_fx(self.graph, fold=fold, guards=guards)
 
     def to_json(self, **options: Any) -> str:
         """Return ops, flow steps and guards as JSON.

@@ -10,8 +10,7 @@ from dataclasses import dataclass, replace
 from textwrap import shorten
 from typing import Any, overload
 
-from tabulate import tabulate
-
+from bendtrace._later import tabulate
 from bendtrace.recording.functions import SHAPES, is_gate
 from bendtrace.recording.iterations import Iterations, Mark, is_inside_comparison, marks_of
 from bendtrace.recording.sites import Place, Span
@@ -189,7 +188,7 @@ class FlowSteps(Sequence[FlowStep]):
             text = shorten(step.text, 60, placeholder=" ...")
             rows.append((step.name, step.kind, value, text, where, step.module_path, iteration))
         headers = ("node", "kind", "value", "source", "at", "module", "iteration")
-        return str(tabulate(rows, headers, tablefmt=form, disable_numparse=True))
+        return str(tabulate.tabulate(rows, headers, tablefmt=form, disable_numparse=True))
 
     def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
         return {"text/plain": str(self), "text/html": self.table("html")}

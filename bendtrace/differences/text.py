@@ -7,8 +7,7 @@ from collections.abc import Iterator, Sequence
 from textwrap import shorten
 from typing import TYPE_CHECKING
 
-from tabulate import tabulate
-
+from bendtrace._later import tabulate
 from bendtrace.differences.changes import FlowChange
 from bendtrace.differences.rolling import (
     Group,
@@ -154,7 +153,7 @@ def _table(headers: tuple[str, ...], rows: _Rows, limit: int | None) -> str:
         used = [i for i in range(len(headers)) if i == 0 or any(row[i] for row in rows)]
         shown = [tuple(row[i] for i in used) for row in shown]
         headers = tuple(headers[i] for i in used)
-        text = tabulate(shown, headers, disable_numparse=True)
+        text = tabulate.tabulate(shown, headers, disable_numparse=True)
     else:
         text = "\n".join(" ".join(row) for row in shown)
     lines = [f"    {line}".rstrip() for line in text.splitlines()]

@@ -12,7 +12,8 @@ import torch
 from bendtrace._plain import DEVICE, DTYPE, TUPLE, Codec, Form, text_of
 from bendtrace.errors import ConversionError
 from bendtrace.flow import FlowStep, FlowSteps
-from bendtrace.graph.mirror import Graph, NodeRef, target_name
+from bendtrace.graph.mirror import Graph
+from bendtrace.graph.names import NodeRef, target_name
 from bendtrace.graph.rows import flow_rows, flow_steps_of
 from bendtrace.recording.contexts import Autocast, Context
 from bendtrace.recording.tape import TensorMeta

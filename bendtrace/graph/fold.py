@@ -12,7 +12,12 @@ from bendtrace.recording.recorder import Recording
 from bendtrace.recording.structure import Instance, Made, Opaque
 from bendtrace.recording.tape import ModuleCall, OpKind, Ref, Tape, refs_in
 
-__all__ = ["Folding", "folding"]
+__all__ = ["Folding", "folding", "is_leaf_module"]
+
+
+def is_leaf_module(module: nn.Module) -> bool:
+    """Whether torch.fx would leave a module whole: one of torch.nn's own, not a container."""
+    return type(module).__module__.startswith("torch.nn") and not isinstance(module, nn.Sequential)
 
 
 @dataclass

@@ -15,8 +15,9 @@ import torch
 from torch import fx, nn
 
 from bendtrace.errors import ConversionError, DivergenceError
-from bendtrace.graph.fold import Folding, folding, results
-from bendtrace.graph.mirror import Graph, NodeRef
+from bendtrace.graph.fold import Folding, folding, is_leaf_module, results
+from bendtrace.graph.mirror import Graph
+from bendtrace.graph.names import NodeRef
 from bendtrace.recording.contexts import Context
 from bendtrace.recording.iterations import user_code
 from bendtrace.recording.objects import build
@@ -26,11 +27,6 @@ from bendtrace.recording.structure import Existing, Fixed, Instance, Made, Opaqu
 from bendtrace.recording.tape import ModuleCall, Op, OpKind, Test, map_refs
 
 __all__ = ["from_fx", "to_fx"]
-
-
-def is_leaf_module(module: nn.Module) -> bool:
-    """Whether torch.fx would leave a module whole: one of torch.nn's own, not a container."""
-    return type(module).__module__.startswith("torch.nn") and not isinstance(module, nn.Sequential)
 
 
 def to_fx(

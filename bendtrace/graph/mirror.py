@@ -12,6 +12,7 @@ from torch import Tensor
 
 from bendtrace.flow import FlowSteps
 from bendtrace.graph.control import controlling
+from bendtrace.graph.names import NodeRef, target_name
 from bendtrace.recording.functions import name_of
 from bendtrace.recording.iterations import user_code
 from bendtrace.recording.parts import Access, Part
@@ -20,24 +21,6 @@ from bendtrace.recording.structure import Existing
 from bendtrace.recording.tape import Op, OpKind, TensorMeta, map_refs
 
 __all__ = ["Graph", "NodeRef", "mirror"]
-
-
-class NodeRef:
-    """Stands in a node's arguments for the value of another node."""
-
-    __slots__ = ("name",)
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, NodeRef) and other.name == self.name
-
-    def __hash__(self) -> int:
-        return hash(self.name)
-
-    def __repr__(self) -> str:
-        return f"%{self.name}"
 
 
 class Graph(nx.MultiDiGraph):  # type: ignore[type-arg]  # not generic when running
@@ -117,16 +100,6 @@ class Graph(nx.MultiDiGraph):  # type: ignore[type-arg]  # not generic when runn
                 args = f"(args = {_show(data['args'])}, kwargs = {_show(data['kwargs'])})"
                 lines.append(f"{head}[target={target}]{args}")
         return "\n".join(lines)
-
-
-def target_name(target: Any) -> str:
-    """Return what a node calls, as text."""
-    if target is None or isinstance(target, str):
-        return str(target)
-    module = getattr(target, "__module__", None) or ""
-    name = name_of(target)
-    module = {"_operator": "operator", "torch._tensor": "torch.Tensor"}.get(module, module)
-    return f"{module}.{name}" if module else name
 
 
 def _on_one_line(name: str) -> str:

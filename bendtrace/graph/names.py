@@ -8,7 +8,25 @@ from typing import Any
 from bendtrace.recording.functions import name_of
 from bendtrace.recording.tape import Op, OpKind
 
-__all__ = ["base_name", "base_name_of", "node_names"]
+__all__ = ["NodeRef", "base_name", "base_name_of", "node_names", "target_name"]
+
+
+class NodeRef:
+    """Stands in a node's arguments for the value of another node."""
+
+    __slots__ = ("name",)
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, NodeRef) and other.name == self.name
+
+    def __hash__(self) -> int:
+        return hash(self.name)
+
+    def __repr__(self) -> str:
+        return f"%{self.name}"
 
 
 def base_name(op: Op) -> str:
@@ -45,3 +63,13 @@ def node_names(ops: list[Op]) -> list[str]:
         taken.add(name)
         names.append(name)
     return names
+
+
+def target_name(target: Any) -> str:
+    """Return what a node calls, as text."""
+    if target is None or isinstance(target, str):
+        return str(target)
+    module = getattr(target, "__module__", None) or ""
+    name = name_of(target)
+    module = {"_operator": "operator", "torch._tensor": "torch.Tensor"}.get(module, module)
+    return f"{module}.{name}" if module else name

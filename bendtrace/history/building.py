@@ -12,7 +12,7 @@ from torch import nn
 
 from bendtrace.flow import FlowSteps
 from bendtrace.graph.control import Governing
-from bendtrace.graph.mirror import target_name
+from bendtrace.graph.names import target_name
 from bendtrace.history.entries import LayerEntry, ModuleEntry, ParameterUse, Source
 from bendtrace.history.naming import Layer, Namer, nbytes_of, number_type, tensors_of
 from bendtrace.paths.view import Tree

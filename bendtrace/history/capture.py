@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from bendtrace.graph.mirror import target_name
+from bendtrace.graph.names import target_name
 from bendtrace.history.copies import (
     copied,
     lazily_copied,

@@ -6,8 +6,7 @@ import difflib
 from collections.abc import Iterator, Sequence
 from typing import Any, overload
 
-from tabulate import tabulate
-
+from bendtrace._later import tabulate
 from bendtrace.errors import LayerKeyError
 from bendtrace.history.building import Log
 from bendtrace.history.entries import LayerEntry
@@ -63,7 +62,7 @@ class Entries(Sequence[LayerEntry]):
         if not rows:
             return "no entries"
         headers = ("#", "layer", "shape", "dtype or value", "size", "module")
-        return tabulate(rows, headers, disable_numparse=True, missingval="")
+        return tabulate.tabulate(rows, headers, disable_numparse=True, missingval="")
 
 
 _PROPERTIES = {

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import networkx as nx
-from tabulate import tabulate
-
+from bendtrace._later import networkx as nx
+from bendtrace._later import tabulate
 from bendtrace.history.entries import LayerEntry
 
 __all__ = ["rolled_graph", "rolled_table"]
@@ -61,6 +60,8 @@ def rolled_table(entries: Sequence[LayerEntry], most: int | None) -> str:
         ]
         rows.append((name, node["passes"], shapes, node["module"], ", ".join(sources)))
     shown = rows if most is None else rows[:most]
-    text = tabulate(shown, ("layer", "passes", "shapes", "module", "from"), disable_numparse=True)
+    text = tabulate.tabulate(
+        shown, ("layer", "passes", "shapes", "module", "from"), disable_numparse=True
+    )
     rest = len(rows) - len(shown)
     return text + (f"\n... {rest} more (all of them: most=None)" if rest else "")

@@ -7,10 +7,8 @@ from collections.abc import Iterator
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-import networkx as nx
-
+from bendtrace._later import networkx as nx
 from bendtrace.flow import FlowSteps
-from bendtrace.graph.mirror import Graph
 from bendtrace.history.building import Log
 from bendtrace.history.entries import LayerEntry, ModuleEntry
 from bendtrace.history.lookup import Entries, Lookup
@@ -21,6 +19,8 @@ from bendtrace.paths.view import Node, Tree
 
 if TYPE_CHECKING:
     import pandas
+
+    from bendtrace.graph.mirror import Graph
 
 __all__ = ["RunLog"]
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-import networkx as nx
 import torch
 from torch import nn
 
+from bendtrace._later import networkx as nx
 from bendtrace.recording.sites import Site
 
 __all__ = ["Candidate", "CandidateGraph"]
@@ -83,7 +83,6 @@ class Candidate:
         return f"<node {self.path or '<root>'}: {what}>"
 
 
-@dataclass
 class CandidateGraph:
     """The nodes of one run in the order in which they first began, and how values flow.
 
@@ -92,11 +91,23 @@ class CandidateGraph:
 
     Attributes:
         nodes: the nodes by path.
-        edges: data edges between paths.
     """
 
-    nodes: dict[str, Candidate] = field(default_factory=dict)
-    edges: nx.DiGraph[Any] = field(default_factory=nx.DiGraph)
+    def __init__(
+        self, nodes: dict[str, Candidate], edges: nx.DiGraph[Any] | Iterable[tuple[str, str]] = ()
+    ) -> None:
+        self.nodes = nodes
+        self._edges = edges
+
+    @cached_property
+    def edges(self) -> nx.DiGraph[Any]:
+        """Data edges between paths, as a networkx graph of its own or part of a larger one."""
+        if isinstance(self._edges, nx.DiGraph):
+            return self._edges
+        graph: nx.DiGraph[Any] = nx.DiGraph()
+        graph.add_nodes_from(self.nodes)
+        graph.add_edges_from(self._edges)
+        return graph
 
     def __iter__(self) -> Iterator[Candidate]:
         return iter(self.nodes.values())

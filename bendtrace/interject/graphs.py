@@ -49,10 +49,7 @@ def candidate_graph(
     with registry.lock:
         Visit(builder, builder.events.root, builder.root).run()
     nodes = _Nodes(builder)
-    graph = CandidateGraph(nodes.candidates)
-    graph.edges.add_nodes_from(nodes.candidates)
-    graph.edges.add_edges_from(_Flow(nodes).edges())
-    return graph
+    return CandidateGraph(nodes.candidates, list(_Flow(nodes).edges()))
 
 
 class _Nodes:

@@ -7,7 +7,7 @@ import linecache
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -16,13 +16,15 @@ from bendtrace.graph.names import node_names
 from bendtrace.interject.candidate import Candidate
 from bendtrace.interject.graphs import candidate_graph
 from bendtrace.interject.rehearsal import Rehearsal, rehearse
-from bendtrace.outline.coverage import BranchCoverage, Coverage
 from bendtrace.paths.naming import Registry, identifier
 from bendtrace.paths.strings import NodePathError, find
 from bendtrace.paths.tree import tree_of
 from bendtrace.paths.view import Tree
 from bendtrace.recording.recorder import Recording
 from bendtrace.recording.tape import Guard
+
+if TYPE_CHECKING:
+    from bendtrace.outline.coverage import BranchCoverage, Coverage
 
 __all__ = ["Knowledge"]
 

@@ -5,11 +5,17 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Hashable
+from typing import TYPE_CHECKING
 
+from bendtrace._later import Later
 from bendtrace.interject.plan import Plan
-from bendtrace.outline.folding import most_divergent
 from bendtrace.recording.recorder import Recording
 from bendtrace.replay.tree import TraceTree
+
+if TYPE_CHECKING:
+    from bendtrace.outline import folding
+else:
+    folding = Later("bendtrace.outline.folding")
 
 __all__ = ["Trees"]
 
@@ -61,7 +67,11 @@ class Trees:
         return [run for tree in list(self._inserted.values()) for run in _runs(tree)]
 
     def _new(self) -> TraceTree:
-        return TraceTree(self.limit, most_divergent)
+        return TraceTree(self.limit, _reason)
+
+
+def _reason(tree: TraceTree) -> str | None:
+    return folding.most_divergent(tree)
 
 
 def _runs(tree: TraceTree) -> list[Recording]:

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Protocol
 from torch import nn
 
 from bendtrace.errors import InputError
-from bendtrace.graph.mirror import NodeRef
+from bendtrace.graph.names import NodeRef
 from bendtrace.history.entries import LayerEntry, ModuleEntry
 from bendtrace.interject.candidate import Candidate, CandidateGraph
 from bendtrace.interject.plan import Place, State

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from textwrap import shorten
 from typing import Any, overload
 
-from tabulate import tabulate
-
+from bendtrace._later import tabulate
 from bendtrace.outline.folding import Walk, walks_of
 from bendtrace.outline.source import Choice, choices_in, decided_by, function_of
 from bendtrace.outline.text import count
@@ -149,7 +148,7 @@ def _table(branches: Sequence[BranchCoverage]) -> str:
          f"{os.path.basename(branch.file)}:{branch.line}", branch.seen)
         for branch in branches
     ]  # fmt: skip
-    return tabulate(rows, ("branch", "source", "at", "seen"), disable_numparse=True)
+    return tabulate.tabulate(rows, ("branch", "source", "at", "seen"), disable_numparse=True)
 
 
 def coverage(tree: TraceTree) -> Coverage:

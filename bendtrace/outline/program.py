@@ -9,8 +9,7 @@ from collections.abc import Mapping
 from functools import cached_property
 from typing import Any
 
-import networkx as nx
-
+from bendtrace._later import networkx as nx
 from bendtrace.drawing.picture import Format, Picture
 from bendtrace.outline.folding import fold
 from bendtrace.outline.picture import drawn, picture

@@ -7,15 +7,15 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import Any
 
-import networkx as nx
 import torch
 from torch import Tensor
 
+from bendtrace._later import networkx as nx
 from bendtrace._trace import Trace, run_trace
 from bendtrace.calls import Call
 from bendtrace.errors import InputError
 from bendtrace.flow import FlowStep
-from bendtrace.graph.mirror import NodeRef
+from bendtrace.graph.names import NodeRef
 from bendtrace.history.options import SaveOptions
 from bendtrace.paths.strings import NodePathError
 from bendtrace.recording.functions import METADATA, SHAPES

@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
-from tabulate import tabulate
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
+from bendtrace._later import tabulate
 from bendtrace.interject.bends.names import (
     Level,
     compiled,
@@ -134,14 +134,14 @@ def _patterns(given: Filter) -> list[re.Pattern[str]]:
 
 def activation_table(activations: Iterable[Activation]) -> Text:
     """Return a table of activations: name, kind of node, shape."""
-    return Text(tabulate([(found.name, found.op, found.shape) for found in activations]))
+    return Text(tabulate.tabulate([(found.name, found.op, found.shape) for found in activations]))
 
 
 def weight_table(weights: Iterable[tuple[str, Tensor]]) -> Text:
     """Return a table of weights: name, shape, dtype, and how large their values are."""
     headers = ["name", "shape", "dtype", "min", "max", "mean", "stddev"]
     rows = [(name, tensor.shape, tensor.dtype, *_statistics(tensor)) for name, tensor in weights]
-    return Text(tabulate(rows, headers=headers))
+    return Text(tabulate.tabulate(rows, headers=headers))
 
 
 def _statistics(tensor: Tensor) -> tuple[float | None, ...]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from bendtrace.errors import InputError
-from bendtrace.graph.fx import is_leaf_module
+from bendtrace.graph.fold import is_leaf_module
 from bendtrace.interject.candidate import Candidate
 from bendtrace.interject.selector import NodeSelector
 

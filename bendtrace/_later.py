@@ -1,0 +1,70 @@
+"""Modules that are imported when something of theirs is asked for first.
+
+networkx alone takes longer to import than all of this package, and most runs never ask for a
+graph. So it, and what only looks at finished runs, stands here and in the modules that use it as
+a stand-in, which imports the module at the first attribute:
+
+    if TYPE_CHECKING:
+        from bendtrace.drawing import viewer
+    else:
+        viewer = Later("bendtrace.drawing.viewer")
+
+That is the only way of importing later in this package, besides the public names themselves
+(`bendtrace/__init__.py`). It is for what takes time, never to break a cycle.
+"""
+
+from __future__ import annotations
+
+import importlib
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+__all__ = ["Later", "LaterMethod", "networkx", "tabulate"]
+
+
+class Later(ModuleType):
+    """Stands for a module, and imports it when an attribute is asked for.
+
+    Args:
+        name: full name of the module.
+
+    Example:
+        >>> fractions = Later("fractions")
+        >>> fractions.Fraction(2, 4)
+        Fraction(1, 2)
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(importlib.import_module(self.__name__), name)
+
+    def __dir__(self) -> list[str]:
+        return dir(importlib.import_module(self.__name__))
+
+
+class LaterMethod:
+    """A function of a module that becomes a method of a class when it is asked for.
+
+    Args:
+        module: full name of the module.
+        name: name of the function; its first argument is what it is called on.
+    """
+
+    def __init__(self, module: str, name: str) -> None:
+        self._module = module
+        self._name = name
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._place = (owner, name)
+
+    def __get__(self, instance: object, owner: type | None = None) -> Any:
+        function = getattr(importlib.import_module(self._module), self._name)
+        setattr(*self._place, function)
+        return function.__get__(instance, owner)
+
+
+if TYPE_CHECKING:
+    import networkx
+    import tabulate
+else:
+    networkx = Later("networkx")
+    tabulate = Later("tabulate")

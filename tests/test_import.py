@@ -1,0 +1,170 @@
+"""What `import bendtrace` brings along, and that all public names are there nevertheless."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import os
+import pickle
+import pkgutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.overrides import TorchFunctionMode
+
+import bendtrace as bt
+from bendtrace._later import Later
+from bendtrace._public import PLACES
+
+# What takes long to import, and is not needed for tracing and replaying.
+HEAVY = {"matplotlib", "networkx", "pandas", "scipy", "tabulate", "tqdm", "xml"}
+LOOKS_AT_RUNS = {
+    "bendtrace.analysis",
+    "bendtrace.differences",
+    "bendtrace.distributed",
+    "bendtrace.drawing",
+    "bendtrace.graph.export",
+    "bendtrace.graph.fx",
+    "bendtrace.graph.mirror",
+    "bendtrace.harvesting",
+    "bendtrace.interject.selectors",
+    "bendtrace.outline",
+    "bendtrace.storage",
+    "bendtrace.workflows",
+}
+USE = """
+bended = bt.BendedModule(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU()))
+for _ in range(3):
+    bended(torch.ones(1, 2))
+assert bended.stats.replays == 2, bended.stats
+"""
+
+
+def fresh(code: str) -> set[str]:
+    """Run code in a fresh process; return the modules that it imported over torch's."""
+    script = (
+        "import sys, torch\nbefore = set(sys.modules)\nimport bendtrace as bt\n"
+        f"{code}\nprint(*set(sys.modules) - before)"
+    )
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    done = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return set(done.stdout.split())
+
+
+def test_importing_loads_nothing_but_the_names() -> None:
+    assert fresh("") == {"bendtrace", "bendtrace._public"}
+
+
+def test_tracing_and_replaying_loads_no_graph_library_and_nothing_that_looks_at_runs() -> None:
+    loaded = fresh(USE)
+    assert "bendtrace.replaying" in loaded
+    assert not {name for name in loaded if name.partition(".")[0] in HEAVY}
+    assert not loaded & LOOKS_AT_RUNS
+
+
+def test_what_is_asked_for_is_loaded_then() -> None:
+    loaded = fresh(f"{USE}\nassert len(bended.graph()) == 6\nprint(bended.tree)")
+    assert {"networkx", "bendtrace.graph.mirror", "bendtrace.outline.program"} <= loaded
+
+
+def test_inserting_at_a_path_loads_no_graph_library() -> None:
+    insert = "bended.interject('sub_0.linear', lambda value: value * 2)\nbended(torch.ones(1, 2))"
+    assert "networkx" not in fresh(USE + insert)
+
+
+def test_every_public_name_is_where_the_table_says() -> None:
+    modules = {"analysis", "distributed", "node_selector", "workflows"}
+    assert set(bt.__all__) == {*PLACES, *modules}
+    for name in bt.__all__:
+        value = getattr(bt, name)
+        if name in modules:
+            assert value.__name__ == f"bendtrace.{name}"
+        else:
+            assert value.__module__ == PLACES[name]
+
+
+def test_type_checkers_are_told_the_same_places() -> None:
+    tree = ast.parse(inspect.getsource(bt))
+    (block,) = (
+        node for node in tree.body if isinstance(node, ast.If) and isinstance(node.test, ast.Name)
+    )
+    told = {
+        name.name: node.module
+        for node in block.body
+        if isinstance(node, ast.ImportFrom)
+        for name in node.names
+    }
+    assert told == {**PLACES, **dict.fromkeys(set(bt.__all__) - set(PLACES), "bendtrace")}
+
+
+def test_the_names_are_listed_before_they_are_asked_for() -> None:
+    fresh(
+        "assert {*bt.__all__, '__version__'} <= set(dir(bt))\n"
+        "from bendtrace import *\nassert callable(trace) and analysis.Mean"
+    )
+
+
+def test_modules_of_the_package_are_attributes_and_other_names_are_not() -> None:
+    fresh("assert bt.flow.FlowStep is bt.FlowStep\nassert bt.errors.InputError is bt.InputError")
+    assert not hasattr(bt, "__wrapped__")
+    with pytest.raises(AttributeError, match="module 'bendtrace' has no attribute 'nonsense'"):
+        _ = bt.nonsense
+    with pytest.raises(ImportError, match="cannot import name 'nonsense'"):
+        from bendtrace import nonsense  # noqa: F401
+
+
+def test_what_was_pickled_is_found_in_a_fresh_process() -> None:
+    data = pickle.dumps([bt.NodeRef("relu"), bt.InputError, bt.Trace, bt.Graph])
+    fresh(f"import pickle\nassert pickle.loads({data!r})[0] == bt.NodeRef('relu')")
+
+
+def test_methods_that_are_imported_later_are_methods() -> None:
+    fresh(
+        "import inspect\nassert 'rolled' in inspect.signature(bt.Trace.draw).parameters\n"
+        "assert 'Write a log' in bt.ModelHistory.save.__doc__\n"
+        "trace = bt.trace(torch.relu, torch.ones(2))\nassert trace.draw().svg.startswith('<svg')\n"
+        "assert '<html' in trace.to_html()"
+    )
+
+
+def test_a_stand_in_has_what_the_module_has() -> None:
+    stand_in = Later("fractions")
+    assert stand_in.Fraction(1, 2) == 0.5
+    assert "Fraction" in dir(stand_in)
+    with pytest.raises(AttributeError, match="module 'fractions' has no attribute 'nonsense'"):
+        _ = stand_in.nonsense
+
+
+class Seen(TorchFunctionMode):
+    functions: list[Any] = []  # noqa: RUF012
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        self.functions.append(function)
+        return function(*args, **(kwargs or {}))
+
+
+def test_importing_within_a_run_is_no_part_of_it() -> None:
+    """What is imported when a traced model first asks for it calls no torch function."""
+    names = [
+        module.name
+        for module in pkgutil.walk_packages(bt.__path__, "bendtrace.")
+        if not module.name.endswith("__main__") and "zarr" not in module.name
+    ]
+    fresh(
+        "import importlib\nfrom typing import Any\n"
+        f"from torch.overrides import TorchFunctionMode\n{inspect.getsource(Seen)}\n"
+        "with Seen():\n"
+        f"    for name in {names!r}:\n        importlib.import_module(name)\n"
+        "assert not Seen.functions, Seen.functions"
+    )
+    fresh(
+        "traced = bt.trace(lambda x: x * 2 if bt.analysis and bt.to_dot else x, torch.ones(2))\n"
+        "assert not traced.why_live, traced.why_live\n"
+        "assert [op.target for op in traced.ops[1:]] == [torch.Tensor.mul]"
+    )
