@@ -116,6 +116,15 @@ def precision() -> Iterator[None]:
 
 
 @contextmanager
+def without_mkldnn() -> Iterator[None]:
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(True)
+
+
+@contextmanager
 def threads() -> Iterator[None]:
     before = torch.get_num_threads()
     torch.set_num_threads(before + 1)
@@ -142,7 +151,7 @@ MODES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "precision": precision,
     "threads": threads,
     "anomaly": anomaly,
-    "without mkldnn": lambda: torch.backends.mkldnn.flags(enabled=False),
+    "without mkldnn": without_mkldnn,
     "math attention": lambda: sdpa_kernel(SDPBackend.MATH),
     "cached parametrizations": parametrize.cached,
 }  # fmt: skip
@@ -179,6 +188,26 @@ def test_a_mode_that_the_run_switches_is_noted_on_each_op(mode: str, around: str
         assert_same(
             lambda: Switching(MODES[mode]), lambda: ((torch.ones(4, 4),), {}),
         )  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:Anomaly Detection")
+@pytest.mark.parametrize(
+    ("mode", "op"),
+    [
+        ("precision", Tensor.matmul), ("without mkldnn", Tensor.matmul), ("threads", Tensor.add),
+        ("deterministic", Tensor.add), ("anomaly", Tensor.add), ("default dtype", Tensor.add),
+        ("math attention", functional.softmax),
+    ],
+)  # fmt: skip
+def test_a_setting_around_a_single_op_keeps_the_run_from_being_replayed(mode: str, op: Any) -> None:
+    def model(x: Tensor) -> Tensor:
+        before = op(x, 1 if op is functional.softmax else x)
+        with MODES[mode]():
+            within = op(x, 1 if op is functional.softmax else x)
+        return before + within
+
+    recording = record(model, (torch.ones(2, 2),), {}, Signature(model))
+    assert any("changed" in reason for reason in recording.tape.blockers)
 
 
 def odd(x: Tensor) -> Any:
@@ -277,6 +306,40 @@ def test_ops_take_the_lane(monkeypatch: pytest.MonkeyPatch) -> None:
     with torch.no_grad():
         record(lambda x: (model(x) + x) * 2, (torch.ones(2, 4),), {}, Signature(model))
     assert len(general) <= 1, "only the first op finds another state than before the mode"
+
+
+class Meddling(torch.Tensor):
+    """A subclass whose functions write to what they are given, and call modules."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func is torch.add:
+            with torch._C.DisableTorchFunctionSubclass():
+                torch.add(nn.Identity()(args[0]).mul_(2), 1)
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+def test_a_subclass_may_do_more_than_its_functions_say() -> None:
+    def model(x: Tensor) -> Any:
+        y = torch.add(x, 1)
+        return y, x * 1, torch.cat([x, x])
+
+    def inputs() -> Any:
+        return (torch.ones(3).as_subclass(Meddling),), {}
+
+    assert_same(lambda: model, inputs)
+
+
+def test_what_is_entered_in_the_run_is_not_taken_for_the_models_own() -> None:
+    layer = nn.Linear(4, 4)
+
+    def model(x: Tensor) -> Tensor:
+        with torch.autograd.graph.saved_tensors_hooks(lambda kept: layer(kept), lambda kept: kept):
+            return (x * x).exp()
+
+    assert_same(lambda: model, lambda: ((torch.ones(2, 4, requires_grad=True),), {}))
 
 
 def test_hooks_for_saved_tensors_and_dispatch_modes_keep_ops_off_the_lane() -> None:

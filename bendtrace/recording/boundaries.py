@@ -34,7 +34,13 @@ from bendtrace.recording.collectives import joint_functions, layout_properties
 from bendtrace.recording.contexts import forget_casts
 from bendtrace.recording.joint import after_ddp, before_ddp
 from bendtrace.recording.scalars import TRACED
-from bendtrace.recording.watcher import Watcher, current_watcher, note_call, set_watcher
+from bendtrace.recording.watcher import (
+    Watcher,
+    _local,
+    current_watcher,
+    note_call,
+    set_watcher,
+)
 
 __all__ = ["BOUNDARY_CODES", "opaque", "watching"]
 
@@ -451,7 +457,7 @@ def watching(watcher: Watcher | None) -> Iterator[None]:
         set_watcher(watcher)
         yield
     finally:
-        set_watcher(outer)
+        _local.watcher = outer  # no call, which an interrupt could come before
         with _lock:
             if token in _running:
                 _running.discard(token)

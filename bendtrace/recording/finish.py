@@ -141,7 +141,7 @@ class Finish:
 
     def clean(self, changes: list[Change], *own: Any) -> dict[int, Any]:
         """Make plain what the run left in its surroundings; return what is plain by now."""
-        memo = {id(part.value): part.value for part in self.surroundings.parts}
+        memo = self.surroundings.things()
         # A trace made inside the run can lead here, by way of this run's scalars.
         memo.update({id(thing): thing for thing in (self, self.tape, self.surroundings, *own)})
         for change in changes:
@@ -150,11 +150,10 @@ class Finish:
                 change.store(without_traced(change.value, memo))
             if isinstance(change.part.value, dict):
                 make_keys_plain(change.part.value)
-        for part in self.surroundings.parts:
-            if part.kind is PartKind.SET and isinstance(part.value, set):
-                traced = [member for member in part.value if type(member) in TRACED]
-                part.value.difference_update(traced)
-                part.value.update(map(without_traced, traced))
+        for value in self.surroundings.sets():
+            traced = [member for member in value if type(member) in TRACED]
+            value.difference_update(traced)
+            value.update(map(without_traced, traced))
         return memo
 
     @staticmethod
@@ -163,8 +162,7 @@ class Finish:
 
     def _seeds(self) -> list[int]:
         """The seeds of the generators that the run knows; reseeding one is not always seen."""
-        parts = self.surroundings.parts
-        known = [part.value for part in parts if part.type is torch.Generator]
+        known = (part.value for part in self.surroundings.generators)
         return [torch.initial_seed(), *(g.initial_seed() for g in known if g is not None)]
 
     def _has_ops_of(self, function: Any) -> bool:

@@ -47,6 +47,7 @@ __all__ = [
     "is_plain_object",
     "is_settings",
     "is_watched",
+    "judge_of",
     "tells_numbers_apart",
 ]
 
@@ -132,6 +133,15 @@ def is_watched(value: Any) -> bool:
         return True
     kind = type(value)
     return is_plain_object(kind, 0) and not callable(value) and is_settings(value)
+
+
+def judge_of(value: Any) -> Callable[[Any], bool] | None:
+    """Return what, besides the type of a value, decides whether it is worth walking."""
+    if isinstance(value, _WATCHED) or type(value) in PLAIN_TYPES:
+        return None
+    if isinstance(value, (list, tuple, set, dict)):
+        return is_watched
+    return is_settings if is_plain_object(type(value), 0) and not callable(value) else None
 
 
 _WATCHED = (

@@ -81,6 +81,7 @@ def lane_for(
     boundaries, find = writer.boundaries, writer.site
     sites: dict[tuple[int, ...], tuple[Site | None, bool]] = {}
     settings, precision, mkldnn = current_settings(), _precision(), _mkldnn()
+    on_cpu = not torch.cuda.is_available()  # where cuDNN and cuBLAS have no say
     context, unchanged = current_context(), _GlobalState().check
     grad = context.grad
     unheeded: set[Any] = set()
@@ -108,10 +109,10 @@ def lane_for(
             return NOT_TAKEN
         if _anomaly() or parametrize._cache_enabled:
             return NOT_TAKEN
-        if kind is _PURE:
+        if kind is _PURE and on_cpu:
             if _precision() != precision or _mkldnn() != mkldnn:
                 return NOT_TAKEN
-        elif kind is _USUAL and current_settings() != settings:
+        elif kind is not _SIMPLE and current_settings() != settings:
             return NOT_TAKEN
         # What it is given. (The tensors that it may write to have to be noted one by one.)
         latest = writes.latest_unseen if kind is not _USUAL else _LATER

@@ -6,6 +6,7 @@ import collections
 import contextvars
 import sys
 import types
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, NamedTuple
@@ -30,6 +31,7 @@ __all__ = [
     "identical",
     "is_array",
     "requires_grad",
+    "slots_of",
 ]
 
 PLAIN_TYPES: frozenset[type] = frozenset(
@@ -141,7 +143,6 @@ class Part:
         type: the exact type of the thing.
         label: how a person would write it: `x`, `past[0]`, `self.fc.weight`.
         is_argument: whether it is, or is held by, an argument.
-        content: for containers: what they held before the run, by key.
         size: what is guarded of a container: its length (lists, tuples, modules' dicts), its
             keys (dicts, objects), a copy of it (sets and large containers); for a tensor its
             `TensorFacts`.
@@ -157,7 +158,6 @@ class Part:
     type: type
     label: str
     is_argument: bool
-    content: dict[Any, Any] | None = None
     size: Any = None
     hidden: frozenset[str] = frozenset()
 
@@ -271,14 +271,21 @@ def attributes_of(value: Any) -> dict[AttributeKey, Any]:
         return found | {AttributeKey(name, Access.DICT): item for name, item in own.items()}
     own = getattr(value, "__dict__", {})
     found = {AttributeKey(name, Access.DICT): item for name, item in own.items()}
-    for cls in type(value).__mro__:
+    for name in slots_of(type(value)):
+        if hasattr(value, name):
+            found[AttributeKey(name, Access.ATTRIBUTE)] = getattr(value, name)
+    return found
+
+
+def slots_of(kind: type) -> Iterator[str]:
+    """Yield the attributes that a class and its bases keep in slots, set or not."""
+    for cls in kind.__mro__:
         slots = vars(cls).get("__slots__", ())
         for name in (slots,) if isinstance(slots, str) else slots:
             if name.startswith("__") and not name.endswith("__"):
                 name = f"_{cls.__name__.lstrip('_')}{name}"
-            if name not in ("__dict__", "__weakref__") and hasattr(value, name):
-                found[AttributeKey(name, Access.ATTRIBUTE)] = getattr(value, name)
-    return found
+            if name not in ("__dict__", "__weakref__"):
+                yield name
 
 
 def child_label(part: Part, key: Any) -> str:
@@ -319,11 +326,15 @@ def identical(a: Any, b: Any) -> bool:
     return bool(a == b)
 
 
-def content_of(part: Part) -> dict[Any, Any]:
-    """What a container holds now, by key; attributes have `AttributeKey`s."""
+def content_of(part: Part, names: Iterable[str] = ()) -> dict[Any, Any]:
+    """What a container holds now, by key; attributes have `AttributeKey`s.
+
+    Args:
+        part: the container.
+        names: which names are looked at, of a module's globals, a class or a cell.
+    """
     value = part.value
-    if part.kind is PartKind.IDENTITY:  # names of a module's globals or a class, or a cell
-        names = part.content or {}
+    if part.kind is PartKind.IDENTITY:
         if isinstance(value, types.CellType):
             return dict.fromkeys(names, value.cell_contents)
         if isinstance(value, contextvars.ContextVar):
@@ -338,6 +349,11 @@ def content_of(part: Part) -> dict[Any, Any]:
         content.update(base.items(value))
         for key in part.hidden:
             content.pop(key, None)
-    if part.access is not Access.FIXED or part.kind in (PartKind.OBJECT, PartKind.TENSOR):
+    if type(value) not in _BARE and (
+        part.access is not Access.FIXED or part.kind in (PartKind.OBJECT, PartKind.TENSOR)
+    ):
         content.update(attributes_of(value))
     return content
+
+
+_BARE = (dict, list, tuple)  # these have no attributes

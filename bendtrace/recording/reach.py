@@ -15,9 +15,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from enum import Enum
 from typing import Any, NamedTuple
 
+from bendtrace.recording.instructions import named_in
+from bendtrace.recording.stamps import Depends, Named, Stamp
 from bendtrace.recording.usage import needs_plain_numbers
 
 __all__ = [
+    "DESCRIBED",
     "Reach",
     "codes_in",
     "is_installed",
@@ -32,7 +35,8 @@ __all__ = [
     "reach_of",
 ]
 
-Named = tuple[Mapping[str, Any], str]
+# Members of a class that stand for a function, or make objects, and are told by their identity.
+DESCRIBED = (property, type, classmethod, staticmethod)
 _CALLED = frozenset({"forward", "__call__"})  # of a module
 _MADE = frozenset(
     {"__init__", "__post_init__", "__call__"}
@@ -50,6 +54,7 @@ class Reach(NamedTuple):
         names: all names of globals and attributes in it.
         stores: names of attributes that it assigns.
         tells_numbers: whether some of it asks for the exact type of a number.
+        depends: what all of this depends on.
     """
 
     functions: tuple[types.FunctionType, ...]
@@ -59,10 +64,11 @@ class Reach(NamedTuple):
     names: frozenset[str]
     stores: frozenset[str]
     tells_numbers: bool
+    depends: Depends
 
 
 _KEPT = 1024
-_kept: dict[Any, tuple[Reach, Any]] = {}
+_kept: dict[Any, tuple[Reach, Stamp]] = {}
 
 
 def reach_of(subject: type | types.FunctionType, entries: frozenset[str] = _CALLED) -> Reach:
@@ -75,18 +81,13 @@ def reach_of(subject: type | types.FunctionType, entries: frozenset[str] = _CALL
     if "<" in subject.__qualname__:  # made by a function, and not to be kept alive by a cache
         return _search(subject, entries)
     known = _kept.get((subject, entries))
-    if known is not None and known[1] == _stamp(known[0]):
+    if known is not None and known[1].holds():
         return known[0]
     reach = _search(subject, entries)
     if len(_kept) >= _KEPT:
         _kept.clear()
-    _kept[subject, entries] = reach, _stamp(reach)
+    _kept[subject, entries] = reach, Stamp(reach.depends)
     return reach
-
-
-def _stamp(reach: Reach) -> Any:
-    """What is another when classes have gained members, or functions other code."""
-    return [*map(len, reach.owners)], [function.__code__ for function in reach.functions]
 
 
 def _search(subject: type | types.FunctionType, entries: frozenset[str]) -> Reach:
@@ -110,6 +111,7 @@ def _search(subject: type | types.FunctionType, entries: frozenset[str]) -> Reac
             for function in search.functions.values()
             if not is_installed(function.__module__)
         ),
+        search.depends,
     )
 
 
@@ -124,6 +126,7 @@ class _Search:
         self.members: dict[tuple[int, str], Named] = {}
         self.names: set[str] = set()
         self.owners: dict[int, Mapping[str, Any]] = {}
+        self.depends = Depends(functions=self.functions)
 
     def run(self) -> None:
         while self.waiting:
@@ -134,6 +137,7 @@ class _Search:
 
     def _follow(self, function: types.FunctionType) -> None:
         modules: list[types.ModuleType] = []
+        self.depends.cells |= {id(cell): cell for cell in function.__closure__ or ()}
         for cell in _cells(function):
             if isinstance(cell, types.FunctionType):
                 self.waiting.append(cell)
@@ -143,16 +147,18 @@ class _Search:
                 self.add_class(cell, _MADE)
         names = set(names_in(function.__code__))
         spaces: list[Mapping[str, Any]] = [function.__globals__]
-        for name in _facts_of(function.__code__).globals & function.__globals__.keys():
-            value = function.__globals__[name]
+        for name in _facts_of(function.__code__).globals:
+            value = self._look(function.__globals__, name)
             if isinstance(value, types.ModuleType):
                 modules.append(value)
         package = function.__globals__.get("__package__")
         for name in _facts_of(function.__code__).imports:
             for full in (name, f"{package}.{name}"):
-                if isinstance(sys.modules.get(full), types.ModuleType):
+                if isinstance(self._look(sys.modules, full), types.ModuleType):
                     modules.append(sys.modules[full])
-        spaces += [vars(module) for module in modules if is_users_module(module)]
+        others = [vars(module) for module in modules if is_users_module(module)]
+        self.depends.sized |= {id(space): space for space in others}
+        spaces += others
         for owner in tuple(self.owners.values()):
             self._take(owner, (names - self.names) & owner.keys())
         self.names |= names
@@ -160,7 +166,7 @@ class _Search:
             # An attribute is not a global of its own file, whatever its name.
             own = space is function.__globals__
             for name in (_facts_of(function.__code__).globals if own else names) & space.keys():
-                value = space[name]
+                value = self._look(space, name)
                 if isinstance(value, type):
                     self.globals[id(space), name] = (space, name)
                     if is_users_class(value):
@@ -169,8 +175,17 @@ class _Search:
                     self.globals[id(space), name] = (space, name)
                     self.waiting += _function(value)
 
+    def _look(self, space: Mapping[str, Any], name: str) -> Any:
+        """Look a name up, and note that the search depends on what it stands for."""
+        if name not in space:
+            self.depends.absent[id(space), name] = space, name
+            return None
+        self.depends.looked[id(space), name] = space, name
+        return space[name]
+
     def add_class(self, cls: type, entries: frozenset[str]) -> None:
         """Follow a class: some of its methods, and what names used so far stand for in it."""
+        self.depends.classes[id(cls)] = cls
         for base in cls.__mro__:
             owner = namespace_of(base)
             if (
@@ -178,14 +193,16 @@ class _Search:
                 and not is_torchs(base.__module__)
                 and id(owner) not in self.owners
             ):
-                self.owners[id(owner)] = owner
+                self.owners[id(owner)] = self.depends.sized[id(owner)] = owner
                 self._take(owner, (entries | self.names) & owner.keys())
 
     def _take(self, owner: Mapping[str, Any], names: Iterable[str]) -> None:
         for name in names:
-            if not isinstance(owner[name], (property, type, classmethod, staticmethod)):
+            member = self._look(owner, name)
+            # Classes of installed packages are taken to stay as they are.
+            if not (isinstance(member, DESCRIBED) and is_installed(owner.get("__module__"))):
                 self.members[id(owner), name] = (owner, name)
-            self.waiting += _function(owner[name])
+            self.waiting += _function(member)
 
 
 def members_of(cls: type) -> frozenset[str]:
@@ -227,9 +244,15 @@ class _Facts(NamedTuple):
     tells_numbers: bool
 
 
-_GLOBALS = frozenset(
-    f"{how}_{where}" for how in ("LOAD", "STORE", "DELETE") for where in ("GLOBAL", "NAME")
-)
+_WHAT = {
+    "IMPORT_NAME": "IMPORT",
+    "STORE_ATTR": "ATTR",
+    **{
+        f"{how}_{where}": "GLOBAL"
+        for how in ("LOAD", "STORE", "DELETE")
+        for where in ("GLOBAL", "NAME")
+    },
+}
 
 
 @functools.lru_cache(maxsize=8192)
@@ -238,13 +261,8 @@ def _facts_of(code: types.CodeType) -> _Facts:
     found: dict[str, set[str]] = {"GLOBAL": set(), "ATTR": set(), "IMPORT": set()}
     for inner in codes_in(code):
         names.update(inner.co_names, inner.co_freevars)
-        for step in dis.get_instructions(inner):
-            if step.opname in _GLOBALS and isinstance(step.argval, str):
-                found["GLOBAL"].add(step.argval)
-            elif step.opname == "IMPORT_NAME":
-                found["IMPORT"].add(step.argval)
-            elif step.opname == "STORE_ATTR":
-                found["ATTR"].add(step.argval)
+        for how, name in named_in(inner):
+            found[_WHAT[how]].add(name)
     # Others, such as `@pytest_ar`, are put there by tools that rewrite code.
     return _Facts(
         frozenset(filter(str.isidentifier, names)),

@@ -159,7 +159,7 @@ class Recorder(TorchFunctionMode):
         if self._within:
             return func(*_plain(args), **_plain(kwargs))
         frame = sys._getframe(1)
-        if self._lane is not None:
+        if self._lane is not None and (not types or _PLAIN_CLASSES.issuperset(types)):
             out = self._lane(func, args, kwargs, frame)
             if out is not NOT_TAKEN:
                 return out
@@ -525,6 +525,7 @@ class Recorder(TorchFunctionMode):
 
     def unseen(self, what: str) -> None:
         """Note what a replay could not repeat (see `watcher.Watcher`)."""
+        self._lane = None  # from now on, ops may call what is not their own
         self.tape.block(f"{what} at {user_place(sys._getframe(1))} cannot be watched")
 
 
@@ -539,6 +540,7 @@ def _plain(value: Any) -> Any:
 
 
 BEHIND.update({Recorder.run.__code__, Recorder._outcome.__code__})
+_PLAIN_CLASSES = frozenset({Tensor, nn.Parameter, nn.Buffer})
 _GLOBAL_HOOKS = (
     "forward_hooks", "forward_pre_hooks", "backward_hooks", "backward_pre_hooks",
 )  # fmt: skip

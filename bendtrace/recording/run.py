@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 import itertools
-from collections.abc import Callable
+import operator
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import nn
@@ -34,6 +35,7 @@ class Signature:
     def __init__(self, function: Callable[..., Any]) -> None:
         called = function.forward if isinstance(function, nn.Module) else function
         self._forms: dict[tuple[int, tuple[str, ...]], tuple[str, ...]] = {}
+        self._arranged: dict[tuple[int | str, ...], _Arrangement] = {}
         try:
             parameters = list(inspect.signature(called).parameters.values())
         except (TypeError, ValueError):  # a builtin: positions have no names
@@ -43,7 +45,7 @@ class Signature:
         self._positional = [p.name for p in parameters if p.kind in _POSITIONAL]
         self._rest = next((p.name for p in parameters if p.kind is p.VAR_POSITIONAL), "args")
 
-    def names(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, ...]:
+    def names(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[str, ...]:
         """Return a name for each positional and then each keyword argument."""
         form = (len(args), tuple(kwargs))
         names = self._forms.get(form)
@@ -57,16 +59,35 @@ class Signature:
 
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """Return the arguments by name, in an order that does not depend on how they came."""
-        values = (*args, *kwargs.values())
-        bound = dict(zip(self.names(args, kwargs), values, strict=True))
-        if not kwargs:
-            return bound
+        return dict(zip(*self.arrange(args, kwargs), strict=True))
+
+    def arrange(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> tuple[tuple[str, ...], tuple[Any, ...]]:
+        """Return names and values of the arguments, in the order of `bind`."""
+        arranged = self._arranged.get((len(args), *kwargs))
+        if arranged is None:
+            arranged = self._arranged[len(args), *kwargs] = self._arrangement(args, kwargs)
+        names, pick = arranged
+        values = (*args, *kwargs.values()) if kwargs else args
+        return names, values if pick is None else pick(values)
+
+    def _arrangement(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Arrangement:
+        names = self.names(args, kwargs)
+        positions = {name: position for position, name in enumerate(names)}
         last = len(self._order)
         # Keyword arguments that the signature does not name keep the order they came in.
-        names = sorted(bound, key=lambda name: self._order.get(name, last))
-        return {name: bound[name] for name in names}
+        ordered = tuple(sorted(positions, key=lambda name: self._order.get(name, last)))
+        if not kwargs or ordered == names:
+            return names, None
+        picked = [positions[name] for name in ordered]
+        if len(picked) == 1:  # a getter of a single one would not return a tuple
+            return ordered, operator.itemgetter(slice(picked[0], picked[0] + 1))
+        return ordered, operator.itemgetter(*picked)
 
 
+# Names of arguments, and what puts their values into the same order, unless they are in it.
+_Arrangement = tuple[tuple[str, ...], Callable[[tuple[Any, ...]], tuple[Any, ...]] | None]
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
@@ -94,11 +115,11 @@ def record(
         InputError: if the function is a model with parameters that are not initialised yet.
         Exception: whatever the function raises, as it is.
     """
-    if uninitialized_in(function):
+    surroundings = Surroundings(function, signature.bind(args, kwargs))
+    if not surroundings.is_repeated and uninitialized_in(function):
         raise InputError(
             "the model has lazy modules, whose parameters the first call makes: call it once first"
         )
-    surroundings = Surroundings(function, signature.bind(args, kwargs))
     recorder = Recorder(function, surroundings, prefix, observer, inserter)
     exchanged = _Arguments(recorder)
     positional = len(args)
@@ -128,7 +149,7 @@ class _Arguments:
     """Records the argument parts and makes what the model is given: numbers become traced."""
 
     def __init__(self, recorder: Recorder) -> None:
-        parts = [part for part in recorder.surroundings.parts if part.is_argument]
+        parts = recorder.surroundings.arguments
         children: dict[int, list[Part]] = {}
         traced: dict[int, Any] = {}
         for part in parts:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dis
 import linecache
 import os
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -163,17 +164,35 @@ class SiteTable:
             key.append(code)
             key.append(walked.f_lasti)
             walked = walked.f_back
-        site = self._sites.get(tuple(key))
+        whole = tuple(key)
+        site = self._sites.get(whole)
         if site is None:
-            chain = []
-            inner: FrameType | None = frame
-            while inner is not None and inner is not walked:
-                chain.append((inner.f_code, _call_at(inner.f_code, inner.f_lasti)))
-                inner = inner.f_back
-            same = tuple(number for code, offset in chain for number in (id(code), offset))
-            site = self._sites.get(same) or Site(tuple(chain))
-            self._sites[same] = self._sites[tuple(key)] = site
+            site = _alive.get(whole)
+            if site is None:
+                site = _site(frame, walked)
+                _alive[whole] = site
+            self._sites[whole] = site
         return site
+
+
+# Sites of earlier runs, as long as somebody has them: with a site its code objects are alive, so
+# that the numbers in its key mean the same. (That key also says where a chain ends: code at which
+# one ends is never in the middle of another.)
+_alive: weakref.WeakValueDictionary[tuple[int, ...], Site] = weakref.WeakValueDictionary()
+
+
+def _site(frame: FrameType, end: FrameType | None) -> Site:
+    """Return the site of the instruction that `frame` is at, within the call that `end` made."""
+    chain = []
+    inner: FrameType | None = frame
+    while inner is not None and inner is not end:
+        chain.append((inner.f_code, _call_at(inner.f_code, inner.f_lasti)))
+        inner = inner.f_back
+    same = tuple(number for code, offset in chain for number in (id(code), offset))
+    site = _alive.get(same)
+    if site is None:
+        site = _alive[same] = Site(tuple(chain))
+    return site
 
 
 # By identity, because hashing a code object is slow; it is kept, so that no id is used again.

@@ -7,20 +7,24 @@ what is there after the run - what the run changed.
 
 from __future__ import annotations
 
+import builtins
 import contextvars
 import functools
 import inspect
+import sys
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from contextlib import nullcontext
 from enum import Enum
 from itertools import chain
-from typing import Any
+from operator import attrgetter
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from bendtrace.recording.contents import WHOLE, Places
 from bendtrace.recording.joint import gathered_names, hidden_of, is_joint_hook
 from bendtrace.recording.kinds import (
     asks_for_plain,
@@ -32,9 +36,10 @@ from bendtrace.recording.kinds import (
     is_plain_object,
     is_settings,
     is_watched,
+    judge_of,
     tells_numbers_apart,
 )
-from bendtrace.recording.objects import kept_in
+from bendtrace.recording.objects import can_build, kept_in
 from bendtrace.recording.parts import (
     PLAIN_TYPES,
     UNSET,
@@ -44,16 +49,15 @@ from bendtrace.recording.parts import (
     Change,
     Part,
     PartKind,
-    TensorFacts,
     attributes_of,
     child_label,
     content_of,
     exact_items,
     exact_members,
     is_array,
-    requires_grad,
 )
 from bendtrace.recording.reach import (
+    DESCRIBED,
     Reach,
     is_installed,
     is_installed_file,
@@ -66,7 +70,10 @@ from bendtrace.recording.reach import (
     place_naming,
     reach_of,
 )
+from bendtrace.recording.stamps import Depends
 from bendtrace.recording.unseen import unseen_in
+from bendtrace.recording.walked import Notes, Walked, facts_of, latest_walk, remember
+from bendtrace.recording.watcher import current_watcher
 
 __all__ = ["Surroundings"]
 
@@ -102,46 +109,113 @@ class Surroundings:
         names: all names that the code of the model uses, as far as it is known.
         stores: names of the attributes that it assigns, likewise.
         read_caches: what tensors the run took from which `functools.lru_cache`.
-        namespaces: those of the classes of the model, with how many names they have.
+        namespaces: those of the classes of the model, with the names in them.
         functions: the code of the model, likewise.
+        missing: globals that some of it names and that are not there.
         tells_numbers: whether some of that code asks for the exact type of a number.
+        arguments: the parts that are, or are held by, arguments.
+        generators: those that are random generators.
+        is_repeated: whether all but the arguments was taken over from an earlier walk.
     """
 
     def __init__(self, function: Callable[..., Any], arguments: dict[str, Any]) -> None:
         self.function = function
+        self.is_repeated = False
+        # A run around this one must not record what is asked of tensors here: it is not always
+        # the same that is asked.
+        with nullcontext() if current_watcher() is None else torch._C.DisableTorchFunction():
+            self._find(arguments)
+
+    def _find(self, arguments: dict[str, Any]) -> None:
+        """List the parts, taken over from an earlier walk if there is one that is as good."""
+        earlier = latest_walk(self.function)
+        if earlier is not None:
+            self._walk_arguments(arguments, earlier.plain_numbers)
+            if self._is_untouched() and earlier.repeat(self):
+                self.is_repeated = True
+                self._keep(earlier)
+                return
+        plain_numbers = asks_for_plain(self.function) or tells_numbers_apart(self.function)
+        self._walk_arguments(arguments, plain_numbers)
+        is_repeatable = self._is_untouched()
+        first, helpers = len(self.parts), tuple(self.helpers)
+        self._walk_model()
+        if is_repeatable and self._notes.is_steady:
+            walked = Walked(self, self._notes, first, helpers)
+            if walked.is_usable:
+                self._keep(walked)
+                remember(self.function, walked)
+
+    def _keep(self, walked: Walked) -> None:
+        """Keep a walk, which lives as long as somebody has it."""
+        # In a function: it is nothing to be copied, or looked through, with a run.
+        self._kept = lambda: walked
+
+    def _walk_arguments(self, arguments: dict[str, Any], plain_numbers: bool) -> None:
+        """Begin with the arguments.
+
+        Args:
+            arguments: by name.
+            plain_numbers: whether numbers among them must not be traced.
+        """
         self.parts: list[Part] = []
         self.blockers: list[str] = []
         self.module_paths: dict[int, str] = {}
         self.hook_dicts: list[dict[Any, Any]] = []
-        self._by_id: dict[int, Part] = {}
+        self.by_id: dict[int, Part] = {}
+        self.held: dict[int, dict[Any, Any]] = {}  # by index, what containers held before the run
         self.names: frozenset[str] = frozenset()
         self.stores: frozenset[str] = frozenset()
         self.tells_numbers = False
-        self._helpers: dict[type, frozenset[str]] = {}
         self.functions: list[types.FunctionType] = []
+        self.missing: list[tuple[Mapping[str, Any], str]] = []
+        self.namespaces: dict[int, tuple[Mapping[str, Any], tuple[str, ...]]] = {}
+        self.read_caches: list[tuple[functools._lru_cache_wrapper[Any], torch.Tensor]] = []
+        self.generators: list[Part] = []
+        self.helpers: dict[type, frozenset[str]] = {}
         self._walked: set[Any] = set()
         self._gathered: dict[int, set[str]] = {}
         self._names_walked: set[tuple[int, str]] = set()
         self._unwatched: list[Part] = []
         self._unguarded: list[Part] = []
         self._tagged: list[tuple[Part, _Reach]] = []
-        self.namespaces: dict[int, tuple[Mapping[str, Any], int]] = {}
-        self.read_caches: list[tuple[functools._lru_cache_wrapper[Any], torch.Tensor]] = []
         self._modules: list[types.ModuleType] = []
-        self._hooks: list[tuple[str, tuple[tuple[Any, Any], ...]]] = []
-        self._caches: list[tuple[str, functools._lru_cache_wrapper[Any], int]] = []
-        self._plain_numbers = asks_for_plain(function) or tells_numbers_apart(function)
+        self._hooks: list[tuple[str, str, tuple[tuple[Any, Any], ...]]] = []
+        self._kinds: set[type] = set()
+        self.caches: list[tuple[str, functools._lru_cache_wrapper[Any], int]] = []
+        self.plain_numbers = plain_numbers
+        self._notes = Notes()
+        self.depends = Depends()
+        self.bare: list[Part] = []  # tensors without attributes of their own
+        self.alone: list[Part] = []  # what else has content that is looked at one by one
         for position, (name, value) in enumerate(arguments.items()):
             self._walk(value, _Reach(None, Access.ROOT, position, name, True))
-        self._walk_callable(function)
+        self.arguments = [part for part in self.parts if part.is_argument]
+        self.own = self.parts
+        self.places = Places((), {})
+        self.contents = self.places.read()
+        self._sort_out(self.parts)
+
+    def _is_untouched(self) -> bool:
+        """Whether the arguments are no more than parts, and classes of helper objects."""
+        return self._notes.is_steady and not (
+            self.names or self.functions or self._tagged or self._unwatched or self._unguarded
+            or self._modules or self.caches or self.hook_dicts or self._notes.guessed
+        )  # fmt: skip
+
+    def _walk_model(self) -> None:
+        """Walk from the callable, and list what keeps a run from being repeated."""
+        self._walk_callable(self.function)
         self._walk_helpers()
         self._walk_modules()
         for part, reach in self._tagged:
-            for key, item in (part.content or {}).items():
+            for key, item in self.held[part.index].items():
                 if key in self.names:  # others, such as marks of an optimizer, are not read
                     self._walk(item, reach.into(part, key))
-        has_generator = any(part.type is torch.Generator for part in self.parts)
-        self.blockers += unseen_in(self.names, self.stores, self.functions, has_generator)
+        self.generators = [part for part in self.parts if part.type is torch.Generator]
+        if self.generators or self._modules or any(self.hook_dicts):
+            self._notes.is_steady = False
+        self.blockers += unseen_in(self.names, self.stores, self.functions, bool(self.generators))
         for part in self._unguarded:
             what = f"argument {part.label} is a {part.type.__qualname__}"
             self._block(f"{what}, whose content cannot be guarded", part.label)
@@ -151,15 +225,21 @@ class Surroundings:
                     f"{part.label} is a {part.type.__qualname__}, whose content cannot be guarded",
                     part.label,
                 )
+        self.places = Places(self.parts, self.held)
+        self.contents = self.places.read()
+        self.bare, self.alone = [], []
+        self._sort_out(self.parts)
 
     def find_cached(self, tensor: torch.Tensor) -> Part | None:
         """Return a new part for a tensor that comes from a `functools.lru_cache`, if it does."""
-        for label, cache, _ in self._caches:
+        for label, cache, _ in self.caches:
             if any(kept is tensor for kept in kept_in(cache)):
                 fixed = _Reach(None, Access.FIXED, None, f"{label}(...)", False)
+                known = len(self.parts)
                 self._walk(tensor, fixed)
+                self._sort_out(self.parts[known:])
                 self.read_caches.append((cache, tensor))
-                return self._by_id[id(tensor)]
+                return self.by_id[id(tensor)]
         return None
 
     def place_of(self, label: str) -> str:
@@ -173,62 +253,93 @@ class Surroundings:
 
     def find(self, thing: Any) -> Part | None:
         """Return the part that `thing` is, or None if the run did not begin with it."""
-        part = self._by_id.get(id(thing))
+        part = self.by_id.get(id(thing))
         return part if part is not None and part.value is thing else None
+
+    def things(self) -> dict[int, Any]:
+        """Return what the run could read, by identity."""
+        return {key: part.value for key, part in self.by_id.items()}
+
+    def sets(self) -> Iterator[set[Any]]:
+        """Yield the sets that the run could read."""
+        for part in self.alone:
+            if part.kind is PartKind.SET and isinstance(part.value, set):
+                yield part.value
 
     def filled_caches(self) -> Iterator[tuple[str, functools._lru_cache_wrapper[Any]]]:
         """Yield each `functools.lru_cache` that the run put something into."""
-        for label, cache, misses in self._caches:
+        for label, cache, misses in self.caches:
             if cache.cache_info().misses != misses:
                 yield f"the run fills the cache of {label} (see {self.place_of(label)})", cache
 
+    def _sort_out(self, parts: list[Part]) -> None:
+        """Tell what may change by itself from tensors that have no attributes of their own."""
+        held, taken = self.held, self.places.taken
+        for part in parts:
+            if part.index in held and part.index not in taken:
+                is_bare = part.type in _TENSORS and not held[part.index]
+                (self.bare if is_bare else self.alone).append(part)
+            elif part.kind in _COPIED:
+                self.alone.append(part)
+
     def changes(self) -> Iterator[Change]:
         """Yield what is different now from when the parts were listed."""
-        for hooks, (label, items) in zip(self.hook_dicts, self._hooks, strict=True):
-            if tuple(hooks.items()) != items:
-                holder, _, name = label.rpartition("._")
+        for hooks, (holder, table, items) in zip(self.hook_dicts, self._hooks, strict=True):
+            if (hooks or items) and tuple(hooks.items()) != items:
+                name = table[1:]
                 kind = name.replace("_", " ")
                 self._block(
                     f"the run puts {kind} on {holder}, or removes some", f"register_{name[:-1]}"
                 )
-        for part in self.parts:
-            before = part.content
-            if part.kind is PartKind.SET and exact_members(part.value) != part.size:
-                self._block(f"the run changes the set {part.label}", part.label)
-            if part.kind is PartKind.LARGE and exact_items(part.value) != part.size:
-                self._block(
-                    f"the run changes {part.label}, which is too large to watch", part.label
-                )
-            if part.kind is PartKind.ARRAY and part.size != part.value:
-                self._block(f"the run changes the array {part.label}", part.label)
-            if before is None:
-                continue
-            now = content_of(part)
-            if part.kind is PartKind.IDENTITY and not isinstance(part.value, dict):
-                for key, value in before.items():
-                    if now.get(key) is not value:
-                        self._block(f"the run changes {key} of {part.label}", key)
-                continue
-            if part.kind is not PartKind.IDENTITY and list(before) != list(now):
-                if set(before) == set(now):
-                    self._block(f"the run changes the order of {part.label}", part.label)
-            if part.kind is PartKind.LIST and len(before) != len(now):
-                yield Change(part, None, list(part.value))
-                continue
-            for key, value in now.items():
-                if key not in before or before[key] is not value:
-                    yield Change(part, key, value)
-            for key in before:
-                if key not in now:
-                    yield Change(part, key, None, deleted=True)
+        before = self.held
+        now = self.places.read()
+        if now is not None and self.contents is not None and now.same_as(self.contents):
+            parts = self.alone
+            if any(map(_own_attributes, (part.value for part in self.bare))):
+                parts = sorted((*parts, *self.bare), key=lambda part: part.index)
+        else:
+            parts = self.parts
+            if self.contents is not None:
+                before = before | self.places.before(self.contents)
+        for part in parts:
+            yield from self._changes_of(part, before.get(part.index))
+
+    def _changes_of(self, part: Part, before: dict[Any, Any] | None) -> Iterator[Change]:
+        if part.kind is PartKind.SET and exact_members(part.value) != part.size:
+            self._block(f"the run changes the set {part.label}", part.label)
+        if part.kind is PartKind.LARGE and exact_items(part.value) != part.size:
+            self._block(f"the run changes {part.label}, which is too large to watch", part.label)
+        if part.kind is PartKind.ARRAY and part.size != part.value:
+            self._block(f"the run changes the array {part.label}", part.label)
+        if before is None:
+            return
+        now = content_of(part, before)
+        if part.kind is PartKind.IDENTITY and not isinstance(part.value, dict):
+            for key, value in before.items():
+                if now.get(key) is not value:
+                    self._block(f"the run changes {key} of {part.label}", key)
+            return
+        if part.kind is not PartKind.IDENTITY and list(before) != list(now):
+            if set(before) == set(now):
+                self._block(f"the run changes the order of {part.label}", part.label)
+        if part.kind is PartKind.LIST and len(before) != len(now):
+            yield Change(part, None, list(part.value))
+            return
+        for key, value in now.items():
+            if key not in before or before[key] is not value:
+                yield Change(part, key, value)
+        for key in before:
+            if key not in now:
+                yield Change(part, key, None, deleted=True)
 
     def release(self) -> None:
         """Let go of tensors and contents once the run is over."""
-        for part in self.parts:
-            part.content = None
+        self.held, self.contents, self.places = {}, None, Places((), {})
+        self._notes, self.depends = Notes(), Depends()
+        for part in self.own:
             if part.kind in _LET_GO and part.access is not Access.FIXED:
                 part.value = None
-        self._by_id.clear()
+        self.by_id.clear()
 
     # The walk. Every `_walk...` adds parts; `_Reach` says how the thing was come by.
 
@@ -253,29 +364,30 @@ class Surroundings:
         )  # fmt: skip
         self.parts.append(part)
         if kind not in _NOT_FOUND:
-            self._by_id[id(value)] = part
+            self.by_id[id(value)] = part
         return part
 
     def _walk(self, value: Any, reach: _Reach) -> None:
         kind = type(value)
-        if kind in PLAIN_TYPES or issubclass(kind, Enum) or is_constant(value, kind):
-            traced = reach.traceable(kind) and not self._plain_numbers
+        if kind in PLAIN_TYPES:
+            traced = reach.traceable(kind) and not self.plain_numbers
             self._add(value, reach, PartKind.NUMBER if traced else PartKind.PLAIN)
-        elif (known := self._by_id.get(id(value))) is not None:
+        elif (known := self.by_id.get(id(value))) is not None:
             self._add(known, reach, PartKind.ALIAS)
+        elif kind not in _USUAL and (issubclass(kind, Enum) or is_constant(value, kind)):
+            self._add(value, reach, PartKind.PLAIN)
         elif is_lazy(value):  # of a module whose hooks, for now, make it run live
+            self._notes.is_steady = False
             self._add(value, reach, PartKind.IDENTITY)
         elif issubclass(kind, torch.Tensor):
             part = self._add(value, reach, PartKind.TENSOR)
-            part.content = attributes_of(value)
-            part.size = TensorFacts(
-                value.dtype, value.device, value.dim(), requires_grad(value), value.layout,
-                sum(key.access is Access.DICT for key in part.content),
-            )  # fmt: skip
+            is_bare = kind in _TENSORS and not value.__dict__
+            attributes = self.held[part.index] = {} if is_bare else {**attributes_of(value)}
+            part.size = facts_of(value, attributes)
             if reach.is_argument:
-                for key, item in part.content.items():
+                for key, item in attributes.items():
                     self._walk(item, reach.into(part, key))
-            elif part.content:
+            elif attributes:
                 self._tagged.append((part, reach))
         elif issubclass(kind, nn.Module):
             self._add(value, reach, PartKind.MODULE)
@@ -291,29 +403,34 @@ class Surroundings:
             part = self._add(
                 value, _Reach(None, Access.FIXED, None, reach.label, False), PartKind.IDENTITY
             )
-            part.content = {value.name: value.get(UNSET)}
+            held = self.held[part.index] = {value.name: value.get(UNSET)}
             inside = _Reach(part, Access.CONTEXT, value.name, value.name, False)
-            self._walk(part.content[value.name], inside)
+            self._walk(held[value.name], inside)
         elif not reach.is_argument and is_plain_object(kind, reach.depth) and is_settings(value):
             self._meet_helper(kind)
             # A configuration: it is not made anew by each call, so it is taken to be the same
             # object, and its attributes are those of a fixed mapping, like a module's.
             self._add(value, reach, PartKind.IDENTITY)
+            self._notes.owned.append((value, vars(value)))
             self._walk_mapping(vars(value), reach.label)
         elif issubclass(kind, (list, tuple, dict)) or is_plain_object(kind, reach.depth):
             self._meet_helper(kind)
             self._walk_container(value, reach)
         elif kind is torch.Generator and reach.is_argument:
             part = self._add(value, reach, PartKind.OBJECT)  # any will do
-            part.content, part.size = {}, ()
+            self.held[part.index], part.size = {}, ()
         else:
             part = self._add(value, reach, PartKind.IDENTITY)
+            if isinstance(value, (functools.partial, torch.Generator)):
+                self._notes.is_steady = False
             if isinstance(value, types.FunctionType):
                 self._walk_code(value)
+            elif isinstance(value, type) and not reach.is_argument and is_users_class(value):
+                self._meet_helper(value)
             elif isinstance(value, functools._lru_cache_wrapper):
                 if isinstance(value.__wrapped__, types.FunctionType):
                     self._walk_code(value.__wrapped__)
-                self._caches.append((reach.label, value, value.cache_info().misses))
+                self.caches.append((reach.label, value, value.cache_info().misses))
             elif isinstance(value, (types.MethodType, functools.partial)):
                 self._walk_callable(value)
             elif isinstance(value, types.ModuleType):
@@ -322,12 +439,18 @@ class Surroundings:
             elif type(value) is inspect.Signature:  # nothing changes in it but what defaults hold
                 defaults = (parameter.default for parameter in value.parameters.values())
                 self._walk_defaults(defaults, reach.label)
-            elif changes_unwatched(value) and not reach.is_argument:
+            elif self._changes_unwatched(value) and not reach.is_argument:
                 self._unwatched.append(part)
             elif reach.is_argument and not callable(value) and kind is not torch.Generator:
                 self._unguarded.append(part)
             else:
                 self._meet_helper(kind)
+
+    def _changes_unwatched(self, value: Any) -> bool:
+        does = changes_unwatched(value)
+        if can_build(type(value)):  # then it depends on whether it has attributes
+            self._notes.guessed.append((value, does))
+        return does
 
     def _walk_container(self, value: Any, reach: _Reach) -> None:
         part = self._add(value, reach, container_kind(type(value)))
@@ -340,7 +463,7 @@ class Surroundings:
         )
         part.size = tuple(content) if by_key else len(content)
         if part.kind is not PartKind.TUPLE:
-            part.content = content
+            self.held[part.index] = content
         for key, item in content.items():
             self._walk(item, reach.into(part, key))
 
@@ -348,31 +471,41 @@ class Surroundings:
         self.module_paths[id(module)] = label.removeprefix("self").removeprefix(".")
         if isinstance(module, torch.jit.ScriptModule):
             return  # a call of it is one op, which reads what it holds anew
-        self._walk_code(type(module))
-        for cls in type(module).__mro__:
-            if "forward" in vars(cls):  # also of torch's own modules, which are not followed
-                self._walk_name(namespace_of(cls), "forward")
-                break
+        kind = type(module)
+        if kind not in self._kinds:
+            self._kinds.add(kind)
+            self._walk_code(kind)
+            for cls in kind.__mro__:
+                if "forward" in vars(cls):  # also of torch's own modules, which are not followed
+                    self._walk_name(namespace_of(cls), "forward")
+                    break
         attributes = vars(module)
         for name in _HOOKS:
             hooks = attributes.get(name)
             if hooks is not None:
                 self.hook_dicts.append(hooks)
-                self._hooks.append((f"{label}.{name}", tuple(hooks.items())))
+                self._hooks.append((label, name, tuple(hooks.items()) if hooks else ()))
                 if hooks and not self._walk_hooks(name, hooks):
                     what = f"{label} has {name[1:].replace('_', ' ')}"
                     self.blockers.append(what + definitions(hooks.values()))
-        hidden = _MODULE_INTERNALS | attributes.get("_untraced", frozenset()) | hidden_of(module)
-        self._walk_mapping(attributes, label, hidden, type(module))
+        others = hidden_of(module)
+        if "_untraced" in attributes:
+            others |= attributes["_untraced"]
+        hidden = _MODULE_INTERNALS | others if others else _MODULE_INTERNALS
+        if others or type(attributes) is not dict:
+            self._notes.is_steady = False
+        self._notes.owned.append((module, attributes))
+        self._walk_mapping(attributes, label, hidden, kind)
         # What FSDP gathers in the run is no part of what is there before; a module that does so
         # is walked before those whose parameters it gathers.
         for places in gathered_names(module):
+            self._notes.is_steady = False
             for holder, name in places:
                 self._gathered.setdefault(id(holder), set()).add(name)
-        gathered = frozenset(self._gathered.get(id(module), ()))
-        self._walk_mapping(attributes["_parameters"], label, gathered)
-        for name in ("_buffers", "_modules"):
-            self._walk_mapping(attributes[name], label)
+        gathered = self._gathered.get(id(module), ())
+        self._walk_mapping(attributes["_parameters"], label, frozenset(gathered))
+        self._walk_mapping(attributes["_buffers"], label)
+        self._walk_mapping(attributes["_modules"], label)
 
     def _walk_hooks(self, name: str, hooks: Mapping[Any, Any]) -> bool:
         """Walk forward hooks that are part of the model; return False for those that are not.
@@ -397,7 +530,7 @@ class Surroundings:
     @property
     def hooks(self) -> list[tuple[Any, ...]]:
         """What the modules' tables of hooks held before the run, in the order of `hook_dicts`."""
-        return [items for _, items in self._hooks]
+        return [items for _, _, items in self._hooks]
 
     def _walk_mapping(
         self,
@@ -416,17 +549,30 @@ class Surroundings:
         """
         part = self._add(mapping, _Reach(None, Access.FIXED, None, label, False), PartKind.DICT)
         part.hidden = hidden
-        part.content = content_of(part)
         part.size = len(mapping)
-        for key, item in part.content.items():
+        if type(mapping) in WHOLE:  # these are compared as a whole, with all others
+            held = dict(mapping.items())
+        else:
+            held = self.held[part.index] = content_of(part)
+        parts = self.parts
+        for key, item in held.items():
+            if key in hidden:
+                continue
+            kind = type(item)
+            if kind in PLAIN_TYPES:  # as `_walk` would add it, in a fraction of the time
+                parts.append(
+                    Part(len(parts), part, Access.ITEM, key, PartKind.PLAIN, item, kind,
+                         f"{label}.{key}", False)
+                )  # fmt: skip
+                continue
             self._walk(item, _Reach(part, Access.ITEM, key, f"{label}.{key}", False))
             if owner is not None and isinstance(item, types.FunctionType):
                 named = frozenset(names_in(item.__code__)) & members_of(owner)
                 self._take(reach_of(owner, named), None)
 
     def _meet_helper(self, cls: type) -> None:
-        if cls not in self._helpers and is_users_class(cls):
-            self._helpers[cls] = frozenset()
+        if cls not in self.helpers and is_users_class(cls):
+            self.helpers[cls] = frozenset()
 
     def _walk_modules(self) -> None:
         """Walk the names that are used of Python modules held as values."""
@@ -440,11 +586,11 @@ class Surroundings:
         progress = True
         while progress:
             progress = False
-            for cls, known in tuple(self._helpers.items()):
+            for cls, known in tuple(self.helpers.items()):
                 members = members_of(cls)
                 named = members & self.names | {m for m in members if m[:2] == "__"} - _MAKING
                 if named > known:
-                    self._helpers[cls] = named
+                    self.helpers[cls] = named
                     self._take(reach_of(cls, named), None)
                     progress = True
 
@@ -466,20 +612,34 @@ class Surroundings:
 
     def _take(self, reach: Reach, own: Mapping[str, Any] | None) -> None:
         """Walk what code reaches; in one namespace, all that it names."""
+        self.depends.add(reach.depends)
         self.names |= reach.names
         self.stores |= reach.stores
         self.functions += reach.functions
         self.tells_numbers = self.tells_numbers or reach.tells_numbers
         for owner in reach.owners:
-            self.namespaces[id(owner)] = (owner, len(owner))
+            self.namespaces[id(owner)] = (owner, tuple(owner))
+        notes = self._notes
         for namespace, name in reach.globals:
             if name in namespace:
-                watched = namespace is own or is_watched(namespace[name])
+                value = namespace[name]
+                watched = namespace is own or is_watched(value)
                 if watched or not is_installed(namespace.get("__name__")):
                     self._walk_name(namespace, name, watched)
+                    if isinstance(value, (types.FunctionType, type)):
+                        continue
+                judge = None if namespace is own else judge_of(value)
+                notes.judged[id(namespace), name] = namespace, name, value, judge, watched
+            else:
+                notes.absent.append((namespace, name))
+        for namespace, name in reach.depends.absent.values():
+            if namespace is not sys.modules and not hasattr(builtins, name):
+                self.missing.append((namespace, name))
         for namespace, name in reach.members:
             if name in namespace:
                 self._walk_name(namespace, name)
+            else:
+                notes.absent.append((namespace, name))
         for function in reach.functions:
             self._walk_closure(function)
             if set(vars(function)) - {"__wrapped__"}:
@@ -500,11 +660,12 @@ class Surroundings:
             try:
                 value = cell.cell_contents
             except ValueError:  # an empty cell: the name is assigned later
+                self._notes.empty.append(cell)
                 continue
-            if name != "__class__" and id(cell) not in self._by_id:
+            if name != "__class__" and id(cell) not in self.by_id:
                 fixed = _Reach(None, Access.FIXED, None, name, False)
                 holder = self._add(cell, fixed, PartKind.IDENTITY)
-                holder.content = {name: value}
+                self.held[holder.index] = {name: value}
                 self._walk(value, _Reach(holder, Access.CELL, None, name, False))
 
     def _walk_name(self, namespace: Mapping[str, Any], name: str, watched: bool = True) -> None:
@@ -519,23 +680,22 @@ class Surroundings:
             return
         self._names_walked.add((id(namespace), name))
         value = namespace[name]
-        holder = self._by_id.get(id(namespace))
+        holder = self.by_id.get(id(namespace))
         if holder is None:
             fixed = _Reach(None, Access.FIXED, None, "globals", False)
             holder = self._add(namespace, fixed, PartKind.IDENTITY)
-            holder.content = {}
-        if holder.content is not None:
-            holder.content[name] = value
+            self.held[holder.index] = {}
+        if holder.index in self.held:
+            self.held[holder.index][name] = value
         reach = _Reach(holder, Access.ITEM, name, name, False)
-        by_identity = isinstance(value, (types.FunctionType, type))
+        by_identity = isinstance(value, (types.FunctionType, *DESCRIBED))
         if by_identity or not watched or type(value) is types.MethodDescriptorType:
             self._add(value, reach, PartKind.IDENTITY)
         else:
             self._walk(value, reach)
 
 
-@dataclass(frozen=True, slots=True)
-class _Reach:
+class _Reach(NamedTuple):
     """How the walk came by a thing."""
 
     parent: Part | None
@@ -573,4 +733,9 @@ _MAKING = frozenset(
 )  # fmt: skip
 # Tuples, not sets: hashing an Enum member takes longer than comparing a few.
 _NOT_FOUND = (PartKind.PLAIN, PartKind.NUMBER, PartKind.ALIAS)
+# What is most common, and never a constant.
+_USUAL = frozenset({nn.Parameter, torch.Tensor, nn.Linear, nn.LayerNorm, nn.Dropout, dict, list})
+_COPIED = (PartKind.SET, PartKind.LARGE, PartKind.ARRAY)  # compared with a copy
+_TENSORS = (torch.Tensor, nn.Parameter)
+_own_attributes = attrgetter("__dict__")
 _LET_GO = (PartKind.TENSOR, PartKind.LIST, PartKind.TUPLE, PartKind.DICT, PartKind.OBJECT)

@@ -11,6 +11,8 @@ import dis
 import itertools
 from types import CodeType, FrameType
 
+from bendtrace.recording.instructions import has, steps_of
+
 __all__ = ["compares_identity", "needs_plain_numbers", "only_tests", "stores_outside"]
 
 _identity: dict[int, tuple[CodeType, bool]] = {}
@@ -20,10 +22,9 @@ def compares_identity(code: CodeType) -> bool:
     """Whether code asks `x is y` of two things neither of which is a constant."""
     known = _identity.get(id(code))
     if known is None:
-        loads = list(dis.get_instructions(code))
-        asks = any(
-            there.opname == "IS_OP" and before.opname != "LOAD_CONST"
-            for before, there in itertools.pairwise(loads)
+        asks = has(code, "IS_OP") and any(
+            there == "IS_OP" and before != "LOAD_CONST"
+            for (before, _), (there, _) in itertools.pairwise(steps_of(code))
         )
         known = _identity[id(code)] = (code, asks)
     return known[1]
@@ -31,7 +32,7 @@ def compares_identity(code: CodeType) -> bool:
 
 def stores_outside(code: CodeType) -> bool:
     """Whether code assigns to a variable of the function around it."""
-    if any(
+    if code.co_freevars and any(
         step.opname in ("STORE_DEREF", "DELETE_DEREF") and step.argval in code.co_freevars
         for step in dis.get_instructions(code)
     ):
@@ -65,13 +66,12 @@ def needs_plain_numbers(code: CodeType) -> bool:
 def _has_such_code(code: CodeType) -> bool:
     if not _TELLING_NAMES.isdisjoint(code.co_names):
         return True
-    previous = None
-    for instruction in dis.get_instructions(code):
-        if instruction.opname == "IS_OP" and previous is not None:
-            if previous.opname == "LOAD_CONST" and isinstance(previous.argval, bool):
-                return True
-        previous = instruction
-    return False
+    if not has(code, "IS_OP") or not any(isinstance(one, bool) for one in code.co_consts):
+        return False
+    return any(
+        there == "IS_OP" and before == "LOAD_CONST" and isinstance(code.co_consts[constant], bool)
+        for (before, constant), (there, _) in itertools.pairwise(steps_of(code))
+    )
 
 
 _tests: dict[tuple[int, int], tuple[CodeType, bool | None]] = {}

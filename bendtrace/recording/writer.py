@@ -91,7 +91,8 @@ class Writer:
         self.gone_astray: NondeterminismError | None = None
         self.writes = Writes()
         self._surroundings = surroundings
-        self._arguments = tuple(p.value for p in surroundings.parts if p.access is Access.ROOT)
+        given = () if prefix is None else surroundings.arguments
+        self._arguments = tuple(part.value for part in given if part.access is Access.ROOT)
         self._resumed = 0 if prefix is None else len(prefix.ops)
         self.is_behind = self._resumed > 0
         self._sites = SiteTable(boundaries)

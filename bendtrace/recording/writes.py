@@ -112,7 +112,12 @@ class Writes:
 
 
 _NONE: frozenset[int] = frozenset()
-_WITH_STATISTICS = frozenset({"batch_norm", "instance_norm"})
+_WITH_STATISTICS = frozenset(
+    {
+        "batch_norm", "instance_norm", "native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm",
+        "_batch_norm_impl_index",
+    }
+)  # fmt: skip
 _STATISTICS = ("running_mean", "running_var")
 _TRAINING = ("training", "use_input_stats")
 _POSITION = 5  # of the flag, among the arguments of all of them

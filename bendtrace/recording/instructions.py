@@ -1,0 +1,64 @@
+"""The instructions of code, read from its bytes: `dis` takes some twenty times as long.
+
+Code is looked at when a model is first traced, and `dis` also finds out about lines, jumps and
+exceptions, which nobody asks for here.
+"""
+
+from __future__ import annotations
+
+import dis
+import sys
+from collections.abc import Iterator
+from types import CodeType
+
+__all__ = ["has", "named_in", "steps_of"]
+
+# How arguments stand for names was seen in CPython 3.11 to 3.14; tests/test_instructions.py
+# compares with what `dis` says. Later ones are asked by way of it.
+_KNOWN = sys.version_info < (3, 15)
+_EXTENDED = dis.opmap["EXTENDED_ARG"]
+_CACHE = dis.opmap["CACHE"]
+_NAMED = frozenset(
+    {
+        "LOAD_GLOBAL", "STORE_GLOBAL", "DELETE_GLOBAL", "LOAD_NAME", "STORE_NAME", "DELETE_NAME",
+        "STORE_ATTR", "IMPORT_NAME",
+    }
+)  # fmt: skip
+_NUMBERS = frozenset(dis.opmap[name] for name in _NAMED)
+_LOAD_GLOBAL = dis.opmap["LOAD_GLOBAL"]  # its lowest bit says whether it also pushes a null
+
+
+def steps_of(code: CodeType) -> Iterator[tuple[str, int]]:
+    """Yield the name of each instruction, and its argument as it is written."""
+    extended = 0
+    raw = code.co_code
+    for number, argument in zip(raw[::2], raw[1::2], strict=True):
+        if number == _CACHE:
+            continue
+        if number == _EXTENDED:
+            extended = (extended | argument) << 8
+            continue
+        yield dis.opname[number], extended | argument
+        extended = 0
+
+
+def named_in(code: CodeType) -> Iterator[tuple[str, str]]:
+    """Yield what code does with globals, imports and the setting of attributes: (how, name)."""
+    if not _KNOWN:
+        for step in dis.get_instructions(code):
+            if step.opname in _NAMED and isinstance(step.argval, str):
+                yield step.opname, step.argval
+        return
+    extended = 0
+    raw, names = code.co_code, code.co_names
+    for number, argument in zip(raw[::2], raw[1::2], strict=True):
+        if number in _NUMBERS:
+            argument |= extended
+            index = argument >> 1 if number == _LOAD_GLOBAL else argument
+            yield dis.opname[number], names[index]
+        extended = (extended | argument) << 8 if number == _EXTENDED else 0
+
+
+def has(code: CodeType, name: str) -> bool:
+    """Whether some instruction is among those of code, functions nested in it not included."""
+    return dis.opmap[name] in code.co_code[::2]
