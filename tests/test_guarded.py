@@ -524,7 +524,8 @@ change(
 )
 
 IDENTITIES = (
-    "which submodules and functions there are, in which order; parameters being None or tied"
+    "which submodules and functions there are, in which order, and in which order parameters are; "
+    "parameters being None or tied"
 )
 change(
     IDENTITIES, Layer,
@@ -551,6 +552,19 @@ class Shifted(Layer):
 
 
 change("the class of a module", Layer, sets(__class__=Shifted))
+
+
+def twice(module: nn.Module) -> dict[str, Any]:
+    return {name: nn.Parameter(held.detach() * 2) for name, held in module._parameters.items()}
+
+
+change(
+    "the tables of a module (parameters, submodules, hooks), or all of its attributes in one",
+    Layer,
+    lambda m, p: vars(m.fc).update(_parameters=twice(m.fc)),
+    lambda m, p: vars(m).update(_modules={**m._modules, "fc": nn.Identity()}),
+    lambda m, p: setattr(m.fc, "__dict__", {**vars(m.fc), "_parameters": twice(m.fc)}),
+)
 
 
 def fill(model: Any, patch: pytest.MonkeyPatch) -> None:
@@ -1335,6 +1349,42 @@ change(
     reading(lambda m, x: x * (m.value.order() + 2), networkx.Graph),
     lambda m, p: p.setattr(networkx.Graph, "order", lambda self: 5),
 )
+
+
+class Tagged(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight + getattr(self.weight, "tag", 0)
+
+
+change(
+    "attributes that are set on a parameter or buffer between calls (`weight.tag = 1`)", Tagged,
+    lambda m, p: p.setattr(m.weight, "tag", 3.0, raising=False),
+)  # fmt: skip
+
+
+class Double:
+    def factor(self) -> int:
+        return 2
+
+
+class Triple:
+    def factor(self) -> int:
+        return 3
+
+
+class Inheriting(Double):
+    pass
+
+
+INHERITING = Inheriting()
+change(
+    "`__bases__` that are exchanged, `ABC.register`", lambda: lambda x: x * INHERITING.factor(),
+    lambda m, p: setattr(Inheriting, "__bases__", (Triple,)),
+)  # fmt: skip
 change(
     "a global that comes to hide a builtin", lambda: lambda x: x * len([1]),
     lambda m, p: p.setitem(globals(), "len", lambda x: 9),

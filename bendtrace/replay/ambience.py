@@ -38,15 +38,27 @@ class Ambience(NamedTuple):
     def current(cls) -> Ambience:
         """Return the state now."""
         modes = _modes() if _len_torch_function_stack() else ()
-        hooked = bool(
-            _module._global_forward_hooks
-            or _module._global_forward_pre_hooks
-            or _module._global_backward_hooks
-            or _module._global_backward_pre_hooks
-        )
-        fast = torch.backends.mha.get_fastpath_enabled()
+        hooked, fast = any(_global_hooks()), _fast_attention()
         dtype, settings = torch.get_default_dtype(), current_settings()
         return cls(current_context(), dtype, modes, hooked, fast, settings)
+
+    def is_current(self) -> bool:
+        """Whether the state is the same now: `self == Ambience.current()`, at less cost.
+
+        Asked for at each call, and mostly by code that the processor has long forgotten: what
+        counts is how much code that is.
+        """
+        context, dtype, modes, hooked, fast, settings = self
+        if context.autocast or modes or _any_autocast() or _len_torch_function_stack():
+            return self == Ambience.current()
+        return (
+            _is_grad_enabled() is context.grad
+            and _is_inference_mode() is context.inference
+            and current_settings() == settings
+            and _default_dtype() is dtype
+            and any(_global_hooks()) is hooked
+            and _fast_attention() is fast
+        )
 
     def difference(self) -> str | None:
         """Say what is different now, or None."""
@@ -55,6 +67,20 @@ class Ambience(NamedTuple):
                 what = _NAMES[name]
                 return f"{what} was {recorded} when traced and is {now} now"
         return None
+
+
+_any_autocast = torch._C._is_any_autocast_enabled  # seen in 2.5 to 2.13; test_ambience notices
+_default_dtype = torch.get_default_dtype
+_fast_attention = torch.backends.mha.get_fastpath_enabled
+_is_grad_enabled = torch.is_grad_enabled
+_is_inference_mode = torch.is_inference_mode_enabled
+
+
+def _global_hooks() -> tuple[Any, ...]:
+    return (
+        _module._global_forward_hooks, _module._global_forward_pre_hooks,
+        _module._global_backward_hooks, _module._global_backward_pre_hooks,
+    )  # fmt: skip
 
 
 _NAMES = {

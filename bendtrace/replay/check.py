@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import types
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,13 +19,17 @@ from bendtrace.recording.parts import (
     PartKind,
     exact_items,
     exact_members,
+    slots_of,
 )
+from bendtrace.recording.reach import is_installed, is_installed_file
 from bendtrace.recording.recorder import Recording
 from bendtrace.recording.tape import (
     refs_in,
 )
+from bendtrace.recording.usage import compares_identity
 from bendtrace.replay.analysis import Analysis, GuardKind, counts
 from bendtrace.replay.source import Source, define, fails, needed_for, test_of
+from bendtrace.replay.versions import version_of
 
 __all__ = ["Check", "CheckWriter"]
 
@@ -63,89 +68,111 @@ class CheckWriter:
         self._recording = recording
         self._analysis = analysis
         self._ignored = ignored
-        self._keys_of: dict[int, list[Any]] = {}
+        self._children: dict[int, list[Part]] = {}
         self._held: Counter[int] = Counter()  # how many submodules are in a table
         for part in recording.surroundings.parts:
             if part.parent is not None:
-                self._keys_of.setdefault(part.parent.index, []).append(part.key)
+                self._children.setdefault(part.parent.index, []).append(part)
                 whole = part.value if part.kind is PartKind.ALIAS else part
                 self._held[part.parent.index] += whole.kind is PartKind.MODULE
         self._reached: set[int] = set()  # in the function that is being written
+        self._settled: set[int] = set()  # parts that follow from the version of a dict
+        # Whose attributes a dict holds, and what is looked at in all modules.
+        self._module_of = {
+            id(vars(part.value)): part
+            for part in recording.surroundings.parts
+            if part.kind is PartKind.MODULE
+        }
+        walked = [part for part in recording.surroundings.parts if part.access is Access.FIXED]
+        self._known = {id(part.value) for part in walked if part.kind is PartKind.DICT}
+        self._known |= set(map(id, recording.surroundings.hook_dicts))
+        self._hollow: list[Part] = []  # containers that are empty, in such dicts
         # State tensors on which the run sets attributes that were not there.
         self._marked = {
             change.part for change in recording.changes if change.part.kind is PartKind.TENSOR
         }
 
     def write(self) -> Source:
-        """Return the source of `check` and of `compare`, which it calls when in doubt."""
+        """Return the source of `check` and of `compare` and `measure`, which it calls in doubt."""
         surroundings = self._recording.surroundings
-        simple = [part for part in surroundings.parts if self._is_simple(part)]
-        mappings = [
-            part
-            for part in surroundings.parts
-            if part.access is Access.FIXED
-            and part.kind is PartKind.DICT
-            and part not in self._ignored
-        ]
         source = Source()
-        self._write_measurement(source, mappings)
-        self._write_comparison(source, simple)
+        counted, versioned = self._settle()
+        tables = self._tables(versioned)
+        self._write_distinct(source)
+        self._write_comparison(source, versioned, tables)
+        self._write_look(source, tables)
+        simple = [part for part in surroundings.parts if self._is_simple(part)]
+        self._write_search(source, simple)
+        self._write_measurement(source, [*counted, *self._hollow])
         self._reached.clear()
+        source.names["getitem"] = operator.getitem
         source.line("def check(A):")
         source.indent = 1
-        source.line("if list(map(len, mappings)) != lengths:")
-        source.line("    number = measure()")
+        source.line("now = list(map(version, chain((map(held, owners), dicts))))")
+        source.line("if now != seen[0]:")
+        source.line("    number = compare(now, A)")
         source.line("    if number is not None: return number")
-        # Only of tables of submodules is the order asked for: forward walks containers.
-        ordered = [part for part in mappings if self._held[part.index] > 1]
-        source.names.update(
-            ordered=[part.value for part in ordered],
-            orders=[tuple(self._keys_of[part.index]) for part in ordered],
-        )
-        moved = self._note("submodules are in another order")
-        source.line(f"if list(map(tuple, ordered)) != orders: return {moved}")
-        modules = [part for part in surroundings.parts if part.kind is PartKind.MODULE]
-        source.names.update(
-            modules=[part.value for part in modules], classes=[part.type for part in modules]
-        )
-        changed = self._note("a module is of another class now")
-        source.line(f"if list(map(type, modules)) != classes: return {changed}")
-        namespaces = surroundings.namespaces.values()
-        codes = [f for f in surroundings.functions if "site-packages" not in f.__code__.co_filename]
-        source.names.update(
-            namespaces=[namespace for namespace, _ in namespaces],
-            sizes=[size for _, size in namespaces],
-            functions=codes, written=list(map(_WRITTEN, codes)), read=_WRITTEN,
-        )  # fmt: skip
-        grown = self._note("a class has gained or lost attributes")
-        source.line(f"if list(map(len, namespaces)) != sizes: return {grown}")
-        edited = self._note("a function has another code, or other defaults")
-        source.line(f"if list(map(read, functions)) != written: return {edited}")
-        source.line("if not all(map(is_, chain(map(call, getters, holders)), expected)):")
-        source.line("    number = compare()")
-        source.line("    if number is not None: return number")
-        skipped = {id(part) for part in simple} | {id(part) for part in mappings}
+        source.line("    seen[0] = now")
+        hooked = any(surroundings.hooks)
+        source.names["empty"] = [part.value for part in counted if not part.size]
+        if not hooked:
+            source.names["empty"] += surroundings.hook_dicts
+        if source.names["empty"]:
+            source.line("if any(empty):")
+            source.line("    number = measure()")
+            source.line("    if number is not None: return number")
+        if self._hollow:
+            hosts = [part.parent.value for part in self._hollow if part.parent is not None]
+            source.names.update(hosts=hosts, hollow=[part.key for part in self._hollow])
+            source.line("if any(map(getitem, hosts, hollow)):")
+            source.line("    number = measure()")
+            source.line("    if number is not None: return number")
+        full = [part for part in counted if part.size]
+        if full:
+            source.names.update(
+                mappings=[part.value for part in full], lengths=[part.size for part in full]
+            )
+            source.line("if list(map(len, mappings)) != lengths:")
+            source.line("    number = measure()")
+            source.line("    if number is not None: return number")
+        self._write_wholes(source, full)
+        if simple:
+            source.line("if not all(map(is_, map(getitem, holders, keys), expected)):")
+            source.line("    number = search()")
+            source.line("    if number is not None: return number")
+        if tables:
+            source.line("if list(map(type, chain(map(values, tables)))) != kinds:")
+            source.line("    number = look()")
+            source.line("    if number is not None: return number")
+        skipped = {id(part) for part in (*simple, *counted)} | self._settled
+        skipped |= {id(part) for table in tables for part in self._children[table.index]}
         for part in surroundings.parts:
             first = part.value if part.kind is PartKind.ALIAS else part
             if id(part) not in skipped and part not in self._ignored and first not in self._ignored:
                 self._write_part(source, part)
+        things = set(self._held_things())
         distinct = [
             part
             for part in surroundings.parts
             if part.is_argument and part.kind in _DISTINCT and part not in self._ignored
         ]
         if len(distinct) > 1:
-            same = ", ".join(f"id({source.part(part)})" for part in distinct)
+            names = [source.part(part) for part in distinct]
+            same = f"{' is '.join(names)}"
+            if len(distinct) > 2:
+                same = f"len({{{', '.join(f'id({name})' for name in names)}}}) != {len(names)}"
             number = self._note("two arguments are now one and the same object")
-            source.line(f"if len({{{same}}}) != {len(distinct)}: return {number}")
-        if surroundings.hook_dicts:
-            source.names["hooks"] = surroundings.hook_dicts
-            others = self._note("the modules have other hooks")
-            if not any(surroundings.hooks):
-                source.line(f"if any(hooks): return {others}")
-            else:
-                source.names.update(hooked=surroundings.hooks, items=_items_of)
-                source.line(f"if list(map(items, hooks)) != hooked: return {others}")
+            source.line(f"if {same}: return {number}")
+        if any(part.parent is not None and part.parent in things for part in things):
+            source.line("number = distinct(A)")
+            source.line("if number is not None: return number")
+        self._write_strangers(source, distinct)
+        if hooked:
+            source.names.update(
+                hooks=surroundings.hook_dicts, hooked=surroundings.hooks, items=_items_of
+            )
+            others = self._note(_OTHER_HOOKS)
+            source.line(f"if list(map(items, hooks)) != hooked: return {others}")
         if surroundings.read_caches:
             source.names.update(cached=surroundings.read_caches, all_kept=_all_kept)
             cleared = self._note("a cache does not hold any more what the run took from it")
@@ -154,12 +181,272 @@ class CheckWriter:
         source.line("return None")
         return source
 
+    def _write_strangers(self, source: Source, arguments: list[Part]) -> None:
+        """Ask whether an argument is something that the model holds now, if it might be asked."""
+        surroundings = self._recording.surroundings
+        held = self._held_things()
+        own_code = [f for f in surroundings.functions if not is_installed_file(_file_of(f))]
+        if not any(map(_asks_for_identity, own_code)):
+            # What is written to a container shows in whatever else is the same one.
+            changes = bool(self._recording.changes)
+            held = [part for part in held if changes and part.kind is not PartKind.TENSOR]
+            arguments = [part for part in arguments if part.kind is not PartKind.TENSOR]
+        if not arguments or not held:
+            return
+        for part in held:
+            self._reach(source, part)
+        given = ", ".join(f"id({source.part(part)})" for part in arguments)
+        own = ", ".join(f"id({source.part(part)})" for part in held)
+        number = self._note("an argument is now what the model holds itself")
+        source.line(f"if not {{{given}}}.isdisjoint(({own},)): return {number}")
+
     def _note(self, text: str, part: Part | None = None, guard: int | None = None) -> int:
         self.checks.append(Check(text, part, guard))
         return len(self.checks) - 1
 
-    # A model has hundreds of plain attributes that hardly ever change. In the usual case each
-    # is the very object that it was, which the interpreter finds out without bytecode.
+    def _settle(self) -> tuple[list[Part], list[tuple[Part, list[Part]]]]:
+        """Sort out what follows from the versions of the dicts that the model consists of.
+
+        Returns:
+            The dicts of which the number of entries is asked each time, and those of which the
+            version is, with what they hold that cannot change without another version.
+        """
+        counted: list[Part] = []
+        held: dict[int, tuple[Part, list[Part]]] = {}
+        for part in self._recording.surroundings.parts:
+            if part.access is Access.FIXED:
+                # Each module has many empty tables: that they are is found out in one go.
+                if part.kind is PartKind.DICT and (not part.size or type(part.value) is not dict):
+                    if part not in self._ignored:
+                        counted.append(part)
+                elif type(part.value) is dict and part.kind in (PartKind.DICT, PartKind.IDENTITY):
+                    held[part.index] = part, []
+                continue
+            root = self._root_of(part)
+            if root is not None and root.index in held and part not in self._ignored:
+                held[root.index][1].append(part)
+                self._settled.add(id(part))
+            elif self._is_hollow(part) and part.parent is not None and part.parent.index in held:
+                self._hollow.append(part)
+                self._settled.add(id(part))
+        hosts = {part.parent.index for part in self._hollow if part.parent is not None}
+        versioned = [
+            (part, parts)
+            for part, parts in held.values()
+            if parts
+            or (part.kind is PartKind.DICT and part not in self._ignored)
+            or part.index in hosts
+        ]
+        self._settled |= {id(part) for part, _ in versioned}
+        versioned.sort(key=lambda item: id(item[0].value) not in self._module_of)
+        return counted, versioned
+
+    def _tables(self, versioned: list[tuple[Part, list[Part]]]) -> list[Part]:
+        """Find tables of parameters or buffers, each of which is asked for its type alone."""
+        return [
+            table
+            for table, _ in versioned
+            if len(self._children.get(table.index, ())) == table.size
+            and self._is_table(self._children[table.index])
+        ]
+
+    def _is_table(self, parts: list[Part]) -> bool:
+        asked = self._analysis.typed_state | self._analysis.ranked_state | self._marked
+        tensors = {part for part in parts if part.kind is PartKind.TENSOR}
+        nothing = all(part.value is None for part in parts if part not in tensors)
+        free = tensors.isdisjoint(asked) and self._ignored.isdisjoint(parts)
+        return bool(tensors) and nothing and free
+
+    def _root_of(self, part: Part) -> Part | None:
+        """Return the fixed dict that holds a part which changes with an entry of it alone."""
+        if part.access is not Access.ITEM or part.parent is None:
+            return None
+        if not self._is_steady(part):
+            return None
+        holder = part.parent
+        if holder.access is Access.FIXED:
+            return holder
+        # What a tuple holds is the same for as long as it is the same tuple.
+        return self._root_of(holder) if holder.kind is PartKind.TUPLE else None
+
+    def _is_hollow(self, part: Part) -> bool:
+        """Whether a part is an empty container in a fixed dict.
+
+        What holds plain values now may hold tensors the next time, so that it is not kept, but
+        taken from where it is each time.
+        """
+        return (
+            part.access is Access.ITEM
+            and part.parent is not None
+            and part.parent.access is Access.FIXED
+            and part.type in (dict, list, set)
+            and part.kind in (PartKind.DICT, PartKind.LIST, PartKind.SET)
+            and not part.size
+            and part not in self._ignored
+        )
+
+    def _is_steady(self, part: Part) -> bool:
+        """Whether a part cannot change itself, other than by another thing in its place."""
+        if part.kind is PartKind.ALIAS:
+            return part.value.kind in (PartKind.MODULE, PartKind.IDENTITY)
+        if part.kind in (PartKind.TUPLE, PartKind.SET):
+            return part.type in (tuple, frozenset)
+        return part.kind in (PartKind.PLAIN, PartKind.MODULE, PartKind.IDENTITY)
+
+    def _write_comparison(
+        self, source: Source, versioned: list[tuple[Part, list[Part]]], tables: list[Part]
+    ) -> None:
+        """Write what is asked of the dicts that were written to since they were asked last."""
+        found = (self._module_of.get(id(part.value)) for part, _ in versioned)
+        owners = [part.value for part in found if part is not None]  # they come first
+        source.names.update(
+            version=version_of, seen=[[None] * len(versioned)], owners=owners,
+            held=operator.attrgetter("__dict__"),  # takes less time than `vars`
+            dicts=[part.value for part, _ in versioned[len(owners) :]], chain=chain.from_iterable,
+        )  # fmt: skip
+        hollow: dict[int, list[Part]] = {}
+        for part in self._hollow:
+            if part.parent is not None:
+                hollow.setdefault(part.parent.index, []).append(part)
+        self._reached.clear()
+        source.line("def compare(now, A):")
+        source.indent = 1
+        source.line("was = seen[0]")
+        for number, (holder, parts) in enumerate(versioned):
+            source.line(f"if now[{number}] != was[{number}]:")
+            source.indent = 2
+            source.line("pass")
+            if holder.kind is PartKind.DICT and holder not in self._ignored:
+                self._write_part(source, holder)
+                self._write_order(source, holder)
+                self._write_tables(source, holder)
+                if holder in tables:
+                    keys = source.bound({part.key for part in self._children[holder.index]})
+                    lost = self._note(f"{holder.label} has gained or lost attributes", holder)
+                    source.line(f"if {source.part(holder)}.keys() != {keys}: return {lost}")
+            for part in parts:
+                self._write_part(source, part)
+            for part in hollow.get(holder.index, ()):
+                exact = source.constant(part.type)
+                wrong = self._note(f"{part.label} is not a {part.type.__name__}", part)
+                source.line(f"if type({source.reach(part)}) is not {exact}: return {wrong}")
+            source.indent = 1
+        source.line("return distinct(A)")
+        source.indent = 0
+
+    def _write_distinct(self, source: Source) -> None:
+        """Write whether the tensors and containers of the model are still as many.
+
+        Tied ones are known as such. That others have become one and the same is asked when a dict
+        that the model consists of was written to, and each time where they are in others.
+        """
+        self._reached.clear()
+        source.line("def distinct(A):")
+        source.indent = 1
+        held = self._held_things()
+        for part in held:
+            self._reach(source, part)
+        if len(held) > 1:
+            tied = self._note("two things that the model holds are now one and the same object")
+            names = ", ".join(f"id({source.part(part)})" for part in held)
+            source.line(f"if len({{{names}}}) != {len(held)}: return {tied}")
+        source.line("return None")
+        source.indent = 0
+
+    def _held_things(self) -> list[Part]:
+        return [
+            part
+            for part in self._recording.surroundings.parts
+            if not part.is_argument and part.kind in _DISTINCT and part not in self._ignored
+        ]
+
+    def _write_tables(self, source: Source, part: Part) -> None:
+        """Write whether a module has the very dicts that were walked."""
+        module = self._module_of.get(id(part.value))
+        if module is None:
+            return
+        tables = tuple(item for item in part.value.items() if id(item[1]) in self._known)
+        other = self._note(f"the attributes of {module.label}, or its tables, were replaced", part)
+        source.names["consists_of"] = _consists_of
+        given = f"{source.bound(module.value)}, {source.part(part)}, {source.bound(tables)}"
+        source.line(f"if not consists_of({given}): return {other}")
+
+    def _write_look(self, source: Source, tables: list[Part]) -> None:
+        """Write what is asked of tensors one by one, if one of them is of another type."""
+        held = [part for table in tables for part in self._children[table.index]]
+        source.names.update(
+            tables=[table.value for table in tables], kinds=[part.type for part in held],
+            values=dict.values,
+        )  # fmt: skip
+        self._reached.clear()
+        source.line("def look():")
+        source.indent = 1
+        for part in held:
+            if part.kind is PartKind.TENSOR:
+                self._write_part(source, part)
+        source.line("return None")
+        source.indent = 0
+
+    def _write_order(self, source: Source, part: Part) -> None:
+        # Only of tables of submodules and of parameters: forward walks these.
+        children = self._children.get(part.index, ())
+        tensors = sum(child.kind is PartKind.TENSOR for child in children)
+        if self._held[part.index] > 1 or (tensors > 1 and len(children) == part.size):
+            moved = self._note("submodules or parameters are in another order")
+            keys = source.bound(tuple(child.key for child in self._children[part.index]))
+            source.line(f"if tuple({source.part(part)}) != {keys}: return {moved}")
+
+    def _write_wholes(self, source: Source, tables: list[Part]) -> None:
+        """Write what is asked of all modules, and of all code, at once."""
+        surroundings = self._recording.surroundings
+        for part in tables:
+            self._write_order(source, part)
+        modules = [part for part in surroundings.parts if part.kind is PartKind.MODULE]
+        if modules:
+            source.names.update(
+                modules=[part.value for part in modules], classes=[part.type for part in modules]
+            )
+            changed = self._note("a module is of another class now")
+            source.line(f"if list(map(type, modules)) != classes: return {changed}")
+        objects = [part for part in surroundings.parts if _may_change_class(part)]
+        if objects:
+            source.names.update(
+                objects=[part.value for part in objects], sorts=[part.type for part in objects]
+            )
+            other = self._note("an object is of another class now")
+            source.line(f"if list(map(type, objects)) != sorts: return {other}")
+        self._write_namespaces(source)
+        codes = [f for f in surroundings.functions if "site-packages" not in f.__code__.co_filename]
+        if codes:
+            source.names.update(functions=codes, written=list(map(_WRITTEN, codes)), read=_WRITTEN)
+            edited = self._note("a function has another code, or other defaults")
+            source.line(f"if list(map(read, functions)) != written: return {edited}")
+
+    def _write_namespaces(self, source: Source) -> None:
+        """Ask whether classes have the attributes that they had, of whatever value."""
+        grown = self._note("a class has gained or lost attributes")
+        own: list[tuple[Any, Any]] = []
+        installed: list[tuple[Any, Any]] = []
+        for namespace, names in self._recording.surroundings.namespaces.values():
+            module = namespace.get("__module__")  # (of a metaclass's bases, a descriptor)
+            finished = not isinstance(module, str) or is_installed(module)
+            (installed if finished else own).append((namespace, names))
+        if installed:
+            source.names["namespaces"] = [namespace for namespace, _ in installed]
+            source.names["sizes"] = [len(names) for _, names in installed]
+            source.line(f"if list(map(len, namespaces)) != sizes: return {grown}")
+        if own:
+            source.names["classes_own"] = [namespace for namespace, _ in own]
+            source.names["names_own"] = [names for _, names in own]
+            source.line(f"if list(map(tuple, classes_own)) != names_own: return {grown}")
+        if missing := self._recording.surroundings.missing:
+            source.names["contains"] = operator.contains
+            source.names["worlds"], source.names["missing"] = map(list, zip(*missing, strict=True))
+            made = self._note("a global is there that was not")
+            source.line(f"if any(map(contains, worlds, missing)): return {made}")
+
+    # A class has many plain attributes that hardly ever change. In the usual case each is the
+    # very object that it was, which the interpreter finds out without bytecode.
 
     def _is_simple(self, part: Part) -> bool:
         holder = part.parent
@@ -169,6 +456,7 @@ class CheckWriter:
             and holder.kind in (PartKind.DICT, PartKind.IDENTITY)
             and part.access is Access.ITEM
             and part.kind in (PartKind.PLAIN, PartKind.MODULE, PartKind.IDENTITY)
+            and id(part) not in self._settled
             and part not in self._ignored
         )
 
@@ -178,36 +466,26 @@ class CheckWriter:
         source.indent = 1
         for part in mappings:
             self._write_part(source, part)
+        hooks = self._recording.surroundings.hook_dicts
+        if hooks and not any(self._recording.surroundings.hooks):
+            source.names["hooks"] = hooks
+            source.line(f"if any(hooks): return {self._note(_OTHER_HOOKS)}")
         source.line("return None")
         source.indent = 0
-        source.names.update(
-            mappings=[part.value for part in mappings], lengths=[part.size for part in mappings]
-        )
 
-    def _write_comparison(self, source: Source, simple: list[Part]) -> None:
-        held: dict[int, list[Part]] = {}
-        for part in simple:
-            assert part.parent is not None
-            held.setdefault(part.parent.index, []).append(part)
-        getters, holders, expected = [], [], []
+    def _write_search(self, source: Source, simple: list[Part]) -> None:
+        holders = [part.parent.value for part in simple if part.parent is not None]
+        source.names.update(
+            holders=holders, keys=[part.key for part in simple],
+            expected=[part.value for part in simple], is_=operator.is_,
+        )  # fmt: skip
         self._reached.clear()
-        source.line("def compare():")
+        source.line("def search():")
         source.indent = 1
-        for parts in held.values():
-            # A getter of a single key would not return a tuple.
-            chosen = parts if len(parts) > 1 else parts * 2
-            getters.append(operator.itemgetter(*(part.key for part in chosen)))
-            assert parts[0].parent is not None
-            holders.append(parts[0].parent.value)
-            expected += [part.value for part in chosen]
-            for part in parts:
-                self._write_part(source, part)
+        for part in simple:
+            self._write_part(source, part)
         source.line("return None")
         source.indent = 0
-        source.names.update(
-            getters=getters, holders=holders, expected=expected, is_=operator.is_,
-            chain=chain.from_iterable, call=_call,
-        )  # fmt: skip
 
     def _write_part(self, source: Source, part: Part) -> None:
         name, kind, label = source.part(part), part.kind, part.label
@@ -234,6 +512,8 @@ class CheckWriter:
             first = part.value
             if first.kind in (PartKind.MODULE, PartKind.IDENTITY):
                 name = source.constant(first.value)
+            else:
+                self._reach(source, first)
             wrong = f"{label} is not the same as {first.label}"
             if part.parent is not None:
                 self._reach(source, part.parent)
@@ -249,16 +529,18 @@ class CheckWriter:
             fail_if(f"len({name}) != {part.size}", f"{label} does not have {part.size} items")
         elif kind is PartKind.DICT:
             keys = tuple(key for key in part.size if not isinstance(key, AttributeKey))
-            fail_if(f"tuple({name}) != {source.constant(keys)}", f"{label} has other keys")
+            other = f"tuple({name}) != {source.constant(keys)}"
+            if not keys and part.type is dict:
+                other = name
+            fail_if(other, f"{label} has other keys")
         elif kind is PartKind.OBJECT:
             held = sum(1 for key in part.size if key.access is Access.DICT)
-            if held:
+            if held or part.type.__dictoffset__:
                 fail_if(f"len({name}.__dict__) != {held}", f"{label} has gained or lost attributes")
+            for slot in set(slots_of(part.type)) - {str(key) for key in part.size}:
+                fail_if(f"hasattr({name}, {slot!r})", f"{label} has an attribute {slot}")
         elif kind in _WHOLE:
-            reader = source.constant(_WHOLE[kind])
-            fail_if(
-                f"{source.constant(part.size)} != {reader}({name})", f"{label} has other content"
-            )
+            fail_if(_other_content(source, part), f"{label} has other content")
 
     def _reach(self, source: Source, part: Part) -> None:
         """Give a part its name, after what it is reached from."""
@@ -301,6 +583,7 @@ class CheckWriter:
 
 # What is exchanged in a function that is edited in place, as notebooks do when they reload.
 _WRITTEN = operator.attrgetter("__code__", "__defaults__", "__kwdefaults__")
+_OTHER_HOOKS = "the modules have other hooks"
 _WHOLE = {PartKind.SET: exact_members, PartKind.LARGE: exact_items, PartKind.ARRAY: Array}
 
 
@@ -308,17 +591,63 @@ def _all_kept(cached: list[tuple[Any, Any]]) -> bool:
     return all(any(kept is tensor for kept in kept_in(cache)) for cache, tensor in cached)
 
 
+def _consists_of(
+    module: Any, attributes: dict[str, Any], tables: tuple[tuple[str, Any], ...]
+) -> bool:
+    if vars(module) is not attributes:
+        return False
+    return all(attributes.get(name) is table for name, table in tables)
+
+
 def _items_of(hooks: dict[Any, Any]) -> tuple[Any, ...]:
     return tuple(hooks.items())
 
 
-def _call(getter: Callable[[Any], Any], holder: Any) -> Any:
-    return getter(holder)
-
-
-_call = getattr(operator, "call", _call)  # since Python 3.11
 _DISTINCT = (PartKind.TENSOR, PartKind.LIST, PartKind.DICT, PartKind.OBJECT)
 _SAME_FOR_EVER = frozenset({PartKind.MODULE, PartKind.IDENTITY, PartKind.ALIAS, PartKind.TUPLE})
+
+
+def _other_content(source: Source, part: Part) -> str:
+    name = source.part(part)
+    if part.type in (set, frozenset):
+        if not part.size:
+            return name
+        types = tuple(kind for kind, _ in part.size)
+        if _BY_VALUE.issuperset(types):
+            members = source.bound(tuple(member for _, member in part.size))
+            return (
+                f"tuple({name}) != {members} or tuple(map(type, {name})) != {source.bound(types)}"
+            )
+    return f"{source.constant(part.size)} != {source.constant(_WHOLE[part.kind])}({name})"
+
+
+# Types of which two values are the same if they are equal.
+_BY_VALUE = frozenset({type(None), bool, int, str, bytes})
+
+
+_file_of = operator.attrgetter("__code__.co_filename")
+
+
+def _asks_for_identity(function: types.FunctionType) -> bool:
+    """Whether code, or code within it, asks whether two things are the same one."""
+    waiting = [function.__code__]
+    while waiting:
+        code = waiting.pop()
+        if compares_identity(code):
+            return True
+        waiting += [const for const in code.co_consts if isinstance(const, types.CodeType)]
+    return False
+
+
+def _may_change_class(part: Part) -> bool:
+    """Whether a thing that is known by identity is an object of a class in Python."""
+    if part.kind is not PartKind.IDENTITY or part.access is Access.ROOT:
+        return False
+    steady = (type, types.ModuleType, types.FunctionType, types.MethodType)
+    return bool(part.type.__flags__ & _HEAP) and not isinstance(part.value, steady)
+
+
+_HEAP = 1 << 9  # of classes that were made by a class statement: only these can be exchanged
 
 
 def _check_tensor(

@@ -24,6 +24,7 @@ from bendtrace.recording.tape import (
     refs_in,
 )
 from bendtrace.replay.analysis import Analysis, GuardKind, is_read
+from bendtrace.replay.cheapest import ENTRIES, Call, cheapest, plain_values
 from bendtrace.replay.source import Source, define, fails, gives_nothing, outcome, test_of
 
 __all__ = ["HARMLESS", "RunWriter", "existing_in", "may_be_caught", "write_run"]
@@ -36,6 +37,8 @@ HARMLESS = frozenset(
     }
 )  # fmt: skip
 
+_dispatch_modes = torch._C._len_torch_dispatch_stack  # seen in 2.6 to 2.13; test_cheapest notices
+
 
 def write_run(
     recording: Recording,
@@ -44,6 +47,7 @@ def write_run(
     start: int = 0,
     before: Tape | None = None,
     available: frozenset[int] = frozenset(),
+    direct: bool = False,
 ) -> Source:
     """Write `run(A, E)`: the ops from `start` on, with the data guards in between.
 
@@ -55,8 +59,13 @@ def write_run(
             come in `E`.
         before: the tape of that other run, which tested the guards that it has.
         available: ops before `start` whose values are in `E`.
+        direct: whether torch functions may be called by what they come down to, so that no
+            function mode sees them.
     """
-    return RunWriter(recording, analysis, entry, start, before, available).write()
+    writer = RunWriter(recording, analysis, entry, start, before, available)
+    if direct:
+        writer.call_directly()
+    return writer.write()
 
 
 class RunWriter:
@@ -96,6 +105,16 @@ class RunWriter:
         self.outputs = (recording.root.output, [change.value for change in recording.changes])
         self._takes_over = bool(available)  # whether `E` holds values
         self._current = entry  # what is in force where the code has come to
+        self._direct: dict[int, Call] = {}
+
+    def call_directly(self) -> None:
+        """Call torch functions by what they come down to, wherever that makes no difference."""
+        ops = [op for op in self.tape.ops[self.start :] if op.target in ENTRIES]
+        plain = plain_values(self.tape) if ops else set()
+        for op in ops:
+            call = cheapest(op, plain)
+            if call is not None and not may_be_caught(op, self.recording):
+                self._direct[op.index] = call
 
     def write(self) -> Source:
         """Write it."""
@@ -117,6 +136,9 @@ class RunWriter:
             source.line("switch = Switch()")
             source.line("try:")
             source.indent = 2
+        if any(call.gives_back is not None for call in self._direct.values()):
+            source.names["asked"] = _dispatch_modes
+            source.line("watched = asked()")
         for op in late:
             self._switch_for(op)
             define(source, op)
@@ -288,8 +310,8 @@ class RunWriter:
             self._current = op.context
 
     def _carry_out(self, op: Op) -> None:
-        source = self.source
-        call = source.call(op)
+        source, direct = self.source, self._direct.get(op.index)
+        call = source.call(op) if direct is None else source.direct(direct)
         statement = call if gives_nothing(op) else f"v{op.index} = {call}"
         if op.raised is None:
             source.line(statement, op.index)

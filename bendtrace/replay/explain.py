@@ -10,7 +10,7 @@ from torch import Tensor
 from bendtrace.flow import FlowStep, FlowSteps
 from bendtrace.recording.iterations import user_code
 from bendtrace.recording.parts import Access, Part, PartKind
-from bendtrace.recording.tape import Guard, Tape, Test
+from bendtrace.recording.tape import Guard, Tape, Test, meta_of
 from bendtrace.replay.check import Check
 from bendtrace.replay.program import Divergence, Program
 
@@ -110,6 +110,6 @@ def _short(value: Any) -> str:
     if isinstance(value, Tensor):
         grad = ", requires grad" if value.requires_grad else ""
         dtype = str(value.dtype).removeprefix("torch.")
-        return f"{dtype}{list(value.shape)} on {value.device}{grad}"
+        return f"{dtype}{list(meta_of(value).shape)} on {value.device}{grad}"
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."

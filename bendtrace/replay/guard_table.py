@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from tabulate import tabulate
-
+from bendtrace._later import tabulate
 from bendtrace.recording.iterations import user_code
 from bendtrace.recording.tape import Guard
 from bendtrace.replay.analysis import GuardKind
@@ -64,4 +63,4 @@ class GuardTable:
     def __repr__(self) -> str:
         rows = [list(row.values()) for row in self.to_list()]
         headers = ["#", "when", "node", "test", "expected", "source", "at"]
-        return tabulate(rows, headers, disable_numparse=True)
+        return tabulate.tabulate(rows, headers, disable_numparse=True)

@@ -97,39 +97,68 @@ class Stretch(Path):
     sides: dict[int, tuple[Side, ...]] = field(default_factory=dict)
     failures: Counter[tuple[int, str]] = field(default_factory=Counter)
     casts: bool = field(init=False)
+    # Made where there are many sides, and anew where one is gone.
+    _by_outcome: dict[int, dict[tuple[type, Any], Side]] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
         self.casts = any(op.context.autocast for op in self.recording.tape.ops)
 
     def ops_until(self, position: int) -> list[Op]:
         """Return the ops that were carried out before a position, as those who did so know them."""
-        if self.parent is None:
-            return self.recording.tape.ops[:position]
-        earlier = self.parent.ops_until(min(self.start, position))
-        return earlier + self.recording.tape.ops[self.start : position]
+        pieces: list[list[Op]] = []
+        stretch: Stretch | None = self
+        while stretch is not None:
+            pieces.append(stretch.recording.tape.ops[stretch.start : position])
+            position = min(position, stretch.start)
+            stretch = stretch.parent
+        return [op for piece in reversed(pieces) for op in piece]
 
     def side(self, number: int, outcome: Any) -> Side | None:
         """Return what is known of an outcome of a guard."""
-        for side in self.sides.get(number, ()):
+        sides = self.sides.get(number, ())
+        if len(sides) > _FEW and type(outcome) in (bool, int, str):
+            return self._looked_up(number, sides).get((type(outcome), outcome))
+        for side in sides:
             if identical(side.outcome, outcome):
                 return side
         return None
+
+    def _looked_up(self, number: int, sides: tuple[Side, ...]) -> dict[tuple[type, Any], Side]:
+        """Return the sides of a guard by their outcomes, as far as these are plain."""
+        known = self._by_outcome.get(number)
+        if known is None or len(known) != len(sides):
+            plain = (side for side in sides if type(side.outcome) in (bool, int, str))
+            known = {(type(side.outcome), side.outcome): side for side in plain}
+            self._by_outcome[number] = known
+        return known
 
     def make_side(self, number: int, outcome: Any) -> Side:
         """Return what is known of an outcome of a guard, which is added if it is new."""
         side = self.side(number, outcome)
         if side is None:
             side = Side(outcome)
+            if (known := self._by_outcome.get(number)) is not None:
+                known[type(outcome), outcome if type(outcome) in (bool, int, str) else side] = side
             self.sides[number] = (*self.sides.get(number, ()), side)
         return side
 
 
 @dataclass(eq=False)
 class Finished:
-    """A replay that reached its end, with what it returned."""
+    """A replay that reached its end, with what it returned.
+
+    Attributes:
+        output: what it returned.
+        stretch: the code that it ended in.
+    """
 
     output: Any
-    recording: Recording
+    stretch: Stretch
+
+    @property
+    def recording(self) -> Recording:
+        """The run that was repeated."""
+        return self.stretch.recording
 
 
 @dataclass(eq=False)
@@ -233,7 +262,9 @@ class Program:
         self.serial = next(_serials)
         self.live = Path(recording, 1) if self.live_only else None
         if not self.live_only:
-            source = write_run(recording, self.analysis, ambience.context)
+            source = write_run(
+                recording, self.analysis, ambience.context, direct=not ambience.modes
+            )
             self.root = Stretch(recording, 1, code=Code(source, "run"))
 
     def failing(self, arguments: tuple[Any, ...]) -> Check | None:
@@ -256,7 +287,7 @@ class Program:
 
     def admits(self, arguments: tuple[Any, ...]) -> bool:
         """Whether all input guards hold."""
-        if self.ambience != Ambience.current():
+        if not self.ambience.is_current():
             return False
         try:
             return self._check(arguments) is None
@@ -301,7 +332,25 @@ class Program:
             Exception: what an op raises where the model has no handler for it: the model
                 itself would have raised the same at the same point.
         """
-        return self.carry_out(self.root, arguments, {}, AutocastHold())
+        root = self.root
+        model = self.recording.surroundings.function
+        if root.casts or needs_agreement(model, self.recording.tape):
+            return self.carry_out(root, arguments, {}, AutocastHold())
+        # The usual call, which needs nothing of what the others are carried out with.
+        values: dict[str, Any] = {}
+        try:
+            result = root.code.function(arguments, values)
+        except Exception as error:
+            result = _raised(error, root)
+            if result is None:
+                raise
+        else:
+            if type(result) is not Departure:
+                root.hits += 1
+                return Finished(result, root)
+        begun = [result]
+        del result  # see `_follow`
+        return self._follow(root, arguments, values, AutocastHold(), None, begun)
 
     def go_on(self, divergence: Divergence, arguments: tuple[Any, ...]) -> Finished | Divergence:
         """Continue a replay whose other side has become known since it diverged."""
@@ -346,29 +395,33 @@ class Program:
         values: dict[str, Any],
         hold: AutocastHold,
         joint: JointCall | None,
+        begun: list[Departure] | None = None,
     ) -> Finished | Divergence:
         while True:
             departure: Departure | None
             if joint is not None:
                 joint.follows(stretch.recording.tape)
-            if stretch.casts:
-                hold.take()
-            try:
-                result = stretch.code.function(arguments, values)
-            except Exception as error:
-                departure = _raised(error, stretch)
-                if departure is None:
+            if begun:  # somebody else has carried out the first stretch
+                departure = begun.pop()
+            else:
+                if stretch.casts:
+                    hold.take()
+                try:
+                    result = stretch.code.function(arguments, values)
+                except Exception as error:
+                    departure = _raised(error, stretch)
+                    if departure is None:
+                        hold.release()
+                        raise
+                except BaseException:
                     hold.release()
                     raise
-            except BaseException:
-                hold.release()
-                raise
-            else:
-                if type(result) is not Departure:
-                    hold.release()
-                    stretch.hits += 1
-                    return Finished(result, stretch.recording)
-                departure = result
+                else:
+                    if type(result) is not Departure:
+                        hold.release()
+                        stretch.hits += 1
+                        return Finished(result, stretch)
+                    departure = result
             number, outcome = departure.guard, departure.outcome
             if type(outcome) is list:  # which the model is given, and may change
                 outcome = copy.deepcopy(outcome)
@@ -430,7 +483,7 @@ class Program:
             available = parent.available | {i for i in parent.code.emitted if i < position}
             source = write_run(
                 recording, Analysis(recording.tape), self.ambience.context, position,
-                divergence.recording.tape, frozenset(available),
+                divergence.recording.tape, frozenset(available), not self.ambience.modes,
             )  # fmt: skip
             code = Code(source, "run")
             side.target = Stretch(
@@ -445,6 +498,7 @@ class Program:
                 kept = tuple(side for side in sides if path not in (side.target, side.live))
                 if len(kept) < len(sides):
                     stretch.sides[number] = kept
+                    stretch._by_outcome.pop(number, None)
                     return
 
 
@@ -474,6 +528,7 @@ def _raised(error: Exception, stretch: Stretch) -> Departure | None:
 
 
 _MISSING = object()
+_FEW = 8  # sides that are looked at one by one
 
 
 ENDS.add(Program.carry_out.__code__)

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import builtins
 import operator
-from collections.abc import Callable, Iterable
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping
 from keyword import iskeyword
 from typing import Any
 
@@ -28,6 +29,7 @@ from bendtrace.recording.tape import (
     refs_in,
 )
 from bendtrace.replay.analysis import counts
+from bendtrace.replay.cheapest import Asked, Call
 
 __all__ = [
     "Code",
@@ -52,6 +54,7 @@ _GETTERS = {
     getattr(Tensor, name).__get__: name
     for name in ("shape", "dtype", "device", "ndim", "requires_grad", "T", "mT", "data")
 }
+_NEW = frozenset({object.__new__, dict.__new__})  # which make objects without anything in them
 
 
 class Departure:
@@ -174,6 +177,8 @@ class Source:
             return self.bound(value.value)
         if kind is Array:
             return f"{self.bound(value.value)}.copy()"
+        if kind is Asked:
+            return f"{self.bound(value.function)}()"
         return self.constant(value)
 
     def _container(self, value: Any) -> str:
@@ -203,10 +208,30 @@ class Source:
 
     def _instance(self, instance: Instance) -> str:
         name = self._built.get(id(instance))
-        if name is None:
-            items, attributes = self.value(instance.items), self.value(instance.attributes)
+        if name is not None:
+            return name
+        new, cls = instance.cls.__new__, self.constant(instance.cls)
+        if new not in _NEW:
+            given = f"{self.value(instance.items)}, {self.value(instance.attributes)}"
             name = self._built[id(instance)] = f"o{len(self._built)}"
-            self.line(f"{name} = build({self.constant(instance.cls)}, {items}, {attributes})")
+            self.line(f"{name} = build({cls}, {given})")
+            return name
+        # What `build` does, step by step.
+        base: Any = OrderedDict if issubclass(instance.cls, OrderedDict) else dict
+        items = [(self.constant(k), self.value(v)) for k, v in (instance.items or {}).items()]
+        attributes = [(key, self.value(value)) for key, value in instance.attributes.items()]
+        name = self._built[id(instance)] = f"o{len(self._built)}"
+        self.line(f"{name} = {self.constant(new)}({cls})")
+        for key, value in items:
+            self.line(f"{self.constant(base.__setitem__)}({name}, {key}, {value})")
+        own = [(str(key), value) for key, value in attributes if key.access is Access.DICT]
+        if own:
+            self.line(f"own = {name}.__dict__")
+        for key, value in own:
+            self.line(f"own[{key!r}] = {value}")
+        for key, value in attributes:
+            if key.access is not Access.DICT:
+                self.line(f"object.__setattr__({name}, {str(key)!r}, {value})")
         return name
 
     def call(self, op: Op) -> str:
@@ -220,11 +245,25 @@ class Source:
             return f"{self.value(args[0])}[{self.value(args[1])}] = {self.value(args[2])}"
         if target in _GETTERS and type(args[0]) is Ref:
             return f"{self.value(args[0])}.{_GETTERS[target]}"
+        return self._called(target, args, op.kwargs)
+
+    def direct(self, call: Call) -> str:
+        """Return an expression that makes a call in place of a recorded one.
+
+        `watched` has to be defined where it says what is given back.
+        """
+        text = self._called(call.target, call.args, call.kwargs)
+        if call.gives_back is None:
+            return text
+        name = self.value(call.gives_back)
+        return f"{text} if watched or {name}.is_nested else {name}"
+
+    def _called(self, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
         given = [self.value(value) for value in args]
-        if all(name.isidentifier() and not iskeyword(name) for name in op.kwargs):
-            given += [f"{name}={self.value(value)}" for name, value in op.kwargs.items()]
+        if all(name.isidentifier() and not iskeyword(name) for name in kwargs):
+            given += [f"{name}={self.value(value)}" for name, value in kwargs.items()]
         else:
-            given.append(f"**{self.value(op.kwargs)}")
+            given.append(f"**{self.value(kwargs)}")
         return f"{self.constant(target)}({', '.join(given)})"
 
 
@@ -280,8 +319,10 @@ def fails(source: Source, guard: Guard, ops: list[Op] | None = None) -> str:
     expected = source.constant(guard.expected)
     if type(guard.expected) in (bool, type(None), torch.dtype, torch.layout):
         return f"{name} is not {expected}"
-    if type(guard.expected) is int:
-        return f"{name} != {expected} or type({name}) is not int"
+    if type(guard.expected) is torch.device:  # nothing else is equal to one
+        return f"{name} != {expected}"
+    if type(guard.expected) in (int, str):
+        return f"{name} != {expected} or type({name}) is not {type(guard.expected).__name__}"
     return f"not identical({name}, {expected})"
 
 

@@ -18,11 +18,14 @@ from bendtrace.recording.parts import Part, PartKind, identical
 from bendtrace.recording.recorder import Recording
 from bendtrace.recording.tape import Guard
 from bendtrace.replay.ambience import Ambience
+from bendtrace.replay.index import ProgramIndex
 from bendtrace.replay.program import Divergence, Failure, Finished, Path, Program, Stretch
 
 __all__ = ["TraceTree"]
 
 _SETTLED = 16
+# So many programs are looked at one by one; among more, what served such arguments goes first.
+_FEW, _MOST_KINDS = 4, 4096
 # After this many runs that each changed what the next one was checked for, a value is taken to
 # change on every call (a counter), and the model to be run live.
 _EVOLVING = 4
@@ -58,6 +61,9 @@ class TraceTree:
         self.failures: Counter[Failure] = Counter()
         self._culprit = culprit
         self._programs: dict[tuple[str, ...], tuple[Program, ...]] = {}
+        # What served arguments of a kind before: where to look first, nothing more.
+        self._served: dict[tuple[Any, ...], Program] = {}
+        self._indices: dict[tuple[str, ...], ProgramIndex] = {}
         self._outdated: Counter[tuple[tuple[str, ...], str]] = Counter()
         self._spent: set[int] = set()  # programs that were counted as outdated
         self._lock = threading.RLock()
@@ -70,8 +76,21 @@ class TraceTree:
 
     def find(self, names: tuple[str, ...], arguments: tuple[Any, ...]) -> Program | None:
         """Return a program whose input guards hold."""
-        for program in self._programs.get(names, ()):
-            if program.admits(arguments):
+        listed = self._programs.get(names, ())
+        if len(listed) <= _FEW:
+            for program in listed:
+                if program.admits(arguments):
+                    return program
+            return None
+        kind = names, *map(_kind_of, arguments)
+        served = self._served.get(kind)
+        if served is not None and served.admits(arguments):
+            return served
+        for program in self._indices[names].candidates(arguments):
+            if program is not served and program.admits(arguments):
+                if len(self._served) >= _MOST_KINDS:
+                    self._served.clear()
+                self._served[kind] = program
                 return program
         return None
 
@@ -103,6 +122,7 @@ class TraceTree:
                 recording.tape.block(f"{label} changes on every call{see}")
         program = Program(recording, ambience, ignored)
         with self._lock:
+            self._indices.setdefault(names, ProgramIndex()).add(program)
             self._programs[names] = (program, *self._programs.get(names, ()))
         self._keep_to_limit()
         return program
@@ -137,8 +157,8 @@ class TraceTree:
         if program.same < _SETTLED:
             return False
         with self._lock:
-            kept = tuple(p for p in self._programs.get(names, ()) if not p.ignored)
-            self._programs[names] = kept
+            listed = self._programs.get(names, ())
+            self._drop(names, *(program for program in listed if program.ignored))
             for key in [key for key in self._outdated if key[0] == names]:
                 del self._outdated[key]
         return True
@@ -156,9 +176,11 @@ class TraceTree:
 
     def _keep_to_limit(self) -> None:
         warning = None
+        if self.limit is None:
+            return
         with self._lock:
             paths = self._paths()
-            while self.limit is not None and len(paths) > self.limit:
+            while len(paths) > self.limit:
                 if not self.forgotten:
                     warning = self._warning()
                 self._forget_one()
@@ -181,11 +203,17 @@ class TraceTree:
                         ends.append((path.uses, names, program, path))
         _, names, program, least = min(ends, key=lambda end: end[0])
         if least.recording is program.recording:
-            kept = tuple(other for other in self._programs[names] if other is not program)
-            self._programs[names] = kept
+            self._drop(names, program)
         else:
             program.forget(least)
         self.forgotten += 1
+
+    def _drop(self, names: tuple[str, ...], *programs: Program) -> None:
+        kept = tuple(other for other in self._programs[names] if other not in programs)
+        self._programs[names] = kept
+        self._served.clear()
+        for program in programs:
+            self._indices[names].remove(program)
 
     def _warning(self) -> TraceLimitWarning:
         culprit = None if self._culprit is None else self._culprit(self)
@@ -203,6 +231,8 @@ class TraceTree:
         A run that changes what it was itself checked for (a counter) fits once only.
         """
         for program in self._programs.get(names, ()):
+            if not program.recording.changes:
+                continue
             failed = program.failing(arguments)
             part = None if failed is None else failed.part
             if part is None or part.is_argument:  # the caller gives another one each time
@@ -243,13 +273,24 @@ class TraceTree:
         guard = divergence.guard
         if guard is None or not program.analysis.fixed_metadata:
             return None  # the arguments are not any more what the other programs check
-        for other in self._programs.get(names, ()):
+        index = self._indices.get(names)
+        for other in () if index is None else index.candidates(arguments):
             if other is program or other.live_only or not other.admits(arguments):
                 continue
             for recording in other.recordings():
                 if _goes_the_other_way(recording, divergence, guard):
                     return recording
         return None
+
+
+def _kind_of(argument: Any) -> Any:
+    """Return what arguments that the same program serves are likely to have in common."""
+    kind = type(argument)
+    if kind is torch.Tensor:
+        return argument.dtype, None if argument.is_nested else tuple(argument.shape)
+    if kind in (tuple, list) and len(argument) <= _FEW:
+        return kind, *map(_kind_of, argument)
+    return (kind, argument) if kind in (int, bool, str) else kind
 
 
 def _branches(stretch: Stretch) -> bool:

@@ -1,0 +1,522 @@
+"""The check of the input guards: what it notices, and that it asks again after each change."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import bendtrace as bt
+from tests.promise import bits
+
+
+class Own(nn.Module):
+    """A module with attributes of many kinds, all of which its output depends on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleDict({"a": nn.Linear(3, 3), "b": nn.Linear(3, 3)})
+        self.norm = nn.LayerNorm(3)
+        self.register_buffer("shift", torch.ones(3))
+        self.number: Any = 1
+        self.text = "plus"
+        self.sizes: Any = (1, (2, 3))
+        self.options: Any = {"gain": 2.0}
+        self.nothing: Any = {}
+        self.members: Any = set()
+        self.named: Any = {"x", "y"}
+        self.extra: Any = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers.values():
+            x = layer(x)
+        x = self.norm(x) + self.shift
+        x = x * self.options["gain"] + len(self.nothing) + len(self.members)
+        x = x + self.sizes[1][0] if self.text == "plus" else x
+        if type(self.nothing) is not dict:
+            x = x - 11
+        if type(self.number) is bool:
+            x = x + 7
+        if self.extra is not None:
+            x = x * self.extra
+        for name in sorted(map(str, self.named)):
+            x = x * (len(name) + 1)
+        return x * float(self.number)
+
+
+class Louder(nn.Linear):
+    """Another class to change a module into."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * 2
+
+
+class Marked(nn.Parameter):
+    """A class of parameters."""
+
+
+def reorder(model: Own) -> None:
+    table = model.layers._modules
+    table["a"] = table.pop("a")
+
+
+CHANGES: dict[str, Callable[[Own], object]] = {
+    "a number": lambda m: setattr(m, "number", 2),
+    "an equal number of another type": lambda m: setattr(m, "number", True),
+    "a float that is equal": lambda m: setattr(m, "number", 1.0),
+    "a text": lambda m: setattr(m, "text", "minus"),
+    "a tuple in a tuple": lambda m: setattr(m, "sizes", (1, (5, 3))),
+    "an entry of a dict": lambda m: m.options.__setitem__("gain", 3.0),
+    "another dict": lambda m: setattr(m, "options", {"gain": 4.0}),
+    "an entry of an empty dict": lambda m: m.nothing.__setitem__("a", 1),
+    "another dict for an empty one": lambda m: setattr(m, "nothing", {"a": 1}),
+    "an ordered dict for an empty one": lambda m: setattr(
+        m, "nothing", collections.OrderedDict(a=1)
+    ),
+    "an empty list for an empty dict": lambda m: setattr(m, "nothing", []),
+    "a member of an empty set": lambda m: m.members.add(1),
+    "another set": lambda m: setattr(m, "members", {1, 2}),
+    "a member of a set": lambda m: m.named.add("longer"),
+    "an equal member of another type": lambda m: setattr(m, "named", {1, "y"}),
+    "what was nothing": lambda m: setattr(m, "extra", 3),
+    "the training mode of a part": lambda m: m.norm.train(not m.norm.training),
+    "another layer": lambda m: m.layers.__setitem__("a", nn.Linear(3, 3)),
+    "one layer more": lambda m: m.layers.__setitem__("c", nn.Linear(3, 3)),
+    "one layer less": lambda m: m.layers.pop("b"),
+    "another order": reorder,
+    "the class of a layer": lambda m: setattr(m.layers["a"], "__class__", Louder),
+    "no bias any more": lambda m: setattr(m.layers["a"], "bias", None),
+    "the class of a parameter": lambda m: setattr(m.layers["a"].weight, "__class__", Marked),
+    "the epsilon of a layer": lambda m: setattr(m.norm, "eps", 0.5),
+    "another table of submodules": lambda m: setattr(
+        m.layers, "_modules", {"a": nn.Linear(3, 3), "b": m.layers["b"]}
+    ),
+    "another table of parameters": lambda m: m.norm.__dict__.__setitem__(
+        "_parameters", {name: nn.Parameter(p + 1) for name, p in m.norm._parameters.items()}
+    ),
+    "another table of buffers": lambda m: m.__dict__.__setitem__(
+        "_buffers", {"shift": torch.zeros(3)}
+    ),
+    "other attributes at once": lambda m: setattr(m.norm, "__dict__", {**vars(m.norm), "eps": 0.5}),
+    "a forward of its own": lambda m: setattr(m.norm, "forward", lambda x: x * 3),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_each_change_is_noticed_at_once_and_afterwards_all_is_served_again(change):
+    torch.manual_seed(0)
+    model = Own().eval()
+    bended = bt.BendedModule(model)
+    x = torch.randn(2, 3)
+    with torch.no_grad():
+        for _ in range(2):
+            assert bits(bended(x)) == bits(model(x))
+        served = bended.stats.replays
+        change(model)
+        for _ in range(3):
+            assert bits(bended(x)) == bits(model(x))
+    assert bended.stats.traces == 2
+    assert bended.stats.replays == served + 2
+    assert bended.last_mismatch is not None
+
+
+@pytest.mark.parametrize(("before", "after"), [(0.0, -0.0), (1, True), (1, 1.0), (1, 1 + 0j)])
+def test_members_of_a_set_are_compared_with_their_sign_and_type(before: Any, after: Any):
+    class Reads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.members = {before}
+
+        def forward(self, x: Tensor) -> Tensor:
+            (member,) = self.members
+            return x / member if type(member) is float else x * len(str(member))
+
+    model = Reads()
+    bended = bt.BendedModule(model)
+    x = torch.ones(2)
+    for member in (before, before, after, after):
+        model.members = {member}
+        assert bits(bended(x)) == bits(model(x))
+    assert bended.stats.traces == 2
+
+
+def test_a_change_that_is_taken_back_is_served_by_the_first_trace():
+    model = Own().eval()
+    bended = bt.BendedModule(model)
+    x = torch.randn(2, 3)
+    for number in (1, 5, 1, 5, 1):
+        model.number = number
+        assert bits(bended(x)) == bits(model(x))
+    assert bended.stats.traces == 2
+    assert bended.stats.replays == 3
+
+
+def test_parameters_may_be_replaced_and_are_read_anew():
+    model = Own().eval()
+    bended = bt.BendedModule(model)
+    x = torch.randn(2, 3)
+    bended(x)
+    for _ in range(3):
+        model.layers["a"].weight = nn.Parameter(torch.randn(3, 3))
+        model.shift = torch.randn(3)
+        assert bits(bended(x)) == bits(model(x))
+    with torch.no_grad():
+        model.layers["a"].weight.mul_(2)
+    model.layers["b"].weight.data = torch.randn(3, 3)
+    assert bits(bended(x)) == bits(model(x))
+    assert bended.stats.traces == 1
+
+
+def test_replaced_parameters_are_let_go():
+    import weakref
+
+    model = nn.Linear(3, 3)
+    bended = bt.BendedModule(model)
+    x = torch.randn(2, 3)
+    for _ in range(2):
+        bended(x)
+    old = weakref.ref(model.weight)
+    model.weight = nn.Parameter(torch.randn(3, 3))
+    assert old() is None
+
+
+def test_a_key_that_comes_in_place_of_another_one_is_noticed():
+    class Reads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * self.weight
+
+    model = Reads()
+    bended = bt.BendedModule(model)
+    x = torch.ones(2)
+    for _ in range(2):
+        bended(x)
+    model._parameters["other"] = model._parameters.pop("weight")
+    with pytest.raises(AttributeError, match="weight"):
+        bended(x)
+    model._parameters["weight"] = model._parameters.pop("other")
+    assert bits(bended(x)) == bits(model(x))
+
+
+def test_what_is_equal_and_not_the_same_is_no_change():
+    model = Own().eval()
+    model.sizes = (1000, (2000, 3))
+    bended = bt.BendedModule(model)
+    x = torch.randn(2, 3)
+    bended(x)
+    for _ in range(2):
+        model.sizes = (int("1000"), (int("2000"), 3))
+        model.text = "".join(("pl", "us"))
+        model.options = {"gain": float("2.0")}
+        assert bits(bended(x)) == bits(model(x))
+    assert bended.stats.traces == 1
+
+
+def test_hooks_in_another_table_are_noticed():
+    model = Own().eval()
+    bended = bt.BendedModule(model)
+    x = torch.randn(2, 3)
+    for _ in range(2):
+        bended(x)
+    model.norm._forward_hooks = collections.OrderedDict()
+    assert bits(bended(x)) == bits(model(x))
+    model.norm.register_forward_hook(lambda module, args, output: output * 5)
+    for _ in range(2):
+        assert bits(bended(x)) == bits(model(x))
+
+
+def test_an_attribute_of_a_class_that_changes_is_noticed():
+    class Reads(nn.Module):
+        gain: Any = 2
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * self.gain
+
+    model = Reads()
+    bended = bt.BendedModule(model)
+    x = torch.ones(2, dtype=torch.int64)
+    for gain in (2, 2, 3, 2.0, True, 3):
+        Reads.gain = gain
+        assert bits(bended(x)) == bits(model(x))
+    assert bended.stats.traces == 4
+    Reads.forward = lambda self, x: x - self.gain  # type: ignore[method-assign]
+    for _ in range(2):
+        assert bits(bended(x)) == bits(model(x))
+
+
+OFFSET = 1.0
+
+
+def test_a_global_that_changes_is_noticed():
+    def model(x: Tensor) -> Tensor:
+        return x + OFFSET
+
+    bended = bt.BendedModule(model)
+    x = torch.ones(2)
+    try:
+        for value in (1.0, 2.0, 1.0, -0.0, 0.0):
+            globals()["OFFSET"] = value
+            globals()["UNRELATED"] = value  # written to the same dict, and of no account
+            assert bits(bended(x)) == bits(model(x))
+    finally:
+        globals()["OFFSET"] = 1.0
+    assert bended.stats.traces == 4
+
+
+def test_a_method_that_hides_an_inherited_one_is_noticed_if_another_goes() -> None:
+    class Base(nn.Module):
+        def act(self, x: Tensor) -> Tensor:
+            return x.relu()
+
+    class Model(Base):
+        unused = 1
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.act(x)
+
+    model, x = Model(), torch.tensor([-1.0, 2.0])
+    bended = bt.BendedModule(model)
+    for _ in range(3):
+        assert bits(bended(x)) == bits(model(x))
+    del Model.unused
+    Model.act = lambda self, x: x.sigmoid()
+    for _ in range(3):
+        assert bits(bended(x)) == bits(model(x))
+    assert bended.stats.traces == 2
+
+
+def test_a_slot_that_was_empty_is_noticed_when_it_is_filled() -> None:
+    class Settings:
+        __slots__ = ("factor", "shift")
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.settings = Settings()
+            self.settings.factor = 2.0
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = x * self.settings.factor
+            return x + self.settings.shift if hasattr(self.settings, "shift") else x
+
+    model, x = Model(), torch.ones(2)
+    bended = bt.BendedModule(model)
+    for _ in range(3):
+        assert bits(bended(x)) == bits(model(x))
+    model.settings.shift = 5.0
+    for _ in range(3):
+        assert bits(bended(x)) == bits(model(x))
+    del model.settings.shift
+    assert bits(bended(x)) == bits(model(x))
+
+
+def test_a_global_that_was_not_there_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def model(x: Tensor) -> Tensor:
+        try:
+            chosen = NOT_THERE_YET
+        except NameError:
+            chosen = False
+        return x + 1 if chosen else x - 1
+
+    bended, x = bt.BendedModule(model), torch.ones(2)
+    for _ in range(3):
+        assert bits(bended(x)) == bits(model(x))
+    monkeypatch.setitem(globals(), "NOT_THERE_YET", True)
+    for _ in range(3):
+        assert bits(bended(x)) == bits(model(x)) == bits(x + 1)
+    monkeypatch.delitem(globals(), "NOT_THERE_YET")
+    assert bits(bended(x)) == bits(model(x))
+
+
+def test_parameters_in_another_order_are_noticed() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Parameter(torch.ones(2)), nn.Parameter(torch.full((2,), 3.0))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for parameter in self.parameters():
+                x = x * 2 + parameter
+            return x
+
+    model, x = Model(), torch.ones(2)
+    bended = bt.BendedModule(model)
+    for _ in range(3):
+        assert bits(bended(x)) == bits(model(x))
+    first = model.a
+    del model.a
+    model.a = first
+    for _ in range(3):
+        assert bits(bended(x)) == bits(model(x))
+    assert bended.stats.traces == 2
+
+
+def test_an_object_without_attributes_may_get_one_that_hides_its_classs() -> None:
+    class Settings:
+        factor = 1.0
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.settings = Settings()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * self.settings.factor
+
+    model, x = Model(), torch.ones(2)
+    bended = bt.BendedModule(model)
+    for factor in (None, None, 4.0, 4.0, 5.0):
+        if factor is not None:
+            model.settings.factor = factor
+        assert bits(bended(x)) == bits(model(x))
+
+
+def test_a_helper_object_of_another_class_is_noticed() -> None:
+    class Plus:
+        def __init__(self) -> None:
+            self.amount = 2.0
+
+        def __call__(self, x: Tensor) -> Tensor:
+            return x + self.amount
+
+    class Times(Plus):
+        def __call__(self, x: Tensor) -> Tensor:
+            return x * self.amount * 5
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.helper, self.list = Plus(), [Plus()]
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.list[0](self.helper(x))
+
+    model, x = Model(), torch.ones(2)
+    bended = bt.BendedModule(model)
+    for change in (None, None, model.helper, None, model.list[0], None):
+        if change is not None:
+            change.__class__ = Times
+        assert bits(bended(x)) == bits(model(x))
+
+
+def test_an_argument_that_the_model_holds_by_now_is_noticed() -> None:
+    class Memo(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.last: Any = None
+            self.out: Any = None
+
+        def forward(self, x: Tensor) -> Tensor:
+            if x is self.last:
+                return self.out * 1
+            self.last, self.out = x, torch.rand(2) + x
+            return self.out + 1
+
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight, self.options = nn.Parameter(torch.ones(2)), {"a": torch.ones(2)}
+
+        def forward(self, x: Tensor, options: Any) -> Tensor:
+            out = x * 2 if x is self.weight else x * 3
+            return out + 1 if options is self.options else out
+
+    a, b = torch.ones(2), torch.zeros(2)
+    eager, model = Memo(), Memo()
+    bended = bt.BendedModule(model)
+    for number, x in enumerate((a, b, a, b, b, b, a, a, b)):
+        torch.manual_seed(number)
+        wanted, state = bits(eager(x)), torch.get_rng_state()
+        torch.manual_seed(number)
+        assert bits(bended(x)) == wanted
+        assert torch.equal(torch.get_rng_state(), state)
+
+    tied = Tied()
+    bended = bt.BendedModule(tied)
+    other = {"a": torch.ones(2)}
+    for _ in range(2):
+        for x in (a, tied.weight):
+            for options in (other, tied.options):
+                assert bits(bended(x, options)) == bits(tied(x, options))
+
+
+def test_things_that_become_one_and_the_same_are_noticed() -> None:
+    class Penalised(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.p, self.q = nn.Linear(2, 2), nn.Linear(2, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + 0.1 * sum(w.pow(2).sum() for w in self.parameters())
+
+    class Boxes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first: Any = {"t": torch.ones(2)}
+            self.second: Any = {"t": torch.zeros(2)}
+            self.listed = [torch.ones(2), torch.zeros(2)]
+
+        def forward(self, x: Tensor, given: Any) -> Tensor:
+            self.first["t"] = x * 2
+            x = self.second["t"] + given["t"] + x
+            return x + 1 if self.listed[0] is self.listed[1] else x
+
+    x = torch.ones(2)
+    model = Penalised()
+    bended = bt.BendedModule(model)
+    for number in range(6):
+        if number == 3:
+            model.q.weight = model.p.weight
+        assert bits(bended(x)) == bits(model(x))
+
+    def tie_list(model: Any) -> None:
+        model.listed[1] = model.listed[0]
+
+    def tie_dicts(model: Any) -> None:
+        model.second = model.first
+
+    for change in (tie_list, tie_dicts):
+        eager, boxes = Boxes(), Boxes()
+        bended = bt.BendedModule(boxes)
+        for number in range(6):
+            if number == 3:
+                change(eager)
+                change(boxes)
+            given = {"t": torch.ones(2)}
+            assert bits(bended(x, given)) == bits(eager(x, given))
+        assert bits(bended(x, boxes.first)) == bits(eager(x, eager.first))
+        assert bits(bended(x, boxes.first)) == bits(eager(x, eager.first))
+
+
+def test_classes_that_the_model_holds_are_watched() -> None:
+    class Meta(type):
+        pass
+
+    class Settings:
+        factor = 2
+
+    class Chosen(metaclass=Meta):
+        factor = 3
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.classes, self.chosen = [Settings], Chosen
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * self.classes[0].factor + self.chosen.factor
+
+    model, x = Model(), torch.ones(2)
+    bended = bt.BendedModule(model)
+    for change in (None, None, (Settings, 5), None, (Chosen, 7), None):
+        if change is not None:
+            change[0].factor = change[1]
+        assert bits(bended(x)) == bits(model(x))
+    assert bended.stats.traces == 3
