@@ -10,6 +10,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BendtraceError",
+    "CompileWarning",
     "ConversionError",
     "DivergenceError",
     "InputError",
@@ -80,6 +81,13 @@ class NondeterminismError(BendtraceError, RuntimeError):
 
     It depends on something bendtrace could not see (a clock, a file, a global that changes).
     Operations of the run may already have been carried out, so it cannot simply start anew.
+    """
+
+
+class CompileWarning(UserWarning):
+    """The backend of a `BendedModule` does not work here.
+
+    Nothing is wrong, but calls are replayed as they would be without a backend.
     """
 
 

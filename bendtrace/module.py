@@ -38,13 +38,19 @@ class BendedModule(ReplayingModule):
         max_traces: how many paths to keep; None for all. Where there are more, those are
             forgotten, and traced again if they come up, that were used least of late. The first
             time, a `TraceLimitWarning` says what makes the model diverge so often.
+        backend: None for replays that give what the model gives, bit for bit. Otherwise what
+            compiles paths that are taken often: a name that torch.compile knows ("inductor"), or a
+            function like its backends. Results are then equal within compile's own tolerance.
+        backend_options: for that: `mode`, `options` and `dynamic` as torch.compile has them,
+            `cuda_graphs`, `drop_slower`, `max_paths` (see docs/compiled.md).
 
     Attributes:
         stats: how the calls so far were served.
         last_mismatch: why the latest call that was not a replay was not one.
 
     Raises:
-        InputError: if `model` cannot be called, or `max_traces` is not a positive number.
+        InputError: if `model` cannot be called, `max_traces` is not a positive number, or there is
+            no such backend or option.
 
     Example:
         >>> import torch, bendtrace as bt
@@ -60,8 +66,17 @@ class BendedModule(ReplayingModule):
     _untraced = ReplayingModule._untraced | {"_bending", "hooks"}
     _shared = ("reset", "update")
 
-    def __init__(self, model: Callable[..., Any], *, max_traces: int | None = 64) -> None:
-        super().__init__(model, max_traces=max_traces)
+    def __init__(
+        self,
+        model: Callable[..., Any],
+        *,
+        max_traces: int | None = 64,
+        backend: str | Callable[..., Any] | None = None,
+        backend_options: Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__(
+            model, max_traces=max_traces, backend=backend, backend_options=backend_options
+        )
         object.__setattr__(self, "_bending", Bending(self, self._known))
 
     _bending: Bending
@@ -319,20 +334,25 @@ class BendedModule(ReplayingModule):
     def __deepcopy__(self, memo: dict[int, Any]) -> BendedModule:
         # Paths are not copied: their code holds on to the tensors and modules of this model.
         made = type(self).__new__(type(self))
-        BendedModule.__init__(made, copy.deepcopy(self._model, memo), max_traces=self._trees.limit)
-        made._take_over(self._carried(memo))
+        carried = self._carried(memo)
+        BendedModule.__init__(
+            made, copy.deepcopy(self._model, memo), max_traces=self._trees.limit,
+            **carried["backend"],
+        )  # fmt: skip
+        made._take_over(carried)
         return made
 
     def __reduce__(self) -> Any:
         return _wrap, (type(self), self._model, self._trees.limit, self._carried(None))
 
     def _carried(self, memo: dict[int, Any] | None) -> dict[str, Any]:
-        """Return what a copy is to have besides the model: names of nodes, and what is inserted.
+        """Return what a copy is to have besides the model: names, what is inserted, the backend.
 
         Args:
             memo: for a deep copy, what was copied already; None where everything is pickled.
         """
         return {
+            "backend": {} if self._speculation is None else self._speculation.settings.arguments,
             "registry": self._registry.__getstate__(),
             "bends": self._bending.kept(memo),
             "insertions": self._board.kept(memo),
@@ -352,6 +372,6 @@ def _wrap(
     cls: type[BendedModule], model: Callable[..., Any], limit: int | None, carried: dict[str, Any]
 ) -> BendedModule:
     made = cls.__new__(cls)
-    BendedModule.__init__(made, model, max_traces=limit)
+    BendedModule.__init__(made, model, max_traces=limit, **carried["backend"])
     made._take_over(carried)
     return made

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
+from bendtrace._later import Later
 from bendtrace._trace import OPTIONS, Trace, _name
 from bendtrace.errors import InputError
 from bendtrace.flow import FlowSteps, flow_steps
-from bendtrace.graph.mirror import Graph
 from bendtrace.graph.names import node_names
 from bendtrace.interject.board import Board
 from bendtrace.interject.gates import running
@@ -25,8 +26,6 @@ from bendtrace.interject.plan import Plan
 from bendtrace.interject.reading import read_and_changed
 from bendtrace.interject.recorded import recorded
 from bendtrace.interject.trees import Trees
-from bendtrace.outline.coverage import Coverage, coverage
-from bendtrace.outline.program import Outline
 from bendtrace.paths.naming import Registry
 from bendtrace.recording.boundaries import opaque
 from bendtrace.recording.recorder import Prefix, Recording
@@ -38,6 +37,24 @@ from bendtrace.replay.explain import Mismatch, explain_check, explain_divergence
 from bendtrace.replay.program import Divergence, Finished, Program
 from bendtrace.replay.tree import TraceTree
 from bendtrace.stand_in import StandIn
+
+if TYPE_CHECKING:
+    from bendtrace.compiled import report as compiled_report
+    from bendtrace.compiled import settings as compiled_settings
+    from bendtrace.compiled import speculation as compiled_speculation
+    from bendtrace.compiled.report import CompiledReport
+    from bendtrace.compiled.speculation import Guess, Speculation
+    from bendtrace.graph.mirror import Graph
+    from bendtrace.outline import coverage as outline_coverage
+    from bendtrace.outline import program as outline_program
+    from bendtrace.outline.coverage import Coverage
+    from bendtrace.outline.program import Outline
+else:
+    compiled_report = Later("bendtrace.compiled.report")
+    compiled_settings = Later("bendtrace.compiled.settings")
+    compiled_speculation = Later("bendtrace.compiled.speculation")
+    outline_coverage = Later("bendtrace.outline.coverage")
+    outline_program = Later("bendtrace.outline.program")
 
 __all__ = ["Explanation", "ReplayingModule", "Stats"]
 
@@ -89,18 +106,32 @@ class ReplayingModule(StandIn):
     Args:
         model: a module or a function.
         max_traces: how many paths to keep; None for all.
+        backend: what compiles paths that are taken often; None for none.
+        backend_options: options for that.
 
     Attributes:
         stats: how the calls so far were served.
         last_mismatch: why the latest call that was not a replay was not one.
     """
 
-    def __init__(self, model: Callable[..., Any], *, max_traces: int | None = 64) -> None:
+    def __init__(
+        self,
+        model: Callable[..., Any],
+        *,
+        max_traces: int | None = 64,
+        backend: str | Callable[..., Any] | None = None,
+        backend_options: Mapping[str, Any] | None = None,
+    ) -> None:
         if not callable(model):
             raise InputError(f"a model has to be callable; {model!r} is not")
         if max_traces is not None and (type(max_traces) is not int or max_traces < 1):
             raise InputError(f"max_traces has to be a positive int or None, not {max_traces!r}")
         super().__init__()
+        self._speculation: Speculation | None = None
+        if backend is not None or backend_options is not None:
+            settings = compiled_settings.settings_of(backend, backend_options)
+            if settings is not None:
+                self._speculation = compiled_speculation.Speculation(settings)
         self.stats = Stats()
         self.last_mismatch = None
         self._signature = Signature(model)
@@ -121,7 +152,7 @@ class ReplayingModule(StandIn):
     _untraced = frozenset(
         {
             "stats", "last_mismatch", "_signature", "_trees", "_latest", "_latest_run",
-            "_registry", "_passing", "_known", "_board", "_as_one_op",
+            "_registry", "_passing", "_known", "_board", "_as_one_op", "_speculation",
         }
     )  # fmt: skip
     _own = StandIn._own | {"stats", "_passing", "last_mismatch", "_latest"}
@@ -173,11 +204,17 @@ class ReplayingModule(StandIn):
         return self.forward(*args, **kwargs)
 
     def _called(self, args: tuple[Any, ...], kwargs: dict[str, Any], plan: Plan | None) -> Any:
-        tree = self._trees.of(plan)
-        bound = self._signature.bind(args, kwargs)
-        names, arguments = tuple(bound), tuple(bound.values())
+        tree = self._trees.plain if plan is None else self._trees.of(plan)
+        names, arguments = self._signature.arrange(args, kwargs)
+        guess: Guess | None = None
+        if self._speculation is not None and plan is None:
+            guess = self._speculation.guess(names, arguments)
+            if guess.recording is not None:
+                self.stats.replays += 1
+                object.__setattr__(self, "_latest_run", guess.recording)
+                return guess.output
         program = tree.find(names, arguments)
-        if program is not None and tree.settles(names, program, arguments):
+        if program is not None and program.ignored and tree.settles(names, program, arguments):
             program = None
         if program is None and uninitialized_in(self._model):
             if plan is not None:
@@ -187,26 +224,27 @@ class ReplayingModule(StandIn):
                 )
             self.stats.live += 1  # this call makes the parameters of lazy modules
             return call_itself(self._model, args, kwargs)
-        call = _Call(args, kwargs, names, arguments, plan, tree)
         if program is None:
-            return self._record_new(call)
+            return self._record_new(_Call(args, kwargs, names, arguments, plan, tree))
         if program.live_only:
             self.stats.live += 1
             tree.ran_live(program)
             if plan is None:
                 return call_itself(self._model, args, kwargs)
-            return self._recorded(call).result
+            return self._recorded(_Call(args, kwargs, names, arguments, plan, tree)).result
         if plan is not None and plan.looks_at_changes(program.recordings(), read_and_changed):
             self.stats.live += 1
-            return self._recorded(call).result
+            return self._recorded(_Call(args, kwargs, names, arguments, plan, tree)).result
         result = tree.replay(names, program, arguments)
         if isinstance(result, Finished):
             self.stats.replays += 1
             object.__setattr__(self, "_latest_run", result.recording)
             if plan is not None:
                 plan.ran(result.recording)
+            if guess is not None and self._speculation is not None:
+                self._speculation.replayed(guess, names, program, result, arguments)
             return result.output
-        return self._resume(call, program, result)
+        return self._resume(_Call(args, kwargs, names, arguments, plan, tree), program, result)
 
     def trace(self, *args: Any, _return_out: bool = False, **kwargs: Any) -> Any:
         """Run the model under the tracer, and remember the path it takes.
@@ -274,7 +312,7 @@ class ReplayingModule(StandIn):
             ...  for branch in bended.tree[0].flow.branches.values()]
             [('... if x.sum() > 0 else ...', 2, 1)]
         """
-        return Outline(self._tree, _name(self._model), vars(self.stats))
+        return outline_program.Outline(self._tree, _name(self._model), vars(self.stats))
 
     def coverage(self) -> Coverage:
         """List the branches of the model's source of which only one side was seen, or none.
@@ -288,7 +326,21 @@ class ReplayingModule(StandIn):
             >>> [branch.text for branch in bended.coverage()]
             ['x.abs().max() < 1']
         """
-        return coverage(self._tree)
+        return outline_coverage.coverage(self._tree)
+
+    @property
+    def compiled(self) -> CompiledReport:
+        """What became of the paths that are compiled, or why they are not; prints as a table.
+
+        Example:
+            >>> import torch, bendtrace as bt
+            >>> bended = bt.BendedModule(lambda x: x + 1)
+            >>> bended.compiled
+            no backend: calls are replayed, bit for bit as the model itself
+        """
+        if self._speculation is None:
+            return compiled_report.CompiledReport(None, ())
+        return self._speculation.report()
 
     @property
     def why_live(self) -> tuple[str, ...]:
@@ -318,11 +370,12 @@ class ReplayingModule(StandIn):
         return self._explained(tree, tuple(bound), tuple(bound.values()))
 
     def _explained(
-        self, tree: TraceTree, names: tuple[str, ...], arguments: tuple[Any, ...]
-    ) -> Explanation:
+        self, tree: TraceTree, names: tuple[str, ...], arguments: tuple[Any, ...],
+        most: int | None = None,
+    ) -> Explanation:  # fmt: skip
         serving: list[Trace] = []
         nearest: tuple[int, Mismatch] | None = None
-        for program in tree.programs(names):
+        for program in itertools.islice(tree.programs(names), most):
             failed = program.failing(arguments)
             if failed is None:
                 serving += [self._trace_of(r, program) for r in program.recordings()]
@@ -338,7 +391,7 @@ class ReplayingModule(StandIn):
     def _record_new(self, call: _Call) -> Any:
         ambience = Ambience.current()
         evolving = call.tree.outdated(call.names, call.arguments)
-        mismatch = self._explained(call.tree, call.names, call.arguments).nearest
+        mismatch = self._explained(call.tree, call.names, call.arguments, _NEAR).nearest
         try:
             recording = self._recorded(call)
         except Exception as error:
@@ -464,6 +517,8 @@ class _Call:
     tree: TraceTree
 
 
+# Of so many programs, the latest, the one that came nearest is said when a new path is recorded.
+_NEAR = 16
 # After this many runs that filled a cache, a cache is taken to be filled by every call.
 _PASSING = 4
 

@@ -1,0 +1,1 @@
+"""Recorded paths as compiled graphs that are run speculatively."""

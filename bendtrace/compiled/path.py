@@ -1,0 +1,478 @@
+"""A recorded path as a compiled function, with what is needed around it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+import warnings
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Sequence
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bendtrace.compiled.comparing import difference, laid_out
+from bendtrace.compiled.eligible import why_not
+from bendtrace.compiled.extents import Unknown
+from bendtrace.compiled.probing import Refusal, probe
+from bendtrace.compiled.settings import Settings
+from bendtrace.compiled.shortcuts import Backend, Shortcuts
+from bendtrace.compiled.straight import Straight
+from bendtrace.recording.functions import name_of
+from bendtrace.recording.parts import Access, Part, PartKind
+from bendtrace.recording.recorder import Recording
+from bendtrace.recording.tape import Op, OpKind, TensorMeta, Test, refs_in
+from bendtrace.replay.analysis import Analysis
+from bendtrace.replay.codegen import write_run
+from bendtrace.replay.program import Program, Stretch
+from bendtrace.replay.source import Code, Source
+
+__all__ = ["FAILED", "CompiledPath", "State", "Unchecked"]
+
+_WINDOW = 16
+_MOST_SIZES = 4096  # sets of sizes that are kept in mind
+_LONGEST = 500  # letters of a reason
+_PROBES = 4  # that are made for a set of sizes
+
+
+class State(Enum):
+    """What becomes of a path."""
+
+    MEASURED = "being measured"
+    USED = "used"
+    DEMOTED = "demoted"
+    SLOWER = "slower"
+    REFUSED = "not compiled"
+
+
+class _Failed:
+    """What a guess gives that was wrong."""
+
+
+FAILED = _Failed()
+
+
+class Unchecked:
+    """What a graph gave that was compiled for this call: a replay has to confirm it.
+
+    Attributes:
+        output: the output.
+        made: the tensors that the graph gave.
+        known: tensors that were there before.
+    """
+
+    __slots__ = ("known", "made", "output")
+
+    def __init__(self, output: Any, made: Sequence[Tensor], known: list[Tensor]) -> None:
+        self.output = output
+        self.made = made
+        self.known = known
+
+
+class CompiledPath:
+    """One path, compiled.
+
+    Args:
+        home: the program that the path belongs to.
+        stretch: the last stretch of its code.
+        settings: how to compile.
+
+    Attributes:
+        state: see `State`.
+        reason: why it is not used, or its latest error.
+        seconds: how long compiling took, of all graphs together.
+        hits: calls that it has served.
+        failures: calls that went another way, or in which it raised.
+        recent: the latest of both: whether it served.
+        window: which paths the latest calls took for which the same input guards hold.
+        served: seconds of some calls that it has served.
+        replayed: seconds of some calls that were replayed in its place.
+    """
+
+    def __init__(self, home: Program, stretch: Stretch, settings: Settings) -> None:
+        self.home = home
+        self.stretch = stretch
+        self.settings = settings
+        self.state = State.REFUSED
+        self.reason = ""
+        self.seconds = 0.0
+        self.hits = self.failures = 0
+        self.recent: deque[bool] = deque(maxlen=_WINDOW)
+        self.window: deque[Stretch] = deque(maxlen=_WINDOW)
+        self.served: list[float] = []
+        self.replayed: list[float] = []
+        self.is_unusable = False  # whether it was the backend itself that failed
+        self._admitting = home
+        self._entry = home.ambience.context
+        self._sizes: dict[Any, bool] = {}
+        self._unlike: Counter[Any] = Counter()
+        self._confirmed = -1
+        self._orders: dict[int, tuple[int, ...]] = {}
+        self._backend: Backend | None = None
+
+    @property
+    def graphs(self) -> int:
+        """How many graphs were compiled."""
+        return 0 if self._backend is None else self._backend.graphs
+
+    @property
+    def recording(self) -> Recording:
+        """The run that it repeats."""
+        return self.stretch.recording
+
+    # Making it
+
+    def make(self, arguments: tuple[Any, ...], output: Any) -> None:
+        """Write, compile and confirm the function, for a call that has just been replayed.
+
+        Args:
+            arguments: the bound arguments of the call.
+            output: what the replay gave.
+        """
+        begun = time.perf_counter()
+        try:
+            with warnings.catch_warnings(), _Silence():
+                warnings.simplefilter("ignore")  # what compilers have to say, and ops once more
+                self._make(arguments, output)
+        except Refusal as refusal:
+            self.reason = str(refusal)
+        self.seconds = time.perf_counter() - begun
+
+    def _make(self, arguments: tuple[Any, ...], output: Any) -> None:
+        recording, ambience = self.recording, self.home.ambience
+        reason = why_not(recording, ambience)
+        if reason is not None:
+            raise Refusal(reason)
+        findings = probe(recording, arguments)
+        if findings is None:
+            raise Refusal("its guards came out otherwise when it was looked at op by op")
+        self._findings = findings
+        if self.stretch is not self.home.root:
+            # Of a path that branched off, the program's check does not know all guards.
+            self._admitting = Program(recording, ambience)
+        try:
+            self._compile(arguments, output, exactly=False)
+        except Unknown as unknown:
+            try:
+                self._compile(arguments, output, exactly=True)
+            except Unknown:
+                raise Refusal(str(unknown)) from None
+
+    def _compile(self, arguments: tuple[Any, ...], output: Any, exactly: bool) -> None:
+        """Compile, or raise `Unknown` if not even the sizes that are picked by values can vary."""
+        recording, findings = self.recording, self._findings
+        ops = recording.tape.ops
+        leaves = _leaves(recording)
+        roots = {leaf: findings.first.get(leaf, leaf) for leaf in leaves}
+        made = [i for i in dict.fromkeys(roots.values()) if not _is_outside(ops[i])]
+        given = [i for i in dict.fromkeys(roots.values()) if _is_outside(ops[i])]
+        analysis = Analysis(recording.tape)
+        straight = Straight(recording, analysis, findings, self._entry, made, exactly)
+        gathered = straight.inputs + [i for i in given if i not in straight.inputs]
+        self._count = len(straight.inputs)
+        self._gather = _gatherer(recording, gathered)
+        slots = {index: slot for slot, index in enumerate(made + gathered)}
+        self._names = tuple(f"v{leaf}" for leaf in roots)
+        slots_of_leaves = [slots[root] for root in roots.values()]
+        # Mostly each is a result of its own, in that order.
+        self._slots = None if slots_of_leaves == list(range(len(made))) else slots_of_leaves
+        past = len(ops) + 1  # where all ops have been carried out, and all guards tested
+        source = write_run(
+            recording, analysis, self._entry, past, recording.tape, frozenset(leaves)
+        )
+        self._finish = Code(source, "run").function
+        self._picked = straight.picked
+        self._needs_sizes = exactly or findings.writes or self._depends_on_identity(leaves)
+        self._resizable = [
+            slot for slot, i in enumerate(gathered) if isinstance(ops[i].meta, TensorMeta)
+        ]
+        self._is_dynamic = straight.is_dynamic
+        self.text = straight.text
+        devices = {op.meta.device.type for op in ops if isinstance(op.meta, TensorMeta)}
+        compilers = self.settings.compilers(devices <= {"cpu"})
+        for compiler in compilers:
+            self._backend = backend = Backend(compiler, may_assume=exactly)
+            function = torch.compile(
+                straight.function, fullgraph=True, dynamic=self.settings.dynamic,
+                backend=backend,
+            )  # fmt: skip
+            self._function = Shortcuts(function, backend)
+            gathered_now = self._gather(arguments)
+            self._sizes = {self._sizes_of(gathered_now): True} if self._needs_sizes else {}
+            try:
+                with _Capturing(self._is_dynamic):
+                    first = self.attempt(arguments, raises=True)
+                break
+            except Refusal:
+                if compiler is compilers[-1]:
+                    raise
+        if backend.assumes:
+            raise Unknown("what it does with a size that depends on values is right for some only")
+        if isinstance(first, _Failed):
+            raise Refusal("its guards came out otherwise when it was compiled")
+        if not isinstance(first, Unchecked):
+            raise Refusal("torch.compile did not compile it")
+        self.confirm(first, output)
+        self.recent.clear()
+        self.failures = 0
+
+    def _depends_on_identity(self, leaves: Iterable[int]) -> bool:
+        """Whether it matters which tensors are one and the same, or in the same memory.
+
+        What decides over that, besides dtypes and what the check looks at, are sizes and strides:
+        a probe is made for each set of them.
+        """
+        guards = self.recording.tape.guards
+        compared = {guard.index for guard in guards if guard.test is Test.SAME}
+        told_apart = {guard.index for guard in guards if guard.test is Test.OTHER}
+        findings = self._findings
+        matters = told_apart | (compared if findings.writes else compared & set(leaves))
+        for index in matters & findings.dynamic:
+            if name_of(self.recording.tape.ops[index].target) not in _BY_TYPE:
+                raise Refusal("whether a tensor is copied depends on a size that depends on values")
+        return bool(matters)
+
+    def confirm(self, unchecked: Unchecked, output: Any) -> None:
+        """Use a newly compiled graph, if it gave what the replay gave."""
+        different, orders = difference(unchecked.output, output, unchecked.known)
+        slots = {id(tensor): slot for slot, tensor in enumerate(unchecked.made)}
+        if different is None and not orders.keys() <= slots.keys():
+            different = "a result is laid out in memory in another way"
+        if different is None:
+            # Inductor lays out some results in an order that it likes better.
+            self._orders = self._orders | {slots[key]: order for key, order in orders.items()}
+            self._confirmed = self.graphs
+            if self.state is State.REFUSED:
+                self.reason, self.is_unusable = "", False
+                self.state = State.MEASURED if self.settings.drop_slower else State.USED
+        else:
+            self.state = State.REFUSED
+            self.reason = f"compiled, {different}"
+
+    # Using it
+
+    def admits(self, arguments: tuple[Any, ...]) -> bool:
+        """Whether all input guards hold."""
+        return self._admitting.admits(arguments)
+
+    def attempt(self, arguments: tuple[Any, ...], raises: bool = False) -> Any:
+        """Run it, for arguments for which the input guards hold.
+
+        Args:
+            arguments: the bound arguments.
+            raises: whether an error is raised as a `Refusal`.
+
+        Returns:
+            The output; an `Unchecked` one if a graph was compiled in between; or `FAILED`.
+        """
+        gathered = self._gather(arguments)
+        if self._needs_sizes and not self._knows_sizes(gathered, arguments):
+            return self._missed()
+        given = gathered[: self._count] if len(gathered) > self._count else gathered
+        try:
+            result = self._function(*given)
+            if result is None or not (result[0] is None or result[0].item()):
+                return self._missed()
+        except Exception as error:
+            if torch.is_grad_enabled() != self._entry.grad:
+                torch._C._set_grad_enabled(self._entry.grad)
+            self._note(error)
+            if raises:
+                raise Refusal(self.reason) from None
+            return self._missed()
+        finally:
+            if self._entry.grad:  # what is kept for the backward pass is marked too
+                _unmark(gathered)
+        made = result[1]
+        _unmark(made)
+        if self.settings.cuda_graphs:  # whose memory the next call writes to
+            made = tuple(tensor.clone() for tensor in made)
+        if self._orders:
+            made = [
+                tensor if slot not in self._orders else laid_out(tensor, self._orders[slot])
+                for slot, tensor in enumerate(made)
+            ]
+        values: Sequence[Any] = made
+        if self._slots is not None:
+            both = (*made, *gathered)
+            values = [both[slot] for slot in self._slots]
+        output = self._finish(arguments, dict(zip(self._names, values, strict=True)))
+        if self._backend is not None and self._backend.assumes:
+            self.state = State.REFUSED
+            self.reason = "for other sizes, what is picked by values would have to be checked anew"
+            return self._missed()
+        if self.graphs != self._confirmed:
+            return Unchecked(output, made, [item for item in gathered if isinstance(item, Tensor)])
+        self.hits += 1
+        self.recent.append(True)
+        return output
+
+    def _missed(self) -> _Failed:
+        self.failures += 1
+        self.recent.append(False)
+        return FAILED
+
+    def _note(self, error: Exception) -> None:
+        kind = type(error)
+        inner = getattr(error, "inner_exception", None) or error
+        lines = str(inner).strip().splitlines()
+        why = [line.rpartition(": got ")[2].strip() for line in lines if "Explanation:" in line]
+        said = "; ".join([*lines[:1], *why[:1]])[:_LONGEST]
+        self.reason = f"{type(inner).__name__}: {said}"
+        if kind.__module__.startswith(_COMPILERS):
+            self.state = State.REFUSED
+            self.is_unusable = kind.__name__ in _OF_BACKENDS
+            if kind.__name__ == "FailOnRecompileLimitHit":
+                self.reason = (
+                    "torch.compile compiles a function for so many sets of sizes only "
+                    "(torch._dynamo.config.recompile_limit), and these were more"
+                )
+
+    def _knows_sizes(self, gathered: tuple[Any, ...], arguments: tuple[Any, ...]) -> bool:
+        sizes = self._sizes_of(gathered)
+        known = self._sizes.get(sizes)
+        if known is None:
+            try:
+                findings = probe(self.recording, arguments)
+            except Refusal:
+                findings = None
+            known = findings is not None and findings.first == self._findings.first
+            picked = {} if findings is None else findings.roots
+            if known and any(picked.get(root) != was for root, was in self._picked.items()):
+                # It says nothing about calls that pick as much as was recorded.
+                self._unlike[sizes] += 1
+                if self._unlike[sizes] < _PROBES:
+                    return False
+                known = False
+            if len(self._sizes) >= _MOST_SIZES:
+                self._sizes.clear()
+                self._unlike.clear()
+            self._sizes[sizes] = known
+        return known
+
+    def _sizes_of(self, gathered: tuple[Any, ...]) -> Any:
+        tensors = [gathered[slot] for slot in self._resizable]
+        # Those of a parameter only change together with what torch.compile itself checks.
+        return tuple((t.shape, t.stride()) for t in tensors if type(t) is not nn.Parameter)
+
+    @property
+    def speed(self) -> float | None:
+        """How many times faster it is than a replay; None if that is not known."""
+        if not self.served or not self.replayed:
+            return None
+        return min(self.replayed) / min(self.served)
+
+
+class _Silence:
+    """Within it, torch does not log why it could not compile something: the report says it.
+
+    Unless somebody wants to see torch's logs.
+    """
+
+    def __init__(self) -> None:
+        names = () if "TORCH_LOGS" in os.environ else _LOGGERS
+        self._loggers = [logging.getLogger(name) for name in names]
+
+    def __enter__(self) -> None:
+        self._levels = [logger.level for logger in self._loggers]
+        for logger in self._loggers:
+            logger.setLevel(logging.CRITICAL)
+
+    def __exit__(self, *_: object) -> None:
+        for logger, level in zip(self._loggers, self._levels, strict=True):
+            logger.setLevel(level)
+
+
+class _Capturing:
+    """Within it, torch.compile takes ops whose results have sizes that depend on values."""
+
+    def __init__(self, wanted: bool) -> None:
+        self._wanted = wanted
+
+    def __enter__(self) -> None:
+        if self._wanted:
+            config = _dynamo().config
+            self._before = {name: getattr(config, name) for name in _CAPTURES}
+            for name in _CAPTURES:
+                setattr(config, name, True)
+
+    def __exit__(self, *_: object) -> None:
+        if self._wanted:
+            for name, value in self._before.items():
+                setattr(_dynamo().config, name, value)
+
+
+def _dynamo() -> Any:
+    import torch._dynamo  # late: it takes a second to import
+
+    return torch._dynamo
+
+
+def _unmark(values: Iterable[Any]) -> None:
+    """Take off what torch.compile notes on tensors: which of their sizes are dynamic."""
+    for value in values:
+        if isinstance(value, Tensor) and value.__dict__:
+            value.__dict__.pop(_MARK, None)
+
+
+def _is_outside(op: Op) -> bool:
+    return op.kind in (OpKind.INPUT, OpKind.STATE)
+
+
+def _leaves(recording: Recording) -> list[int]:
+    """Return the ops that gave the tensors which the output is made of, or is read from."""
+    ops = recording.tape.ops
+    found: dict[int, None] = {}
+    waiting = [ref.index for ref in refs_in(recording.root.output)]
+    while waiting:
+        op = ops[waiting.pop(0)]
+        if isinstance(op.meta, TensorMeta):
+            found[op.index] = None
+        else:
+            waiting += [ref.index for ref in refs_in((op.args, op.kwargs))]
+    return list(found)
+
+
+def _gatherer(recording: Recording, indices: Iterable[int]) -> Callable[..., tuple[Any, ...]]:
+    """Return a function of the arguments that gives inputs and state, as they are now."""
+    targets = [recording.tape.ops[index].target for index in indices]
+    source = Source()
+    source.line("def gather(A):")
+    source.indent = 1
+    wanted: set[int] = set()
+    waiting: list[Part] = list(targets)
+    while waiting:
+        part = waiting.pop()
+        part = part.value if part.kind is PartKind.ALIAS else part
+        if part.index not in wanted:
+            wanted.add(part.index)
+            waiting += [part.parent] if part.parent is not None else []
+    for part in recording.surroundings.parts:
+        if part.index in wanted:
+            name = source.part(part)
+            if part.access is not Access.FIXED:
+                source.line(f"{name} = {source.reach(part)}")
+    source.line("return (" + "".join(f"{source.part(target)}, " for target in targets) + ")")
+    return Code(source, "gather").function
+
+
+# What gives its tensor back, or a copy, going by types and arguments alone.
+_BY_TYPE = frozenset(
+    {
+        "alpha_dropout", "bfloat16", "bool", "cpu", "cuda", "double", "dropout", "dropout_",
+        "dropout1d", "dropout2d", "dropout3d", "feature_alpha_dropout", "feature_dropout", "float",
+        "half", "int", "long", "to", "type", "type_as",
+    }
+)  # fmt: skip
+# Set on results, seen in torch 2.6 to 2.13; test_compiled_corpus.py would notice another name.
+_MARK = "_dynamo_propagated_dynamic_indices"
+_CAPTURES = ("capture_scalar_outputs", "capture_dynamic_output_shape_ops")
+_COMPILERS = ("torch._dynamo", "torch._inductor", "torch._functorch", "torch.fx")
+_LOGGERS = (
+    "torch._dynamo", "torch._functorch", "torch._inductor", "torch._subclasses.fake_tensor",
+    "torch.fx.experimental.symbolic_shapes",
+)  # fmt: skip
+_OF_BACKENDS = ("BackendCompilerFailed", "InductorError", "InvalidCxxCompiler")

@@ -1,0 +1,568 @@
+"""Writing a path as one straight function of tensors that torch.compile can take whole.
+
+The function returns the truth of the path's data guards as one boolean tensor, and the tensors
+that the output is made of. It never acts on a guard: what a guard tests is computed as a tensor.
+Only what is known while it is compiled - types, sizes - is tested there and then, and None is
+returned if that is not as it was recorded.
+"""
+
+from __future__ import annotations
+
+import builtins
+import itertools
+import math
+import operator
+import types
+from collections.abc import Callable, Iterable
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bendtrace.compiled.extents import Extents, Unknown
+from bendtrace.compiled.probing import Findings, Refusal
+from bendtrace.recording.contexts import Context
+from bendtrace.recording.functions import METADATA, SHAPES, VALUES, name_of
+from bendtrace.recording.recorder import Recording
+from bendtrace.recording.structure import Instance
+from bendtrace.recording.tape import Guard, Op, OpKind, Ref, TensorMeta, Test, refs_in
+from bendtrace.replay.analysis import Analysis, GuardKind
+
+__all__ = ["Straight"]
+
+# Integers up to here are exact as a float64 too, and so are sums and products of those below
+# the square root as an int64.
+_EXACT = 1 << 53
+_SMALL = 1 << 31
+
+
+class _Kind(Enum):
+    """Where a number comes from."""
+
+    STATIC = 0  # from sizes and arguments: known while the function is compiled
+    SIZE = 1  # from a size that depends on values
+    VALUE = 2  # out of a tensor
+
+
+class Straight:
+    """The function of a path.
+
+    Args:
+        recording: the path.
+        analysis: its guards, sorted.
+        findings: what a probe found out.
+        entry: grad mode and so on when it begins.
+        leaves: ops that gave the tensors which the output is made of.
+        exactly: whether all that is picked by values has to be as much as it was recorded.
+
+    Attributes:
+        text: the source of the function.
+        function: the function.
+        inputs: the ops that gave its arguments, in order: inputs and state.
+        tested: the numbers of the guards that it tests with a tensor, in order.
+        picked: what it tests to be as much as it was, and how much that is, by op.
+        is_dynamic: whether it has sizes or numbers in it that depend on values.
+
+    Raises:
+        Refusal: something cannot be tested with a tensor.
+        Unknown: a size that depends on values cannot be, unless it has to be as it was.
+    """
+
+    def __init__(
+        self,
+        recording: Recording,
+        analysis: Analysis,
+        findings: Findings,
+        entry: Context,
+        leaves: Iterable[int],
+        exactly: bool = False,
+    ) -> None:
+        self._exactly = exactly
+        self._extents = Extents(recording, findings)
+        self._tape = recording.tape
+        self._analysis = analysis
+        self._findings = findings
+        self._entry = entry
+        self._leaves = tuple(leaves)
+        self._lines: list[str] = []
+        self._indent = "    "
+        self._names: dict[str, Any] = {
+            "__builtins__": builtins, "torch": torch, "math": math, "operator": operator,
+        }  # fmt: skip
+        self._constants: dict[int, str] = {}
+        self._kinds: dict[int, _Kind] = {}
+        self._lifted: dict[int, str] = {}
+        self._conditions: list[str] = []
+        self._counts: dict[int, str] = {}
+        self.picked: dict[int, Any] = {}
+        self.tested: list[int] = []
+        self.is_dynamic = bool(findings.dynamic)
+        for op in self._tape.ops:
+            self._sort(op)
+        self._needed = self._find_needed()
+        self.inputs = [
+            op.index
+            for op in self._tape.ops
+            if op.kind in (OpKind.INPUT, OpKind.STATE) and op.index in self._needed
+        ]
+        self._write()
+        self.text = "\n".join(self._lines) + "\n"
+        # By file and name torch.compile remembers which sizes of a function were seen to change.
+        exec(compile(self.text, f"<bendtrace straight {next(_serials)}>", "exec"), self._names)
+        self.function: Callable[..., Any] = self._names["straight"]
+
+    # What is a number, and which
+
+    def _sort(self, op: Op) -> None:
+        """Note where the number comes from that an op gives, if it gives one."""
+        refs = [ref.index for ref in refs_in((op.args, op.kwargs))]
+        if op.kind is OpKind.INPUT and not isinstance(op.meta, TensorMeta):
+            self._kinds[op.index] = _Kind.STATIC
+        elif op.kind is OpKind.CALL and (op.target in SHAPES or op.target is Tensor.__len__):
+            depends = any(index in self._extents.varying for index in refs)
+            self._kinds[op.index] = _Kind.SIZE if depends else _Kind.STATIC
+        elif op.kind is OpKind.CALL and op.target in METADATA:
+            self._kinds[op.index] = _Kind.STATIC
+        elif op.kind is OpKind.CALL and (op.target in VALUES or op.target is Tensor.tolist):
+            self._kinds[op.index] = _Kind.VALUE
+        elif op.kind is OpKind.CALL and type(op.meta) in (bool, int, float):
+            self._kinds[op.index] = _Kind.VALUE  # `item`, `equal`, ...
+        elif op.kind is OpKind.SCALAR and not _is_tensor(op):
+            kinds = [self._kinds[index] for index in refs if index in self._kinds]
+            if len(kinds) == len(refs):
+                self._kinds[op.index] = max(kinds, key=lambda kind: kind.value)
+
+    def _find_needed(self) -> set[int]:
+        """Find the ops that the function carries out, and the inputs and state among them."""
+        waiting = list(self._leaves)
+        for op in self._tape.ops:
+            if op.kind in (OpKind.CALL, OpKind.SCALAR) and op.index not in self._kinds:
+                waiting.append(op.index)
+        for _, guard in self._data_guards():
+            waiting += self._roots(guard.index)
+        needed: set[int] = set()
+        while waiting:
+            index = waiting.pop()
+            if index not in needed:
+                needed.add(index)
+                op = self._tape.ops[index]
+                waiting += [ref.index for ref in refs_in((op.args, op.kwargs))]
+        return needed
+
+    def _roots(self, index: int) -> Iterable[int]:
+        """Return what a tested value is computed from, as a tensor or while compiling."""
+        kind, op = self._kinds.get(index), self._tape.ops[index]
+        if kind is not _Kind.VALUE and not (kind is _Kind.SIZE and type(op.meta) is bool):
+            return (index,)
+        refs = [ref.index for ref in refs_in((op.args, op.kwargs))]
+        if op.kind is OpKind.CALL:
+            return refs
+        return [root for ref in refs for root in self._roots(ref)]
+
+    def _data_guards(self) -> Iterable[tuple[int, Guard]]:
+        for number, guard in enumerate(self._tape.guards):
+            if self._analysis.kinds[number] is GuardKind.DATA:
+                if guard.test not in (Test.SAME, Test.OTHER):  # see `CompiledPath`
+                    yield number, guard
+
+    # Writing
+
+    def _line(self, text: str) -> None:
+        self._lines.append(self._indent + text)
+
+    def _write(self) -> None:
+        guards: dict[int, list[tuple[int, Guard]]] = {}
+        tested: set[tuple[int, Test]] = set()
+        for number, guard in self._data_guards():
+            if (guard.index, guard.test) not in tested:
+                tested.add((guard.index, guard.test))
+                guards.setdefault(guard.position, []).append((number, guard))
+        self._lines.append(f"def straight({', '.join(f'v{index}' for index in self.inputs)}):")
+        grad = self._entry.grad
+        for position in range(len(self._tape.ops) + 1):
+            for number, guard in guards.get(position, ()):
+                self._test(number, guard)
+            if position == len(self._tape.ops):
+                break
+            op = self._tape.ops[position]
+            if position not in self._needed or op.kind in (OpKind.INPUT, OpKind.STATE):
+                continue
+            if op.kind is OpKind.CALL and op.context.grad != grad:
+                grad = op.context.grad
+                self._line(f"torch._C._set_grad_enabled({grad})")
+            self._carry_out(op, guards)
+        if grad != self._entry.grad:
+            self._line(f"torch._C._set_grad_enabled({self._entry.grad})")
+        if self._exactly:
+            self._test_roots()
+        given = "".join(f"v{index}, " for index in self._leaves)
+        self._line(f"return {self._conjunction()}, ({given})")
+
+    def _conjunction(self) -> str:
+        if not self._conditions:
+            return "None"
+        if len(self._conditions) == 1:
+            return self._conditions[0]
+        return f"torch.stack([{', '.join(self._conditions)}]).all()"
+
+    def _carry_out(self, op: Op, guards: dict[int, list[tuple[int, Guard]]]) -> None:
+        if self._kinds.get(op.index) is not None and self._kinds[op.index] is not _Kind.STATIC:
+            self.is_dynamic = True
+        if op.index in self._extents.varying and op.target in (Tensor.unbind, torch.unbind):
+            # How many there are has to be known before they are taken apart.
+            for _, guard in guards.get(op.index + 1, ()):
+                if guard.index == op.index and guard.test is Test.LENGTH:
+                    tensor, dim = (*op.args, op.kwargs.get("dim", 0))[:2]
+                    if not self._exactly:
+                        raise Unknown("what depends on values is taken apart")
+                    size = f"{self._value(tensor)}.size({self._value(dim)})"
+                    self._line(f"torch._check({size} == {guard.expected})")
+        call = self._call(op)
+        is_statement = op.target is Tensor.__setitem__
+        self._line(call if is_statement else f"v{op.index} = {call}")
+
+    def _call(self, op: Op) -> str:
+        args, target = op.args, op.target
+        if op.target is Tensor.__setitem__:
+            return f"{self._value(args[0])}[{self._value(args[1])}] = {self._value(args[2])}"
+        if target in (operator.getitem, Tensor.__getitem__):
+            return f"{self._value(args[0])}[{self._value(args[1])}]"
+        if op.kind is OpKind.SCALAR and target in _INFIX:
+            return f"({self._value(args[0])} {_INFIX[target]} {self._value(args[1])})"
+        name = name_of(target)
+        if isinstance(target, types.MethodWrapperType):
+            return f"{self._value(args[0])}.{name}"
+        given = [self._value(value) for value in args]
+        named = [f"{key}={self._value(value)}" for key, value in op.kwargs.items()]
+        if _is_method(target) and given:
+            if name in _REFLECTED:
+                return f"({given[1]} {_REFLECTED[name]} {given[0]})"
+            return f"{given[0]}.{name}({', '.join(given[1:] + named)})"
+        return f"{self._constant(target)}({', '.join(given + named)})"
+
+    def _value(self, value: Any) -> str:
+        kind = type(value)
+        if kind is Ref:
+            return f"v{value.index}"
+        if kind is tuple or isinstance(value, Instance):
+            items = value if kind is tuple else value.items
+            return "(" + "".join(self._value(item) + ", " for item in items) + ")"
+        if kind is list:
+            return "[" + ", ".join(map(self._value, value)) + "]"
+        if kind is dict:
+            items = (f"{self._constant(k)}: {self._value(v)}" for k, v in value.items())
+            return "{" + ", ".join(items) + "}"
+        if kind is slice:
+            return f"slice({', '.join(map(self._value, (value.start, value.stop, value.step)))})"
+        return self._constant(value)
+
+    def _constant(self, value: Any) -> str:
+        kind = type(value)
+        if kind in (bool, int, str, type(None), type(...), bytes):
+            return repr(value)
+        if kind is float:
+            return repr(value) if math.isfinite(value) else f'float("{value}")'
+        if kind is complex:
+            return f"complex({self._constant(value.real)}, {self._constant(value.imag)})"
+        if kind in (torch.dtype, torch.memory_format, torch.layout):
+            return str(value)
+        if kind is torch.device:
+            return f"torch.device({str(value)!r})"
+        name = self._constants.get(id(value))
+        if name is None:
+            name = self._constants[id(value)] = f"c{len(self._constants)}"
+            self._names[name] = value
+        return name
+
+    # Guards
+
+    def _test(self, number: int, guard: Guard) -> None:
+        kind = self._kinds.get(guard.index)
+        if guard.test is Test.RANK:
+            self._line(f"if v{guard.index}.dim() != {guard.expected}: return None")
+        elif guard.test is Test.LENGTH:
+            self._test_length(guard)
+        elif kind is _Kind.STATIC:
+            self._test_static(guard)
+        elif kind is _Kind.SIZE and self._exactly:
+            if guard.test is Test.VALUE and type(guard.expected) is int:
+                # What follows was recorded with the number in place of the size.
+                self._line(f"torch._check(v{guard.index} == {guard.expected})")
+        elif kind is _Kind.SIZE and guard.test is Test.VALUE:
+            raise Unknown("a size that depends on values is used as a number")
+        elif kind is None:
+            raise Refusal(f"a guard is on what {name_of(self._op(guard).target)} gives")
+        else:
+            self.tested.append(number)
+            self._conditions.append(self._condition(guard))
+
+    def _op(self, guard: Guard) -> Op:
+        return self._tape.ops[guard.index]
+
+    def _test_length(self, guard: Guard) -> None:
+        op = self._op(guard)
+        if self._kinds.get(guard.index) is _Kind.VALUE:  # of a list of numbers
+            size = f"{self._value(op.args[0])}.size(0)"
+            if op.target is not Tensor.tolist:
+                raise Refusal("a guard is on the length of a list out of a tensor")
+            if next(refs_in(op.args)).index in self._extents.varying:
+                if not self._exactly:
+                    raise Unknown("a list of numbers is as long as values say")
+            else:
+                self._line(f"if {size} != {guard.expected}: return None")
+        else:
+            self._line(f"if len(v{guard.index}) != {guard.expected}: return None")
+
+    def _test_static(self, guard: Guard) -> None:
+        name, expected = f"v{guard.index}", guard.expected
+        if guard.test is Test.TRUTH:
+            self._line(f"if {'not ' * expected}{name}: return None")
+        elif type(expected) in (int, bool, str, type(None), *_TORCHS):
+            self._line(f"if {name} != {self._constant(expected)}: return None")
+        else:
+            raise Refusal(f"a guard is on the value {expected!r}")
+
+    def _condition(self, guard: Guard) -> str:
+        """Return the name of a boolean tensor that says whether a guard holds."""
+        value, expected = self._lift(Ref(guard.index)), guard.expected
+        if guard.test is Test.TRUTH:
+            if self._type(guard.index) is not bool:
+                value = f"({value} != 0)"
+            return self._new(value if expected else f"{value}.logical_not()")
+        if type(expected) is bool:
+            return self._new(value if expected else f"{value}.logical_not()")
+        if type(expected) is float and math.isnan(expected):
+            return self._new(f"{value}.isnan()")
+        if type(expected) is float and expected == 0:
+            sign = f"{value}.signbit()"
+            negative = math.copysign(1.0, expected) < 0
+            sign = sign if negative else f"{sign}.logical_not()"
+            return self._new(f"({value} == 0).logical_and({sign})")
+        if type(expected) in (int, float):
+            if type(expected) is int and abs(expected) >= 1 << 63:
+                raise Refusal(f"a guard is on the value {expected}")
+            return self._new(f"({value} == {self._constant(expected)})")
+        if type(expected) is list and self._op(guard).target is Tensor.tolist:
+            return self._listed(self._op(guard), expected)
+        raise Refusal(f"a guard is on the value {expected!r}")
+
+    def _listed(self, op: Op, expected: list[Any]) -> str:
+        """Compare a whole tensor with the list of numbers that it was."""
+        ref = op.args[0]
+        meta = self._tape.ops[ref.index].meta
+        if meta.dtype.is_floating_point or meta.dtype.is_complex or meta.device.type != "cpu":
+            raise Refusal("a guard is on a long list of numbers")
+        if ref.index in self._extents.varying:
+            raise Refusal("a guard is on a list of numbers whose length depends on values")
+        self._line(f"if tuple(v{ref.index}.shape) != {tuple(meta.shape)}: return None")
+        content = f"torch.tensor({expected!r}, dtype={meta.dtype})"
+        return self._new(f"(v{ref.index} == {content}).all()")
+
+    # Numbers as tensors
+
+    def _type(self, index: int) -> type:
+        op = self._tape.ops[index]
+        return bool if op.target is Tensor.__bool__ else type(op.meta)
+
+    def _new(self, expression: str) -> str:
+        name = f"t{len(self._lines)}"
+        self._line(f"{name} = {expression}")
+        return name
+
+    def _lift(self, value: Any) -> str:
+        """Return an expression for a number as a tensor without dimensions, exact."""
+        if type(value) is not Ref:
+            if type(value) is int and abs(value) >= _EXACT:
+                raise Refusal(f"it computes with {value} and a number out of a tensor")
+            if type(value) not in (bool, int, float):
+                raise Refusal(f"it compares a number out of a tensor with {value!r}")
+            return self._constant(value)
+        if value.index not in self._lifted:
+            self._lifted[value.index] = self._new(self._lifting(self._tape.ops[value.index]))
+        return self._lifted[value.index]
+
+    def _lifting(self, op: Op) -> str:
+        kind = self._kinds.get(op.index)
+        if kind is _Kind.STATIC:
+            return f"v{op.index}"
+        if kind is _Kind.SIZE:
+            if type(op.meta) is not int:
+                return self._arithmetic(op)
+            return self._counted(op)
+        if op.kind is OpKind.CALL:
+            return self._out_of(op)
+        if op.target is operator.getitem:
+            return self._element(op)
+        return self._arithmetic(op)
+
+    def _counted(self, op: Op) -> str:
+        """A size that depends on values, counted in the mask that it comes from."""
+        dims: Iterable[int]
+        read = op
+        if op.kind is OpKind.SCALAR and op.target is operator.getitem:
+            read = self._tape.ops[op.args[0].index]
+        tensor = read.args[0].index
+        rank = len(self._tape.ops[tensor].meta.shape)
+        name = name_of(read.target)
+        if read is not op and name in ("shape", "size") and type(op.args[1]) is int:
+            dims = (op.args[1],)
+        elif read is op and name == "__len__":
+            dims = (0,)
+        elif read is op and name == "size" and type(read.args[-1]) is int:
+            dims = (read.args[-1],)
+        elif read is op and name in ("numel", "nelement"):
+            dims = range(rank)
+        else:
+            raise Unknown(f"{name} of what depends on values is asked for")
+        factors: list[str] = []
+        for dim in dims:
+            root = self._extents.origin(tensor, dim)
+            factors.append(f"v{tensor}.size({dim})" if root is None else self._count(root))
+        return " * ".join(sorted(factors, key=lambda factor: factor.startswith("v"))) or "1"
+
+    def _count(self, root: int) -> str:
+        mask = self._extents.mask(root)
+        if mask not in self._counts:
+            self._counts[mask] = self._new(f"torch.count_nonzero(v{mask})")
+        return self._counts[mask]
+
+    def _test_roots(self) -> None:
+        """Test that all that is picked by values is as much as it was recorded."""
+        for root, extent in self._findings.roots.items():
+            op = self._tape.ops[root]
+            if self._kinds.get(root) is not _Kind.VALUE:
+                self.picked[root] = extent
+                while type(extent[0]) is tuple:  # of several, which are as long as each other
+                    extent = extent[0]
+                self._conditions.append(self._new(f"({self._count(root)} == {extent[0]})"))
+            elif root in self._needed:
+                self.picked[root] = extent
+                wanted = Guard(root, root, Test.VALUE, op.meta, "", op.scope, op.site)
+                self._conditions.append(self._condition(wanted))
+
+    def _out_of(self, op: Op) -> str:
+        """A tensor of one element, as the number that Python is given for it."""
+        if op.target in _COMPARED:
+            return self._compared(op)
+        if len(op.args) != 1 or type(op.args[0]) is not Ref:
+            raise Refusal(f"{name_of(op.target)} takes more than a tensor")
+        name = f"v{op.args[0].index}"
+        dtype = self._tape.ops[op.args[0].index].meta.dtype
+        if op.target is Tensor.__bool__:
+            return f"{name if dtype is torch.bool else f'({name} != 0)'}.reshape(())"
+        wide = _wide(dtype)
+        wanted = {int: torch.int64, float: torch.float64, bool: torch.bool}.get(type(op.meta))
+        if op.target not in _NUMBERS or wide is None or wide is not wanted:
+            raise Refusal(f"{name_of(op.target)} of a tensor of {dtype} is asked for")
+        return f"{name}.reshape(()).to({wide})"
+
+    def _compared(self, op: Op) -> str:
+        """Whether two tensors are equal, as a tensor."""
+        named = [f"{key}={self._value(value)}" for key, value in op.kwargs.items()]
+        given = [*map(self._value, op.args), *named]
+        if name_of(op.target) == "allclose":
+            return f"torch.isclose({', '.join(given)}).all()"
+        refs = list(refs_in((op.args, op.kwargs)))
+        metas = [self._tape.ops[ref.index].meta for ref in refs]
+        dynamic = any(ref.index in self._extents.varying for ref in refs)
+        if len(given) != 2 or metas[0].shape != metas[1].shape or dynamic:
+            raise Refusal("tensors of other sizes are compared")
+        self._line(f"if {given[0]}.shape != {given[1]}.shape: return None")
+        return f"({given[0]} == {given[1]}).all()"
+
+    def _element(self, op: Op) -> str:
+        """An element of what `tolist` gave."""
+        keys: list[str] = []
+        while op.target is operator.getitem:
+            keys.insert(0, self._value(op.args[1]))
+            op = self._tape.ops[op.args[0].index]
+        if op.target is not Tensor.tolist:
+            raise Refusal(f"an element of what {name_of(op.target)} gives is tested")
+        ref = op.args[0]
+        wide = _wide(self._tape.ops[ref.index].meta.dtype)
+        if wide is None:
+            raise Refusal("a list of numbers of an unusual dtype is tested")
+        return f"v{ref.index}[{', '.join(keys)}].to({wide})"
+
+    def _arithmetic(self, op: Op) -> str:
+        name = _INFIX.get(op.target)
+        types_ = [self._type(a.index) if type(a) is Ref else type(a) for a in op.args]
+        if op.target in _COMPARISONS:
+            if {int, float} <= set(types_):  # torch compares the two as float64
+                self._bound(op, types_)
+            left, right = map(self._lift, op.args)
+            return f"({left} {name} {right})"
+        if op.target in _UNARY and types_ in ([int], [float]):
+            self._bound(op, types_)
+            return f"{_UNARY[op.target]}({self._lift(op.args[0])})"
+        if op.target in (operator.add, operator.sub, operator.mul):
+            if types_ == [float, float]:
+                left, right = map(self._lift, op.args)
+                return f"({left} {name} {right})"
+            if types_ == [int, int]:
+                self._bound(op, types_)
+                left, right = map(self._lift, op.args)
+                return f"({left} {name} {right})"
+        if op.target is operator.truediv and types_ == [float, float]:
+            left, right = map(self._lift, op.args)
+            if type(op.args[1]) is Ref:
+                self._conditions.append(self._new(f"({right} != 0)"))
+            return f"({left} / {right})"
+        if op.target in (operator.and_, operator.or_, operator.xor) and types_ == [bool, bool]:
+            left, right = map(self._lift, op.args)
+            return f"({left} {name} {right})"
+        raise Refusal(f"{name_of(op.target)} of numbers out of tensors decides where it goes")
+
+    def _bound(self, op: Op, types_: list[type]) -> None:
+        """See to it that integers are so small that nothing is rounded, and nothing overflows."""
+        for argument, kind in zip(op.args, types_, strict=True):
+            if kind is int and type(argument) is Ref:
+                if self._kinds.get(argument.index) is _Kind.STATIC:
+                    continue
+                number = self._lift(argument)  # (not by `abs`, which the smallest has none of)
+                within = f"({number} < {_SMALL}).logical_and({number} > -{_SMALL})"
+                self._conditions.append(self._new(within))
+
+
+def _is_tensor(op: Op) -> bool:
+    """Whether an op gives a tensor, or several."""
+    return isinstance(op.meta, TensorMeta) or (
+        isinstance(op.meta, tuple) and any(isinstance(item, TensorMeta) for item in op.meta)
+    )
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype | None:
+    if dtype is torch.bool:
+        return dtype
+    if dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16):
+        return torch.float64
+    exact = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
+    return torch.int64 if dtype in exact else None
+
+
+def _is_method(target: Any) -> bool:
+    name = getattr(target, "__name__", "")
+    return getattr(Tensor, name, None) is target
+
+
+_serials = itertools.count()
+_TORCHS = (torch.dtype, torch.device, torch.layout)
+_COMPARED = frozenset({torch.equal, Tensor.equal, torch.allclose, Tensor.allclose})
+_NUMBERS = frozenset({Tensor.item, Tensor.__int__, Tensor.__index__, Tensor.__float__})
+_COMPARISONS = frozenset(
+    {operator.eq, operator.ne, operator.lt, operator.le, operator.gt, operator.ge}
+)
+_UNARY = {operator.neg: "-", operator.pos: "+", abs: "abs", operator.abs: "abs"}
+_INFIX: dict[Any, str] = {
+    operator.add: "+", operator.sub: "-", operator.mul: "*", operator.truediv: "/",
+    operator.floordiv: "//", operator.mod: "%", operator.and_: "&", operator.or_: "|",
+    operator.xor: "^", operator.eq: "==", operator.ne: "!=", operator.lt: "<", operator.le: "<=",
+    operator.gt: ">", operator.ge: ">=",
+}  # fmt: skip
+# Operators with the tensor on their right.
+_REFLECTED = {
+    "__radd__": "+", "__rsub__": "-", "__rmul__": "*", "__rdiv__": "/", "__rtruediv__": "/",
+    "__rfloordiv__": "//", "__rmod__": "%", "__rpow__": "**", "__rmatmul__": "@",
+    "__rand__": "&", "__ror__": "|", "__rxor__": "^", "__rlshift__": "<<", "__rrshift__": ">>",
+}  # fmt: skip

@@ -1,0 +1,1 @@
+"""Models and helpers of the tests of compiled paths."""

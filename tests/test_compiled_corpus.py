@@ -1,0 +1,39 @@
+"""The corpus with a backend: the same bits, whichever paths are compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from tests.compiled.common import assert_promise_with
+from tests.corpus import CASES
+from tests.corpus._case import Case
+
+# With sizes that depend on values, in-place operations, several paths, numbers, views.
+SOME = (
+    "and_chain", "batch_norm_in_eval_mode", "expert_capacity", "expert_per_sample",
+    "mixture_of_depths", "multihead_attention", "numel_branch", "quick_sort_by_masks",
+    "sign_of_zero", "tied_weights", "top_one_experts", "unique_values", "where_indices",
+)  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _forgetful() -> Iterator[None]:
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_gives_what_eager_gives_where_the_backend_changes_nothing(case: Case) -> None:
+    # Twice until it is compiled, once compiled, and once more after each other path.
+    calls = [path for path in case.paths.values() for _ in range(3)]
+    assert_promise_with("eager", case.make, [*calls, *case.paths.values()])
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.enable_grad])
+@pytest.mark.parametrize("case", [c for c in CASES if c.name in SOME], ids=lambda case: case.name)
+def test_gives_what_eager_gives_through_autograd_s_compiler(case: Case, mode: type) -> None:
+    calls = [path for path in case.paths.values() for _ in range(3)]
+    assert_promise_with("aot_eager", case.make, [*calls, *case.paths.values()], mode)

@@ -1,0 +1,108 @@
+"""Paths that look as if they could be run ahead of their guards, and must not be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import bendtrace as bt
+from tests.promise import bits
+
+X = torch.ones(4, 4)
+RECURRENT = nn.LSTM(4, 4, 2, dropout=0.5)
+IN_USE = nn.LSTM(4, 4, 2, dropout=0.5).eval()
+
+
+def attended(x: Tensor, chance: float = 0.0) -> Tensor:
+    return functional.scaled_dot_product_attention(x[None], x[None], x[None], dropout_p=chance)
+
+
+def served(model: Callable[..., Any], calls: list[tuple[Any, ...]]) -> bt.BendedModule:
+    """Compare all calls with eager, the random state included."""
+    bended = bt.BendedModule(model, backend="eager", backend_options={"drop_slower": False})
+    for number, args in enumerate(calls):
+        torch.manual_seed(number)
+        wanted, state = bits(model(*args)), torch.get_rng_state()
+        torch.manual_seed(number)
+        assert bits(bended(*args)) == wanted
+        assert torch.equal(torch.get_rng_state(), state)
+    return bended
+
+
+DRAWING: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
+    "a dropout whose chance is an argument": (
+        lambda x, p: functional.dropout(x, p, True), [(X, 0.0)] * 4 + [(X, 0.5)] * 2,
+    ),
+    "the same before a branch": (
+        lambda x, p: functional.dropout(x, p) + (1 if x.sum() > 0 else 2),
+        [(X, 0.0)] * 4 + [(X, 0.5), (-X, 0.5)],
+    ),
+    "a dropout of a batch that was empty": (
+        lambda x: functional.dropout(x, 0.5, True), [(X[:0],)] * 4 + [(X,)] * 2,
+    ),
+    "attention with a chance of dropout": (
+        attended, [(X, 0.0)] * 4 + [(X, 0.5)],
+    ),
+    "a recurrent layer in training": (
+        lambda x: RECURRENT(x)[0], [(X,)] * 4,
+    ),
+    "noise of a batch that was empty": (
+        lambda x: x + torch.rand_like(x), [(X[:0],)] * 4 + [(X,)] * 2,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", DRAWING)
+def test_what_may_draw_random_numbers_is_not_compiled(case: str) -> None:
+    bended = served(*DRAWING[case])
+    assert bended.compiled.hits == 0
+    assert any("random numbers" in reason for reason in bended.compiled.reasons)
+
+
+QUIET: dict[str, Callable[..., Any]] = {
+    "a dropout that is off": lambda x: functional.dropout(x, 0.5, False) + 1,
+    "attention": lambda x: functional.scaled_dot_product_attention(x[None], x[None], x[None]),
+    "a recurrent layer": lambda x: IN_USE(x)[0],
+}
+
+
+@pytest.mark.parametrize("case", QUIET)
+def test_what_could_draw_and_does_not_is_compiled(case: str) -> None:
+    assert served(QUIET[case], [(X,)] * 5).compiled.hits == 3
+
+
+def test_statistics_that_a_schema_keeps_quiet_about_are_not_written_ahead() -> None:
+    class Normed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("mean", torch.zeros(4))
+            self.register_buffer("variance", torch.ones(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            out = torch.native_batch_norm(
+                x, None, None, self.mean, self.variance, True, 0.5, 1e-5
+            )[0]  # fmt: skip
+            return out + 1 if x.sum() > 0 else out
+
+    eager, model = Normed(), Normed()
+    bended = bt.BendedModule(model, backend="eager", backend_options={"drop_slower": False})
+    for number in range(8):
+        x = torch.randn(4, 4) + (-5 if number == 6 else 5)
+        assert bits(bended(x)) == bits(eager(x))
+        assert bits(dict(model.named_buffers())) == bits(dict(eager.named_buffers()))
+    assert bended.compiled.hits == 0
+
+
+def test_the_smallest_integer_has_no_absolute_value() -> None:
+    def model(x: Tensor) -> Tensor:
+        return x + 1 if abs(x[0].item()) > 100 else x - 1
+
+    small, smallest = torch.tensor([3, 2]), torch.tensor([-(2**63), 2])
+    bended = served(model, [(small,)] * 4 + [(smallest,), (torch.tensor([-101, 2]),)])
+    assert bended.compiled.hits == 2
+    assert bended.compiled.failures == 2
