@@ -45,6 +45,11 @@ def test_the_examples_of_the_page_on_insertions_print_what_it_shows(tmp_path: Pa
     assert _printed(code, tmp_path, "insertions.py") == shown.splitlines()
 
 
+def test_the_examples_of_the_page_on_compiled_paths_print_what_it_shows(tmp_path: Path) -> None:
+    code, shown = _examples((ROOT / "docs" / "compiled.md").read_text())
+    assert _printed(code, tmp_path, "compiled.py") == shown.splitlines()
+
+
 def test_the_documents_link_to_files_that_exist() -> None:
     for document in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/*.md")]:
         for target in re.findall(r"\]\(([^)#]+)\)", document.read_text()):

@@ -1,1 +1,1 @@
-"""Speed, as ratios to eager in one process. Run as scripts; tests never assert on time."""
+"""Speed, of ours and of others: `python -m tests.benchmarks`. Tests never assert on time."""

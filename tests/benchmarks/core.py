@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -21,38 +19,12 @@ import bendtrace as bt
 from bendtrace.recording.run import Signature, record
 from bendtrace.replay.ambience import Ambience
 from bendtrace.replay.program import Finished, Program
+from tests.benchmarks.models import Gated, LoopRNN
+from tests.benchmarks.timing import interleaved
 from tests.hf_models import MODELS
 from tests.promise import bits
 
 HUGGING_FACE = ("gpt2", "llama", "bert")
-
-
-class LoopRNN(nn.Module):
-    """A hundred steps of a cell written out in Python."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.wx, self.wh = nn.Linear(64, 64), nn.Linear(64, 64)
-
-    def forward(self, xs: torch.Tensor) -> torch.Tensor:
-        h = xs.new_zeros(xs.shape[1], 64)
-        for x in xs:
-            h = torch.tanh(self.wx(x) + self.wh(h))
-        return h
-
-
-class Gated(nn.Module):
-    """Twenty layers, each with an `if` on its values."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(20))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x)
-            x = x.relu() if x.mean() > 0 else x * 0.5
-        return x
 
 
 def cases() -> dict[str, tuple[nn.Module, dict[str, Any]]]:
@@ -87,14 +59,7 @@ def measure(model: nn.Module, inputs: dict[str, Any], rounds: int) -> dict[str, 
         "replay": lambda: program.run(arguments),
         "call": lambda: bended(**inputs),
     }
-    times: dict[str, list[float]] = {way: [] for way in ways}
-    for _ in range(rounds):
-        for way, run in ways.items():
-            run()  # the way before has emptied the processor's caches
-            begun = time.perf_counter()
-            run()
-            times[way].append(time.perf_counter() - begun)
-    medians = {way: statistics.median(listed) for way, listed in times.items()}
+    medians = {way: took.median for way, took in interleaved(ways, rounds).items()}
     medians["ops"] = len(recording.tape.ops)
     return medians
 

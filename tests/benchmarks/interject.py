@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import statistics
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +17,7 @@ from tabulate import tabulate
 from torch import nn
 
 import bendtrace as bt
+from tests.benchmarks.timing import interleaved
 from tests.hf_models import MODELS
 from tests.promise import bits
 
@@ -62,13 +61,7 @@ def measure(model: nn.Module, inputs: dict[str, Any], path: str, rounds: int) ->
         assert bits(ways[name]()) == bits(ways[name]()) == wanted, name
     for name in ("replay", "replay, all nodes observed"):
         assert bits(ways[name]()) == bits(ways[name]()) == bits(model(**inputs)), name
-    spent: dict[str, list[float]] = {name: [] for name in ways}
-    for _ in range(rounds):
-        for name, way in ways.items():
-            started = time.perf_counter()
-            way()
-            spent[name].append(time.perf_counter() - started)
-    medians = {name: statistics.median(times) for name, times in spent.items()}
+    medians = {name: took.median for name, took in interleaved(ways, rounds).items()}
     nodes = len(all_of_it.insertions[0].report().rows)
     return [
         [

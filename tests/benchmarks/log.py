@@ -24,8 +24,8 @@ from tabulate import tabulate
 from torch import Tensor, nn
 
 import bendtrace as bt
-from tests.benchmarks.core import LoopRNN
 from tests.benchmarks.memory import peak_of
+from tests.benchmarks.models import LoopRNN
 from tests.hf_models import MODELS
 from tests.promise import bits
 

@@ -1,0 +1,438 @@
+"""The sections of the report: what each measures, and the tables made of it.
+
+What is measured is plain data, so that the tables of the page can be made again from its JSON.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from tests.benchmarks import starting
+from tests.benchmarks.comparing import Cells, merged
+from tests.benchmarks.growth import GROWTHS
+from tests.benchmarks.models import CASES, case_of
+from tests.benchmarks.table import Table, amount, duration, ratio
+from tests.benchmarks.ways import WAYS
+from tests.benchmarks.worker import ask
+
+__all__ = ["SECTIONS", "Options", "Section"]
+
+Data = dict[str, Any]
+
+# Measured with all threads as well: the others are calls of the same code.
+_WITH_ALL_THREADS = ("eager", "replay", "bended", "bended, inductor", "torch.compile")
+
+
+@dataclass(frozen=True)
+class Options:
+    """What to measure, and how long.
+
+    Attributes:
+        rounds: of each comparison.
+        seconds: that one way may take in one comparison, about.
+        threads: numbers of threads.
+        models: names of the models.
+        peers: whether others are measured too.
+        quick: whether a look is enough.
+        here: whether to measure in this process where that is possible.
+        tell: is told what is going on.
+    """
+
+    rounds: int = 20
+    seconds: float = 2.0
+    threads: tuple[int, ...] = (1, os.cpu_count() or 1)
+    models: tuple[str, ...] = tuple(case.name for case in CASES if case.is_installed())
+    peers: bool = True
+    quick: bool = False
+    here: bool = False
+    tell: Callable[[str], object] = field(default=lambda text: None)
+
+    @property
+    def command(self) -> str:
+        """What gives the same again, but for the section."""
+        return "python -m tests.benchmarks"
+
+
+@dataclass(frozen=True)
+class Section:
+    """One part of the report.
+
+    Attributes:
+        name: by which it is chosen.
+        measure: returns what was found.
+        tables: makes tables of that.
+    """
+
+    name: str
+    measure: Callable[[Options], Data]
+    tables: Callable[[Data], list[Table]]
+
+
+_OURS = ("eager", "flat list", "replay", "bended", "bended, inductor")
+
+
+def _compared(kind: str, options: Options, threads: int, only: Sequence[str] | None) -> Data:
+    """Compare the ways of one kind for each model; those that need it in processes of their own."""
+    found: dict[str, Cells] = {}
+    for name in options.models:
+        options.tell(f"{kind}, {threads} thread(s): {name}")
+        found[name] = ask(
+            "compare", threads=threads, here=options.here, kind=kind, case=name,
+            rounds=options.rounds, seconds=options.seconds, only=only and list(only),
+        )  # fmt: skip
+    return found
+
+
+def _alone(kind: str, way: str, options: Options, found: dict[str, Cells]) -> None:
+    """Add a way that needs processes of its own."""
+    answers = []
+    for number in range(1 if options.quick else 2):
+        options.tell(f"{kind}: {way}, process {number + 1}")
+        answers.append(
+            ask(
+                "alone", kind=kind, cases=list(options.models), way=way,
+                rounds=max(3, options.rounds // 4), seconds=options.seconds / 2,
+            )
+        )  # fmt: skip
+    for name in options.models:
+        found[name][way] = merged([answer[name][way] for answer in answers])
+
+
+# Calls
+
+
+def _measure_calls(options: Options) -> Data:
+    found: Data = {}
+    # Without others, and for a look without compilers, which take their time.
+    only: tuple[str, ...] | None = None if options.peers else _OURS
+    if options.quick:
+        only = ("eager", "native hooks", "flat list", "replay", "bended", "torch.fx", "make_fx")
+    for threads in dict.fromkeys(options.threads):
+        some = only
+        if threads > 1 and 1 in options.threads and not options.quick:
+            some = tuple(name for name in _WITH_ALL_THREADS if only is None or name in only)
+        cells = _compared("calls", options, threads, some)
+        if threads == 1 and options.peers and not options.quick:
+            _alone("calls", "nnsight", options, cells)
+        found[str(threads)] = cells
+    found["check"] = {
+        name: ask(
+            "checking", here=options.here, case=name, rounds=options.rounds,
+            seconds=options.seconds,
+        )
+        for name in options.models
+    }  # fmt: skip
+    return found
+
+
+_TAKING_LONG = (
+    "bended", "bended, inductor", "torch.fx", "make_fx", "torch.export", "torch.compile",
+)  # fmt: skip
+
+
+def _tables_of_calls(data: Data) -> list[Table]:
+    tables = []
+    command = "python -m tests.benchmarks calls"
+    for threads, cells in data.items():
+        if threads == "check":
+            continue
+        names = _names_of(cells)
+        rows = [
+            [name, duration(one["eager"]["median"]), *(ratio(one.get(way)) for way in names[1:])]
+            for name, one in cells.items()
+        ]
+        several = "one thread" if threads == "1" else f"{threads} threads"
+        tables.append(
+            Table(
+                f"calls-{threads}", f"A call without gradients, {several}, of eager's time",
+                ["model", "eager", *names[1:]], rows, f"{command} --threads {threads}",
+            )
+        )  # fmt: skip
+    first = data[next(iter(data))]
+    shown = [way for way in _TAKING_LONG if any(way in cells for cells in first.values())]
+    rows = [[name, *(_first(way, cells) for way in shown)] for name, cells in first.items()]
+    tables.append(
+        Table(
+            "first", "Until the first output, in a process where torch was used before",
+            ["model", *shown], rows, command,
+            "In brackets: until a call takes no longer than any later one, where that is much more "
+            "(compiled replays first run as they are, and are measured against them). Kernels that "
+            "are the same are compiled once: by ours, which comes first.",
+        )
+    )  # fmt: skip
+    rows = [
+        [name, str(cell["ops"]), str(cell["guards"]), duration(cell["median"]),
+         f"{duration(cell['low'])} - {duration(cell['high'])}"]
+        for name, cell in data["check"].items()
+    ]  # fmt: skip
+    tables.append(
+        Table(
+            "check", "Finding that a known program fits (input guards only)",
+            ["model", "ops", "guards", "check", "quartiles"], rows, command,
+        )
+    )  # fmt: skip
+    return tables
+
+
+def _names_of(cells: dict[str, Cells]) -> list[str]:
+    named = dict.fromkeys(name for one in cells.values() for name in one)
+    order = {way.name: number for number, way in enumerate(WAYS)}
+    return sorted(named, key=lambda name: order.get(name, len(order)))
+
+
+def _first(way: str, cells: Cells) -> str:
+    # Where a model is one graph, it has been compiled by then.
+    again = "torch.compile, fullgraph" if way == "torch.compile" else way
+    cell = max(
+        (cells[name] for name in (way, again) if "first" in cells.get(name, {})),
+        key=lambda cell: float(cell["first"]), default=cells.get(way),
+    )  # fmt: skip
+    if cell is None:
+        return "not measured"
+    if "first" not in cell:
+        return str(cell["reason"])
+    more = cell["settled"] > 2 * cell["first"] and cell["settled"] - cell["first"] > 1
+    settled = f" ({duration(cell['settled'])})" if more else ""
+    return f"{duration(cell['first'])}{settled}"
+
+
+# Tracing
+
+
+def _measure_tracing(options: Options) -> Data:
+    ours = ("eager", "trace, nothing saved", "trace, all saved")
+    only: tuple[str, ...] | None = None if options.peers else ours
+    if options.peers and options.quick:
+        only = (*ours, "torch.fx")
+    cells = _compared("tracing", options, 1, only)
+    if options.peers and not options.quick:
+        _alone("tracing", "torchlens", options, cells)
+    memory: Data = {}
+    for name in options.models:
+        options.tell(f"memory: {name}")
+        memory[name] = ask("memory", here=options.here, case=name)
+    theirs: Data = dict.fromkeys(options.models, "not measured")
+    if options.peers and not options.quick:
+        theirs = ask("memory of torchlens", cases=list(options.models))
+    for name, size in theirs.items():
+        memory[name]["torchlens"] = size
+    per_op = ask("per op", here=options.here, rounds=options.rounds * 3, seconds=options.seconds)
+    return {"times": cells, "memory": memory, "per op": per_op}
+
+
+def _tables_of_tracing(data: Data) -> list[Table]:
+    command = "python -m tests.benchmarks tracing"
+    cells, memory = data["times"], data["memory"]
+    names = list(dict.fromkeys(name for one in cells.values() for name in one))
+    rows = [
+        [name, str(memory[name]["ops"]), duration(one["eager"]["median"]),
+         *(ratio(one.get(way)) for way in names[1:])]
+        for name, one in cells.items()
+    ]  # fmt: skip
+    times = Table(
+        "tracing", "Getting a graph or a log, one thread, of eager's time",
+        ["model", "ops", "eager", *names[1:]], rows, command,
+        "torchlens saves all; torch.fx, make_fx and torch.export keep no values.",
+    )  # fmt: skip
+    rows = [
+        [name, f"{(took['median']) * 1e6:.2f} us", f"{took['least'] * 1e6:.2f} us"]
+        for name, took in data["per op"].items()
+    ]
+    per_op = Table(
+        "per-op", "What tracing adds to each of 500 ops of 4 by 4 numbers (eager: what one takes)",
+        ["", "median", "least"], rows, command,
+        "Of the thread's own processor time.",
+    )  # fmt: skip
+    columns = ["eager's peak", "trace's peak", "kept by all saved", "saved one by one"]
+    rows = [
+        [name, *(amount(one[column]) for column in columns), f"{one['python']} B",
+         _size(one["torchlens"])]
+        for name, one in memory.items()
+    ]  # fmt: skip
+    sizes = Table(
+        "memory", "Memory of traces",
+        ["model", *columns, "a trace besides tensors, an op", "saved by torchlens"], rows, command,
+        "Peaks are bytes of tensors that ops made and that are alive at once. Saved one by one is "
+        "what copies of all values would take.",
+    )  # fmt: skip
+    return [times, per_op, sizes]
+
+
+def _size(size: Any) -> str:
+    return size if isinstance(size, str) else amount(size)
+
+
+# Insertions
+
+
+def _measure_inserting(options: Options) -> Data:
+    inserting = _compared("inserting", options, 1, None)
+    gradients = _compared("gradients", options, 1, None)
+    if options.peers and not options.quick:
+        _alone("inserting", "nnsight, one module", options, inserting)
+        _alone("gradients", "torchlens, gradients", options, gradients)
+    return {"inserting": inserting, "gradients": gradients}
+
+
+def _tables_of_inserting(data: Data) -> list[Table]:
+    command = "python -m tests.benchmarks inserting"
+    titles = {
+        "inserting": "A call with something inserted, one thread, of eager's time",
+        "gradients": "A call and its backward pass, with gradients looked at, of eager's time",
+    }
+    tables = []
+    for kind, title in titles.items():
+        cells: dict[str, Cells] = data[kind]
+        names = list(dict.fromkeys(name for one in cells.values() for name in one))
+        rows = [
+            [name, _eager(one), *(ratio(one.get(way)) for way in names[1:])]
+            for name, one in cells.items()
+        ]
+        tables.append(Table(kind, title, ["model", "eager", *names[1:]], rows, command))
+    return tables
+
+
+def _eager(cells: Cells) -> str:
+    cell = cells["eager"]
+    return duration(cell["median"]) if "median" in cell else str(cell["reason"])
+
+
+# Leaving what is known
+
+
+def _measure_leaving(options: Options) -> Data:
+    found: Data = {}
+    for name in options.models:
+        if case_of(name).elsewhere is None:
+            continue
+        options.tell(f"leaving: {name}")
+        found[name] = ask(
+            "leaving", here=options.here, case=name, rounds=max(1, options.rounds // 2)
+        )
+        if options.peers and not options.quick:
+            again = ask("recompiling", case=name)
+            found[name]["torch.compile, beyond a call"] = {"median": again}
+    return found
+
+
+def _tables_of_leaving(data: Data) -> list[Table]:
+    names = list(dict.fromkeys(name for one in data.values() for name in one))
+    rows = [
+        [
+            name, duration(one["eager"]["median"]),
+            *(
+                ratio(one.get(way)) if "relative" in one.get(way, {}) or way not in one
+                else duration(max(0.0, one[way]["median"]))
+                for way in names[1:]
+            ),
+        ]
+        for name, one in data.items()
+    ]  # fmt: skip
+    return [
+        Table(
+            "leaving", "A call that goes another way than the calls before, of eager's time",
+            ["model", "eager", *names[1:]], rows, "python -m tests.benchmarks leaving",
+        )
+    ]  # fmt: skip
+
+
+# Starting
+
+
+def _measure_starting(options: Options) -> Data:
+    rounds = 1 if options.quick else max(3, options.rounds // 4)
+    options.tell("import times")
+    found: Data = {"imports": starting.imports(rounds, options.peers and not options.quick)}
+    ways = ["eager", "bended"] if options.quick else None
+    if not options.peers:
+        ways = ["eager", "bended", "bended, inductor"]
+    case = "20 gated layers" if options.quick else "tiny transformer"
+    options.tell("cold starts")
+    found["cold"] = starting.cold(case, 1 if options.quick else 3, ways)
+    found["case"] = case
+    return found
+
+
+def _tables_of_starting(data: Data) -> list[Table]:
+    command = "python -m tests.benchmarks starting"
+    rows = []
+    for name, cell in data["imports"].items():
+        if "reason" in cell:
+            rows.append([name, *[cell["reason"]] * 4])
+            continue
+        spread = f"{duration(cell['low'])} - {duration(cell['high'])}"
+        rows.append(
+            [name, f"{duration(cell['median'])} ({spread})", duration(cell["cpu"]),
+             str(cell["modules"]), str(cell["installs"])]
+        )  # fmt: skip
+    importing = Table(
+        "imports", "Importing after torch, in fresh processes that take turns",
+        ["package", "time", "processor time", "modules", "packages beyond torch's"], rows, command,
+    )  # fmt: skip
+    rows = [
+        [name, cell["reason"], ""] if "reason" in cell
+        else [
+            name, duration(cell["median"]), f"{duration(cell['low'])} - {duration(cell['high'])}"
+        ]
+        for name, cell in data["cold"].items()
+    ]  # fmt: skip
+    cold = Table(
+        "cold",
+        f"From a {data['case']} just made to its first output, in a fresh process, imports "
+        "included",
+        ["way", "time", "quartiles"], rows, command,
+    )  # fmt: skip
+    return [importing, cold]
+
+
+# Growth
+
+_LARGEST = {
+    "ops in a loop": 100_000, "ops in a chain": 100_000, "traces by inputs": 1000,
+    "traces by values": 1000, "traces by iterations": 316, "data guards": 10_000,
+    "input guards": 10_000,
+}  # fmt: skip
+
+
+def _measure_growth(options: Options) -> Data:
+    found: Data = {}
+    for kind in GROWTHS:
+        options.tell(f"growth with {kind}")
+        largest = _LARGEST[kind] if not options.quick else GROWTHS[kind][1] * 10
+        found[kind] = ask("growth", here=options.here, kind=kind, largest=largest)
+    return found
+
+
+def _tables_of_growth(data: Data) -> list[Table]:
+    rows = []
+    for kind, found in data.items():
+        sizes = found["sizes"]
+        for name, values in found["series"].items():
+            per = _each(name, values[-1] / sizes[-1])
+            span = f"{sizes[0]:,} to {sizes[-1]:,}"
+            exponent = found["exponents"][name]
+            rows.append([kind, span, name, f"{exponent:.2f}", per])
+    return [
+        Table(
+            "growth", "Growth, as the exponent fitted to the larger sizes (1 is linear)",
+            ["with", "from", "of", "exponent", "each, at the largest"], rows,
+            "python -m tests.benchmarks growth",
+        )
+    ]  # fmt: skip
+
+
+def _each(name: str, value: float) -> str:
+    return f"{value:.1f}" if "blocks" in name else duration(value)
+
+
+SECTIONS = (
+    Section("calls", _measure_calls, _tables_of_calls),
+    Section("tracing", _measure_tracing, _tables_of_tracing),
+    Section("inserting", _measure_inserting, _tables_of_inserting),
+    Section("leaving", _measure_leaving, _tables_of_leaving),
+    Section("starting", _measure_starting, _tables_of_starting),
+    Section("growth", _measure_growth, _tables_of_growth),
+)

@@ -1,0 +1,417 @@
+"""The benchmarks run, say what cannot be done, and refuse to time what is wrong."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.benchmarks import comparing, page, starting
+from tests.benchmarks.__main__ import main, measured
+from tests.benchmarks.budgets import BUDGETS, table_of_budgets
+from tests.benchmarks.comparing import compared, compared_alone, merged
+from tests.benchmarks.growth import exponent
+from tests.benchmarks.models import CASES, Case, case_of, inputs_of
+from tests.benchmarks.sections import SECTIONS, Options
+from tests.benchmarks.timing import interleaved, summary
+from tests.benchmarks.ways import WAYS, Refused, Way, WrongOutput, assert_right, reason_of
+from tests.benchmarks.worker import TASKS, ask, carry_out
+
+SMALL = tuple(case.name for case in CASES if case.quick)
+EAGER = WAYS[0]
+DOCS = page.DOCS
+
+
+def prepared(call: Any) -> Any:
+    return lambda model, args: lambda: call(model, *args)
+
+
+@pytest.fixture(scope="module")
+def report() -> dict[str, Any]:
+    """What a quick run without fresh processes finds."""
+    options = Options(
+        rounds=1, seconds=0.05, threads=(1,), models=SMALL, quick=True, here=True
+    )  # fmt: skip
+    names = [section.name for section in SECTIONS if section.name != "starting"]
+    found = measured(names, options)
+    assert json.loads(json.dumps(found)) == found
+    return found
+
+
+def test_a_quick_run_has_a_row_for_each_model_and_way(report: dict[str, Any]) -> None:
+    calls = report["sections"]["calls"]
+    assert set(calls) == {"1", "check"}
+    assert tuple(calls["1"]) == tuple(calls["check"]) == SMALL
+    for cells in calls["1"].values():
+        assert {"eager", "flat list", "replay", "bended", "torch.fx"} <= set(cells)
+        for name, cell in cells.items():
+            assert ("median" in cell) != ("reason" in cell), name
+    tables = {table.name: table for table in page.tables_of(report)}
+    for table in tables.values():
+        assert table.rows, table.name
+        for row in table.rows:
+            assert len(row) == len(table.headers), table.name
+    assert [row[0] for row in tables["calls-1"].rows] == list(SMALL)
+    assert {row[0] for row in tables["growth"].rows} == {
+        "ops in a loop", "ops in a chain", "traces by inputs", "traces by values",
+        "traces by iterations", "data guards", "input guards",
+    }  # fmt: skip
+
+
+def test_what_cannot_be_done_is_said_and_no_cell_of_a_model_is_empty(
+    report: dict[str, Any],
+) -> None:
+    cells = report["sections"]["calls"]["1"]["20 gated layers"]
+    assert cells["torch.fx"] == {"reason": "refuses: a branch on values"}
+    assert cells["make_fx"] == {"reason": "refuses: a branch on values"}
+    for table in page.tables_of(report):
+        if table.name != "budgets":
+            assert all(cell for row in table.rows for cell in row), table.name
+
+
+def test_budgets_stand_beside_what_was_measured(report: dict[str, Any]) -> None:
+    rows = {row[0]: row for row in table_of_budgets(report["sections"]).rows}
+    for budget in BUDGETS:
+        assert (budget.text in rows) == (budget.section in report["sections"])
+    assert rows["tracing GPT-2 small"][2] == "not measured"
+    sections = {"calls": {"1": {"a": _cells(bended=2.0), "b": _cells(bended=0.5)}, "check": {}}}
+    rows = {row[0]: row for row in table_of_budgets(sections).rows}
+    assert rows["a replayed call"][2:] == ["2.00x (a)", "missed (1 of 2 kept)", "a 2.00x"]
+    assert rows["guard check, input guards only"][2] == "not measured"
+
+
+def test_more_is_better_where_a_budget_is_a_least(report: dict[str, Any]) -> None:
+    cells = _cells(**{"bended, inductor": 0.25, "torch.compile": 1.0})
+    sections = {"calls": {"1": {"MoE": cells}, "check": {}}}
+    rows = {row[0]: row for row in table_of_budgets(sections).rows}
+    assert rows["compiled, times faster than torch.compile"][2:4] == ["4.00x (MoE)", "met"]
+
+
+def _cells(**medians: float) -> dict[str, Any]:
+    return {name: {"median": median} for name, median in {"eager": 1.0, **medians}.items()}
+
+
+def test_a_way_of_ours_that_gives_other_bits_stops_the_run() -> None:
+    case = case_of("20 gated layers")
+    wrong = Way("bended", prepared(lambda model, x: model(x) + 1e-7), ours=True)
+    with pytest.raises(WrongOutput, match="bended gives other bits than the model"):
+        compared(case, (EAGER, wrong), 1, 0.01)
+
+
+def test_a_way_that_becomes_wrong_after_its_first_call_is_found() -> None:
+    called: list[int] = []
+
+    def model_once(model: nn.Module, x: Tensor) -> Tensor:
+        called.append(1)
+        return model(x) if len(called) == 1 else torch.zeros_like(model(x))
+
+    wrong = Way("bended, inductor", prepared(model_once), exact=False, ours=True)
+    with pytest.raises(WrongOutput, match="something else"):
+        compared(case_of("20 gated layers"), (EAGER, wrong), 1, 0.01)
+
+
+def test_a_way_of_others_that_is_wrong_has_a_cell_that_says_so() -> None:
+    wrong = Way("other", prepared(lambda model, x: -model(x)))
+    close = Way("close", prepared(lambda model, x: model(x) * (1 + 1e-6)), exact=False)
+    cells = compared(case_of("20 gated layers"), (EAGER, wrong, close), 1, 0.01)
+    assert cells["other"] == {"reason": "wrong output"}
+    assert cells["close"]["rounds"] == 1
+    assert cells["eager"]["relative"]["median"] == 1.0
+
+
+def test_an_error_of_ours_is_no_refusal() -> None:
+    def fails(model: nn.Module, x: Tensor) -> Tensor:
+        raise ValueError("a fault")
+
+    def refuses(model: nn.Module, x: Tensor) -> Tensor:
+        raise Refused("not one list")
+
+    case = case_of("20 gated layers")
+    with pytest.raises(ValueError, match="a fault"):
+        compared(case, (EAGER, Way("bended", prepared(fails), ours=True)), 1, 0.01)
+    ways = (EAGER, Way("flat", prepared(refuses), ours=True), Way("other", prepared(fails)))
+    cells = compared(case, ways, 1, 0.01)
+    assert cells["flat"] == {"reason": "not one list"}
+    assert cells["other"] == {"reason": "ValueError: a fault"}
+
+
+def test_what_is_not_installed_is_said_and_the_run_goes_on() -> None:
+    absent = Way("absent", EAGER.prepare, package="no_such_package", alone=True)
+    case = case_of("20 gated layers")
+    assert compared(case, (EAGER, absent), 1, 0.01)["absent"] == {"reason": "not installed"}
+    alone = compared_alone([(case, absent, EAGER)], 1, 0.01)[case.name]
+    assert alone["absent"] == {"reason": "not installed"}
+    assert "median" in alone["eager"]
+
+
+def test_eager_is_timed_before_anything_changes_torch() -> None:
+    seen: list[str] = []
+
+    def noting(name: str) -> Way:
+        def call(model: nn.Module, x: Tensor) -> Tensor:
+            seen.append(name)
+            return model(x)
+
+        return Way(name, prepared(call))
+
+    cases = [case_of(name) for name in SMALL]
+    found = compared_alone([(case, noting("peer"), noting("eager")) for case in cases], 1, 0.01)
+    assert tuple(found) == SMALL
+    assert "eager" not in seen[seen.index("peer") :]
+    for cells in found.values():
+        assert cells["peer"]["median"] / cells["eager"]["median"] == pytest.approx(
+            cells["peer"]["relative"]["median"]
+        )
+
+
+def test_a_model_that_cannot_be_compared_leaves_the_others_alone() -> None:
+    def refuses(model: nn.Module, x: Tensor) -> Tensor:
+        raise Refused("gives tokens")
+
+    one, other = (case_of(name) for name in SMALL)
+    pairs = [(one, EAGER, Way("without", prepared(refuses))), (other, replace(EAGER), EAGER)]
+    found = compared_alone(pairs, 1, 0.01)
+    assert found[one.name]["without"] == {"reason": "gives tokens"}
+    assert "median" in found[other.name]["eager"]
+
+
+def test_what_several_processes_found_is_put_together() -> None:
+    one, other = (
+        {"median": m, "low": m / 2, "high": m * 2, "rounds": 3, "least": m / 2,
+         "relative": {"median": m, "low": m / 2, "high": m * 2}}
+        for m in (1.0, 3.0)
+    )  # fmt: skip
+    both = merged([one, other])
+    assert both["median"] == both["relative"]["median"] == 2.0
+    assert (both["low"], both["high"], both["rounds"]) == (0.5, 6.0, 6)
+    refused = {"reason": "refuses"}
+    assert merged([refused, refused]) == refused
+    assert merged([refused, one])["median"] == 1.0
+
+
+@pytest.mark.parametrize("power", [0.5, 1.0, 2.0])
+def test_the_exponent_is_that_of_known_growth(power: float) -> None:
+    sizes = [10, 32, 100, 316, 1000]
+    assert exponent(sizes, [3 * size**power for size in sizes]) == pytest.approx(power)
+
+
+def test_the_exponent_looks_past_what_does_not_grow() -> None:
+    sizes = [1, 10, 100, 1000, 10000]
+    assert exponent(sizes, [50 + size for size in sizes]) > 0.9
+    assert exponent(sizes, [7.0] * 5) == pytest.approx(0.0)
+    quadratic = [1000 * size + size**2 for size in sizes]
+    assert exponent(sizes, quadratic) > 1.3
+
+
+def test_each_way_is_called_equally_often_and_in_turn() -> None:
+    called: list[str] = []
+    clock = _ticking(1.0)
+    ways = {name: (lambda name=name: called.append(name)) for name in "abc"}
+    times = interleaved(ways, 4, clock=clock)
+    assert {name: called.count(name) for name in "abc"} == dict.fromkeys("abc", 6)
+    rounds = [called[start : start + 3] for start in range(6, 18, 3)]
+    assert rounds == [list("abc"), list("bca"), list("cab"), list("abc")]
+    assert {took.median for took in times.values()} == {1.0}
+    assert all(took.rounds == 4 for took in times.values())
+
+
+def test_a_way_that_took_its_time_sits_out_the_rest() -> None:
+    times = interleaved({"slow": lambda: None}, 10, seconds=4.5, clock=_ticking(1.0))
+    assert times["slow"].rounds == 5
+    times = interleaved({"slow": lambda: None}, 10, seconds=0.0, clock=_ticking(1.0))
+    assert times["slow"].rounds == 3
+
+
+def _ticking(step: float) -> Any:
+    now: Iterator[float] = iter(step * number for number in range(10_000))
+    return lambda: next(now)
+
+
+def test_a_summary_has_the_quartiles() -> None:
+    found = summary([5.0, 1.0, 2.0, 4.0, 3.0])
+    assert (found.low, found.median, found.high, found.least) == (2.0, 3.0, 4.0, 1.0)
+    assert found.rounds == 5
+
+
+def test_all_models_are_called_and_go_elsewhere_where_they_say_so() -> None:
+    import bendtrace as bt
+
+    for case in CASES:
+        if not case.is_installed() or case.name in ("GPT-2 small", "ResNet-18"):
+            continue
+        model, args = case.model(), inputs_of(case)
+        with torch.no_grad():
+            assert_right(case.name, case.model()(*args), model(*args), exact=True)
+            if case.elsewhere is None:
+                continue
+            bended = bt.BendedModule(model)
+            bended(*args)
+            bended(case.elsewhere(*args))
+            assert bended.stats.retraces == 1, case.name
+
+
+def test_an_unknown_model_or_section_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ValueError, match="no model is called 'resnet-50': there are tiny"):
+        case_of("resnet-50")
+    with pytest.raises(SystemExit):
+        main(["nosuch"])
+    assert "no section 'nosuch': there are calls, tracing" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["calls", "--models", "resnet-50"])
+    assert "no model is called 'resnet-50'" in capsys.readouterr().err
+
+
+def test_a_fresh_process_answers_and_says_why_it_failed() -> None:
+    found = ask("checking", case="20 gated layers", rounds=1, seconds=0.01)
+    assert found == found | {"guards": 20}
+    with pytest.raises(RuntimeError, match="no model is called 'none'"):
+        ask("memory", case="none")
+
+
+def test_a_task_carried_out_here_leaves_the_threads_as_they_were() -> None:
+    before = torch.get_num_threads()
+    carry_out("memory", {"case": "20 gated layers"}, before + 1)
+    assert torch.get_num_threads() == before
+
+
+def test_reasons_are_short_and_in_words() -> None:
+    assert reason_of(RuntimeError("Could not guard on data-dependent expression u0")) == (
+        "refuses: a branch on values"
+    )
+    assert reason_of(WrongOutput("x gives other bits")) == "wrong output"
+    assert len(reason_of(RuntimeError("word " * 100))) < 80
+
+
+def test_packages_are_those_beyond_torch_s() -> None:
+    assert "torch" not in starting.packages("bendtrace")
+    assert "sympy" not in starting.packages("bendtrace")
+    assert "tabulate" in starting.packages("bendtrace")
+
+
+def test_a_script_that_fails_says_so() -> None:
+    assert starting.run_python("print('heard')\nprint('[1, 2]')") == [1, 2]
+    with pytest.raises(RuntimeError, match="ZeroDivisionError"):
+        starting.run_python("1 / 0")
+
+
+def test_the_page_is_filled_between_its_markers_and_nowhere_else(
+    tmp_path: Path, report: dict[str, Any]
+) -> None:
+    text = (DOCS / "performance.md").read_text()
+    (tmp_path / "performance.md").write_text(text)
+    page.write_docs(report, tmp_path)
+    written = (tmp_path / "performance.md").read_text()
+    outside = [re.sub(r"(<!-- table.*?-->).*?(<!-- end)", r"\1\2", t, flags=re.S)
+               for t in (text, written)]  # fmt: skip
+    assert outside[0] == outside[1]
+    assert "| 20 gated layers" in written
+    assert "`python -m tests.benchmarks growth`" in written
+    assert json.loads((tmp_path / "performance.json").read_text()) == report
+    svg = (tmp_path / "pictures" / "performance.svg").read_text()
+    assert svg.startswith("<svg")
+    assert "20 gated layers, bended: " in svg
+    page.write_docs(report, tmp_path)
+    assert (tmp_path / "performance.md").read_text() == written
+
+
+def test_what_was_not_measured_again_stays_in_the_page(
+    tmp_path: Path, report: dict[str, Any]
+) -> None:
+    (tmp_path / "performance.md").write_text((DOCS / "performance.md").read_text())
+    page.write_docs(report, tmp_path)
+    written = (tmp_path / "performance.md").read_text()
+    page.write_docs({**report, "sections": {"calls": report["sections"]["calls"]}}, tmp_path)
+    assert (tmp_path / "performance.md").read_text() == written
+    assert json.loads((tmp_path / "performance.json").read_text()) == report
+
+
+def test_what_was_measured_before_a_failure_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stops(kind: str, largest: int) -> None:
+        raise RuntimeError("stopped")
+
+    monkeypatch.setitem(TASKS, "growth", stops)
+    found = tmp_path / "found.json"
+    with pytest.raises(RuntimeError, match="stopped"):
+        main(["--quick", "--json", str(found), "leaving", "growth"])
+    assert list(json.loads(found.read_text())["sections"]) == ["leaving"]
+
+
+def test_the_page_has_a_place_for_each_table(report: dict[str, Any]) -> None:
+    text = (DOCS / "performance.md").read_text()
+    marked = set(re.findall(r"<!-- table: ([\w-]+) -->", text))
+    assert len(re.findall("<!-- table", text)) == len(re.findall("<!-- end -->", text))
+    made = {table.name for table in page.tables_of(report)}
+    made = {"calls" if name.startswith("calls-") else name for name in made}
+    assert made <= marked
+    assert marked - made == {"machine", "imports", "cold"}
+
+
+@pytest.mark.skipif(not (DOCS / "performance.json").exists(), reason="nothing is written yet")
+def test_the_committed_page_shows_its_data() -> None:
+    kept = json.loads((DOCS / "performance.json").read_text())
+    text = (DOCS / "performance.md").read_text()
+    assert page.filled(text, page.tables_of(kept), kept["machine"]) == text
+    assert (DOCS / "pictures" / "performance.svg").read_text() == page.figure(kept["sections"])
+
+
+def test_what_was_found_prints_again(
+    tmp_path: Path, report: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    found, drawn = tmp_path / "found.json", tmp_path / "drawn.svg"
+    found.write_text(json.dumps(report))
+    main(["--from-json", str(found), "--figure", str(drawn)])
+    printed = capsys.readouterr().out
+    for table in page.tables_of(report):
+        assert table.title in printed
+    assert drawn.read_text().endswith("</svg>\n")
+
+
+def test_options_leave_out_what_is_not_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, Any]] = []
+
+    def answer(task: str, **arguments: Any) -> Any:
+        asked.append((task, arguments))
+        return {"eager": {"median": 1.0}}
+
+    monkeypatch.setattr("tests.benchmarks.sections.ask", answer)
+    options = Options(threads=(1, 2), models=("solver",), peers=False)
+    measured(["calls"], options)
+    assert {task for task, _ in asked} == {"compare", "checking"}
+    compared_ways = [arguments["only"] for task, arguments in asked if task == "compare"]
+    assert compared_ways == [
+        ["eager", "flat list", "replay", "bended", "bended, inductor"],
+        ["eager", "replay", "bended", "bended, inductor"],
+    ]
+    asked.clear()
+    with pytest.raises(KeyError):  # the answer of this test knows no other way
+        measured(["calls"], replace(options, peers=True))
+    assert ("alone", "nnsight") in {(task, arguments.get("way")) for task, arguments in asked}
+
+
+def test_growth_is_measured_at_even_steps(report: dict[str, Any]) -> None:
+    for found in report["sections"]["growth"].values():
+        sizes = found["sizes"]
+        steps = [math.log10(b / a) for a, b in itertools.pairwise(sizes)]
+        assert all(0.4 < step < 0.6 for step in steps)
+        for values in found["series"].values():
+            assert len(values) == len(sizes)
+            assert all(value >= 0 for value in values)
+
+
+def test_a_case_is_the_same_each_time() -> None:
+    case = Case("case", lambda: nn.Linear(2, 2), (3, 2))
+    assert torch.equal(case.model().weight, case.model().weight)  # type: ignore[union-attr, arg-type]
+    assert torch.equal(*(inputs_of(case)[0] for _ in range(2)))
+    assert not torch.equal(inputs_of(case)[0], inputs_of(case, seed=1)[0])
+    assert comparing.inputs_of is inputs_of
