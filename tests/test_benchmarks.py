@@ -316,7 +316,7 @@ def test_the_page_is_filled_between_its_markers_and_nowhere_else(
     assert "| 20 gated layers" in written
     assert "`python -m tests.benchmarks growth`" in written
     assert json.loads((tmp_path / "performance.json").read_text()) == report
-    svg = (tmp_path / "pictures" / "performance.svg").read_text()
+    svg = (tmp_path / "measured" / "performance.svg").read_text()
     assert svg.startswith("<svg")
     assert "20 gated layers, bended: " in svg
     page.write_docs(report, tmp_path)
@@ -362,7 +362,7 @@ def test_the_committed_page_shows_its_data() -> None:
     kept = json.loads((DOCS / "performance.json").read_text())
     text = (DOCS / "performance.md").read_text()
     assert page.filled(text, page.tables_of(kept), kept["machine"]) == text
-    assert (DOCS / "pictures" / "performance.svg").read_text() == page.figure(kept["sections"])
+    assert (DOCS / "measured" / "performance.svg").read_text() == page.figure(kept["sections"])
 
 
 def test_what_was_found_prints_again(

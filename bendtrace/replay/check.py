@@ -357,7 +357,10 @@ class CheckWriter:
         return [
             part
             for part in self._recording.surroundings.parts
-            if not part.is_argument and part.kind in _DISTINCT and part not in self._ignored
+            if not part.is_argument
+            and part.access is not Access.FIXED
+            and part.kind in _DISTINCT
+            and part not in self._ignored
         ]
 
     def _write_tables(self, source: Source, part: Part) -> None:

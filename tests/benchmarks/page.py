@@ -58,5 +58,5 @@ def write_docs(report: Mapping[str, Any], docs: Path = DOCS) -> None:
         report = {**report, "sections": before | report["sections"]}
     page.write_text(filled(page.read_text(), tables_of(report), report["machine"]))
     data.write_text(json.dumps(report, indent=1) + "\n")
-    (docs / "pictures").mkdir(exist_ok=True)
-    (docs / "pictures" / "performance.svg").write_text(figure(report["sections"]))
+    (docs / "measured").mkdir(exist_ok=True)
+    (docs / "measured" / "performance.svg").write_text(figure(report["sections"]))
