@@ -146,6 +146,7 @@ def assert_promise(
     *,
     mode: Callable[[], AbstractContextManager[Any]] = nullcontext,
     insert: Callable[[bt.BendedModule], object] = lambda bended: None,
+    wrap: Callable[[Any], bt.BendedModule] = bt.BendedModule,
 ) -> bt.BendedModule:
     """Call a model and its `BendedModule` in turn and compare everything after each call.
 
@@ -154,6 +155,7 @@ def assert_promise(
         calls: makes the inputs of each call.
         mode: a context to call in, such as `torch.no_grad`.
         insert: inserts in the `BendedModule` what is to make no difference.
+        wrap: makes the `BendedModule`.
 
     Returns:
         The `BendedModule`, with the statistics of the calls.
@@ -162,7 +164,7 @@ def assert_promise(
     eager = make()
     torch.manual_seed(0)
     model = make()
-    bended = bt.BendedModule(model)
+    bended = wrap(model)
     insert(bended)
     for seed, inputs in enumerate(calls):
         with mode():
