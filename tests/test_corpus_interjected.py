@@ -13,7 +13,6 @@ import pytest
 
 import bendtrace as bt
 from bendtrace import Inputs, Interjection, NodePass
-from tests import promise
 from tests.corpus import CASES
 from tests.corpus._case import Case
 from tests.promise import assert_promise
@@ -63,22 +62,19 @@ KINDS: dict[str, tuple[type[Interjection], Callable[[bt.Candidate], bool]]] = {
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_what_keeps_everything_changes_nothing(
-    case: Case, kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_keeps_everything_changes_nothing(case: Case, kind: str) -> None:
     what, where = KINDS[kind]
     handles: list[bt.Insertion] = []
 
-    class Inserted(bt.BendedModule):
-        def __init__(self, model: Any) -> None:
-            super().__init__(model)
-            handles.append(self.interject(where, what(), allow_none=True))
+    def insert(bended: bt.BendedModule) -> None:
+        handles.append(bended.interject(where, what(), allow_none=True))
 
     if case.name in NOT_FAST and kind != "instead":
         pytest.skip("has another path for models without anything inside")
-    monkeypatch.setattr(promise.bt, "BendedModule", Inserted)
     first, second, *rest = case.paths.values()
-    bended = assert_promise(case.make, [first, first, second, first, second, *rest, *rest])
+    calls = [first, first, second, first, second, *rest, *rest]
+    bended = assert_promise(case.make, calls, insert=insert)
+    assert len(handles) == 1
     assert bended.insertions == tuple(handles)
     nodes = {n.path for trace in bended.traces for n in bt.node_selector.find(where, trace)}
     if kind == "seeing":
