@@ -11,7 +11,14 @@ from torch import nn
 
 from tests.benchmarks.models import Case, inputs_of
 from tests.benchmarks.timing import Times, interleaved
-from tests.benchmarks.ways import Refused, Way, WrongOutput, assert_right, reason_of
+from tests.benchmarks.ways import (
+    Refused,
+    Way,
+    WrongOutput,
+    assert_right,
+    reason_of,
+    sharing_parameters,
+)  # fmt: skip
 
 __all__ = ["Cell", "Cells", "compared", "compared_alone", "merged"]
 
@@ -110,7 +117,7 @@ def _prepared(
         return None, {"reason": "not installed"}
     begun = time.perf_counter()
     try:
-        call = way.prepare(model, args)
+        call = way.prepare(sharing_parameters(model), args)
         given = call()
         first = time.perf_counter() - begun
         if way.checked:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import bendtrace as bt
 from tests.benchmarks.models import Case
-from tests.benchmarks.ways import WAYS, Call, Refused, Way, hooked, sharing_parameters
+from tests.benchmarks.ways import WAYS, Call, Refused, Way, hooked
 
 __all__ = ["PLACES", "gradient_inserters", "inserters"]
 
@@ -42,13 +42,13 @@ def _same(value: Any) -> Any:
 
 
 def _native_one(place: str, model: nn.Module, args: tuple[Tensor, ...]) -> Call:
-    copied = hooked(model, lambda module, inputs, output: _same(output), only=place)
-    return lambda: copied(*args)
+    hooked(model, lambda module, inputs, output: _same(output), only=place)
+    return lambda: model(*args)
 
 
 def _native_all(model: nn.Module, args: tuple[Tensor, ...]) -> Call:
-    copied = hooked(model, _nothing)
-    return lambda: copied(*args)
+    hooked(model, _nothing)
+    return lambda: model(*args)
 
 
 def _one(place: str, model: nn.Module, args: tuple[Tensor, ...]) -> Call:
@@ -71,7 +71,7 @@ def _none(model: nn.Module, args: tuple[Tensor, ...]) -> Call:
 def _nnsight_one(place: str, model: nn.Module, args: tuple[Tensor, ...]) -> Call:
     from nnsight import NNsight
 
-    wrapped: Any = NNsight(sharing_parameters(model))
+    wrapped: Any = NNsight(model)
     envoy = functools.reduce(
         lambda at, name: at[int(name)] if name.isdigit() else getattr(at, name),
         place.split("."), wrapped,
@@ -118,19 +118,18 @@ def _without(model: nn.Module, args: tuple[Tensor, ...]) -> Call:
 
 
 def _native_gradients(model: nn.Module, args: tuple[Tensor, ...]) -> Call:
-    copied = sharing_parameters(model)
     found: list[Tensor] = []
 
     def keep(module: nn.Module, inputs: Any, output: Any) -> None:
         if isinstance(output, Tensor) and output.requires_grad:
             output.register_hook(found.append)
 
-    for module in copied.modules():
+    for module in model.modules():
         module.register_forward_hook(keep)
 
     def call() -> Any:
         found.clear()
-        return _backward(copied(*args))
+        return _backward(model(*args))
 
     return call
 

@@ -120,19 +120,21 @@ def reason_of(error: BaseException) -> str:
 
 
 def sharing_parameters(model: nn.Module) -> nn.Module:
-    """Return a copy of a model, to put hooks into, with the very same parameters and buffers."""
+    """Return a copy of a model with the very same parameters and buffers.
+
+    Each way has one of its own: some put hooks or attributes into the model they are given.
+    """
     own = [*model.parameters(), *model.buffers()]
     made: nn.Module = copy.deepcopy(model, {id(tensor): tensor for tensor in own})
     return made
 
 
 def hooked(model: nn.Module, hook: Callable[..., Any], only: str | None = None) -> nn.Module:
-    """Return a copy with a forward hook on each of its modules, or on one."""
-    copied = sharing_parameters(model)
-    modules = copied.modules() if only is None else [copied.get_submodule(only)]
+    """Put a forward hook on each module of a model, or on one; return the model."""
+    modules = model.modules() if only is None else [model.get_submodule(only)]
     for module in list(modules):
         module.register_forward_hook(hook)
-    return copied
+    return model
 
 
 def _eager(model: nn.Module, args: tuple[Tensor, ...]) -> Call:
@@ -205,7 +207,7 @@ def _compile_fullgraph(model: nn.Module, args: tuple[Tensor, ...]) -> Call:
 def _nnsight(model: nn.Module, args: tuple[Tensor, ...]) -> Call:
     from nnsight import NNsight
 
-    wrapped: Any = NNsight(sharing_parameters(model))
+    wrapped: Any = NNsight(model)
 
     def call() -> Any:
         with wrapped.trace(*args):
