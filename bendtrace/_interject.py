@@ -57,7 +57,7 @@ def interject_by_match(
     Example:
         >>> import torch, bendtrace as bt
         >>> from bendtrace import node_selector
-        >>> from bendtrace._interject import interject_by_match
+        >>> from bendtrace.interjections import interject_by_match
         >>> model = torch.nn.Sequential(torch.nn.ReLU(), torch.nn.Sigmoid())
         >>> watched = interject_by_match(
         ...     model, node_selector.Activations.is_relu, lambda value: value * 0

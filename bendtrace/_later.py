@@ -10,7 +10,7 @@ a stand-in, which imports the module at the first attribute:
         viewer = Later("bendtrace.drawing.viewer")
 
 That is the only way of importing later in this package, besides the public names themselves
-(`bendtrace/__init__.py`). It is for what takes time, never to break a cycle.
+(`_public.py`). It is for what takes time, never to break a cycle.
 """
 
 from __future__ import annotations

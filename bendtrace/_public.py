@@ -2,105 +2,76 @@
 
 from __future__ import annotations
 
-__all__ = ["PLACES"]
+import importlib
+from collections.abc import Callable, Mapping
+from typing import Any
 
-# The modules `analysis`, `distributed`, `node_selector` and `workflows` are names by themselves.
+__all__ = ["MODULES", "PLACES", "importer"]
+
+# Public modules, which are names by themselves.
+MODULES = (
+    "analysis",
+    "bends",
+    "distributed",
+    "errors",
+    "flow",
+    "graph",
+    "harvesting",
+    "hooks",
+    "interjections",
+    "node_selector",
+    "patches",
+    "rewriting",
+    "workflows",
+)
 PLACES = {
     "Activations": "bendtrace.interject.activations",
-    "AddPatch": "bendtrace.interject.patches.values",
-    "Affine": "bendtrace.interject.bends.affine",
-    "AssertFlowStep": "bendtrace.flow",
-    "Bend": "bendtrace.interject.bends.bend",
-    "BendError": "bendtrace.interject.bends.errors",
-    "BendShapeError": "bendtrace.interject.bends.errors",
     "BendedModule": "bendtrace.module",
-    "Bending": "bendtrace.interject.bends.bending",
-    "BendingConfig": "bendtrace.interject.bends.config",
-    "BendingParameter": "bendtrace.interject.bends.parameter",
     "BendtraceError": "bendtrace.errors",
-    "Bias": "bendtrace.interject.bends.affine",
-    "CallbackChain": "bendtrace.interject.bends.bend",
-    "Candidate": "bendtrace.interject.candidate",
-    "Capture": "bendtrace.interject.bends.capture",
-    "CompileWarning": "bendtrace.errors",
-    "ConversionError": "bendtrace.errors",
-    "CustomPatch": "bendtrace.interject.patches.custom",
     "Difference": "bendtrace.differences.difference",
-    "DivergenceError": "bendtrace.errors",
-    "EscapeFlowStep": "bendtrace.flow",
     "Explanation": "bendtrace.replaying",
-    "FlowStep": "bendtrace.flow",
-    "FlowSteps": "bendtrace.flow",
-    "ForwardInterjection": "bendtrace.interject.interjections",
-    "Graph": "bendtrace.graph.mirror",
-    "HookFunction": "bendtrace.interject.hooks.function",
-    "HookHandle": "bendtrace.interject.hooks.handle",
     "HookManager": "bendtrace.interject.hooks.manager",
-    "HookNameError": "bendtrace.interject.hooks.tables",
-    "IndexFlowStep": "bendtrace.flow",
-    "InputError": "bendtrace.errors",
     "Inputs": "bendtrace.interject.interjection",
     "Insertion": "bendtrace.interject.insertion",
     "Interjection": "bendtrace.interject.interjection",
-    "InterjectionError": "bendtrace.interject.errors",
-    "InterpolateActivation": "bendtrace.interject.bends.interpolation",
-    "InterpolationFromCapture": "bendtrace.interject.bends.capture",
-    "Lambda": "bendtrace.interject.bends.functional",
     "LayerEntry": "bendtrace.history.entries",
-    "LayerKeyError": "bendtrace.errors",
-    "LoadError": "bendtrace.storage.errors",
-    "LogicalFlowStep": "bendtrace.flow",
-    "LoopFlowStep": "bendtrace.flow",
-    "Mask": "bendtrace.interject.bends.mask",
     "ModelHistory": "bendtrace._history",
-    "NeverFiredWarning": "bendtrace.interject.errors",
     "NodePass": "bendtrace.interject.interjection",
-    "NodePathError": "bendtrace.paths.strings",
-    "NodeRef": "bendtrace.graph.names",
-    "NodeSelector": "bendtrace.interject.selector",
-    "NondeterminismError": "bendtrace.errors",
-    "Normal": "bendtrace.interject.bends.noise",
-    "NotReplayableError": "bendtrace.errors",
-    "OrderedMask": "bendtrace.interject.bends.mask",
-    "Patch": "bendtrace.interject.patches.base",
-    "PatchError": "bendtrace.interject.patches.errors",
     "PatchableGraph": "bendtrace.patchable",
-    "Permute": "bendtrace.interject.bends.permute",
-    "ProbePatch": "bendtrace.interject.patches.probes",
-    "RecordPatch": "bendtrace.interject.patches.probes",
-    "ReplacePatch": "bendtrace.interject.patches.values",
     "Report": "bendtrace.interject.report",
-    "SaveError": "bendtrace.storage.errors",
-    "Scale": "bendtrace.interject.bends.affine",
-    "ShapeFlowStep": "bendtrace.flow",
     "Stats": "bendtrace.replaying",
-    "ThresholdActivation": "bendtrace.interject.bends.mask",
-    "ThresholdPermute": "bendtrace.interject.bends.permute",
     "Trace": "bendtrace._trace",
-    "TraceLimitWarning": "bendtrace.errors",
-    "WrappedForwardBackwardInterjection": "bendtrace.interject.interjections",
-    "WrappedForwardInterjection": "bendtrace.interject.interjections",
-    "ZeroPatch": "bendtrace.interject.patches.values",
-    "between": "bendtrace.interject.rewriting",
     "diff": "bendtrace.differences.difference",
-    "from_fx": "bendtrace.graph.fx",
     "harvest": "bendtrace.harvesting.harvest",
-    "interject_by_match": "bendtrace._interject",
-    "interject_by_module": "bendtrace._interject",
-    "interject_by_module_class": "bendtrace._interject",
-    "interject_by_module_class_native": "bendtrace._interject",
-    "interject_by_name": "bendtrace._interject",
     "load": "bendtrace._history",
     "log_forward_pass": "bendtrace._forward_pass",
     "opaque": "bendtrace.recording.boundaries",
-    "remove": "bendtrace.interject.rewriting",
-    "replace": "bendtrace.interject.rewriting",
-    "replace_module": "bendtrace._rewriting",
-    "replace_module_native": "bendtrace._rewriting",
-    "splice": "bendtrace.interject.rewriting",
-    "to_dot": "bendtrace.graph.export",
-    "to_fx": "bendtrace.graph.fx",
-    "to_graphml": "bendtrace.graph.export",
-    "to_node_link": "bendtrace.graph.export",
     "trace": "bendtrace._trace",
 }
+
+
+def importer(names: dict[str, Any], places: Mapping[str, str]) -> Callable[[str], Any]:
+    """Return a module's `__getattr__`, which imports what is asked for.
+
+    Args:
+        names: the module's namespace.
+        places: for each name the module that has it.
+    """
+
+    def __getattr__(name: str) -> Any:
+        package = names["__name__"]
+        if name in places:
+            value = getattr(importlib.import_module(places[name]), name)
+        elif not name.startswith("_"):
+            try:
+                value = importlib.import_module(f"{package}.{name}")
+            except ModuleNotFoundError as error:
+                if error.name != f"{package}.{name}":
+                    raise  # the module is there, and lacks another
+                raise AttributeError(f"module {package!r} has no attribute {name!r}") from None
+        else:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        names[name] = value
+        return value
+
+    return __getattr__

@@ -56,7 +56,7 @@ def replace_module(
 
     Example:
         >>> import torch, bendtrace as bt
-        >>> from bendtrace._rewriting import replace_module
+        >>> from bendtrace.rewriting import replace_module
         >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU())
         >>> smooth = replace_module(model, torch.nn.ReLU, lambda relu: torch.nn.GELU())
         >>> smooth

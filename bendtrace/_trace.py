@@ -374,7 +374,7 @@ class Trace(ModelHistory):
     def to_fx(
         self, *, fold: bool | Callable[[nn.Module], bool] = False, guards: bool = True
     ) -> fx.GraphModule:
-        """Convert to a runnable `torch.fx.GraphModule` (see `bendtrace.to_fx`)."""
+        """Convert to a runnable `torch.fx.GraphModule` (see `bendtrace.graph.to_fx`)."""
         return conversion.to_fx(self.graph, fold=fold, guards=guards)
 
     def to_json(self, **options: Any) -> str:

@@ -163,7 +163,7 @@ class FlowSteps(Sequence[FlowStep]):
         Example:
             >>> import torch, bendtrace as bt
             >>> trace = bt.trace(lambda x: x + 1 if x.sum() > 0 else x, torch.ones(2))
-            >>> [step.value for step in trace.flow_steps.of(bt.LogicalFlowStep)]
+            >>> [step.value for step in trace.flow_steps.of(bt.flow.LogicalFlowStep)]
             [True]
         """
         return FlowSteps([step for step in self._steps if isinstance(step, kinds)])

@@ -156,7 +156,7 @@ class BendedModule(ReplayingModule):
             >>> bended = bt.BendedModule(lambda x: x.relu().sum())
             >>> bended(torch.ones(2))
             tensor(2.)
-            >>> with bended.patch({"relu": bt.AddPatch(value=1, slice=0)}):
+            >>> with bended.patch({"relu": bt.patches.AddPatch(value=1, slice=0)}):
             ...     bended(torch.ones(2))
             tensor(3.)
         """
@@ -213,7 +213,7 @@ class BendedModule(ReplayingModule):
             >>> bended = bt.BendedModule(torch.nn.Sequential(torch.nn.Linear(2, 2)))
             >>> x = torch.ones(1, 2)
             >>> before = bended(x)
-            >>> handle = bended.bend(bt.Bias(1.0), "0$")
+            >>> handle = bended.bend(bt.bends.Bias(1.0), "0$")
             >>> torch.equal(bended(x), before + 1)
             True
             >>> bended.reset()

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 import bendtrace as bt
+from bendtrace.errors import ConversionError, DivergenceError
 from bendtrace.recording.scalars import TRACED
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
@@ -189,12 +190,12 @@ def assert_graph_agrees(
     assert len(trace.graph) >= len(trace.ops)
     try:
         module = trace.to_fx(fold=fold)
-    except bt.ConversionError:
+    except ConversionError:
         return  # what cannot be said in fx is refused; test_fx.py has the messages
     module.graph.lint()
     torch.manual_seed(seed)
     try:
         given = module(*trace._signature.bind(*inputs).values())
-    except bt.DivergenceError:
+    except DivergenceError:
         return  # the run changed state, or drew numbers, that decide its path
     assert bits(given) == wanted

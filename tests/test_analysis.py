@@ -37,6 +37,7 @@ from bendtrace.analysis import (
     RunningTopK,
     RunningVariance,
 )
+from bendtrace.errors import InputError
 from tests.promise import bits
 from tests.test_analysis_streaming import assert_same, held, leaves
 
@@ -292,7 +293,7 @@ def test_tables_have_a_row_for_each_node_and_class(name: str) -> None:
     for key in ("a", "b"):
         analyser.update(key, torch.randn(6, 4), torch.tensor([0, 1, 2, 0, 1, 2]))
     if name == "list":
-        with pytest.raises(bt.InputError, match="different levels"):
+        with pytest.raises(InputError, match="different levels"):
             analyser.to_pandas()
         return
     table = analyser.to_pandas()
@@ -314,7 +315,7 @@ def test_a_table_per_unit_has_numbers_alone() -> None:
     assert table["count"].tolist() == [2, 2]
     covariance = RunningCovariance()
     covariance.update("fc", values)
-    with pytest.raises(bt.InputError, match="different shapes"):
+    with pytest.raises(InputError, match="different shapes"):
         covariance.to_pandas(per_unit=True)
     assert RunningMean().to_pandas().empty
 
@@ -336,14 +337,16 @@ def test_which_dimensions_have_results_of_their_own(keep: Any, shape: tuple[int,
 
 @pytest.mark.parametrize("keep", [0, (0, 1), (1, 1), "all", 1.0, None, True])
 def test_dimensions_that_cannot_be_kept_are_refused_at_once(keep: Any) -> None:
-    with pytest.raises(bt.InputError, match="keep="):
+    with pytest.raises(InputError, match="keep="):
         FeatureStatistics(keep=keep)
 
 
 def test_a_dimension_that_a_value_lacks_is_an_error_with_the_node() -> None:
-    with pytest.raises(bt.InputError, match=r"RunningMean at 'fc': keep=3 does not fit .*\(2, 3\)"):
+    with pytest.raises(
+        bt.errors.InputError, match=r"RunningMean at 'fc': keep=3 does not fit .*\(2, 3\)"
+    ):
         RunningMean(keep=3).update("fc", torch.ones(2, 3))
-    with pytest.raises(bt.InputError, match="does not fit"):
+    with pytest.raises(InputError, match="does not fit"):
         RunningMean(keep=-2).update("fc", torch.ones(2, 3))
 
 
@@ -367,7 +370,7 @@ def test_units_that_change_in_number_are_an_error_with_the_node() -> None:
     with bended.interject("relu", mean, allow_none=True):
         bended(torch.ones(2, 3))
         before = mean.to_dict()
-        with pytest.raises(bt.InputError, match=r"at 'relu': so far .*\(3,\), now .*\(4,\)"):
+        with pytest.raises(InputError, match=r"at 'relu': so far .*\(3,\), now .*\(4,\)"):
             bended(torch.ones(2, 4))
     assert mean.to_dict() == before
 
@@ -448,15 +451,15 @@ def test_tuples_and_dicts_are_taken_apart_under_paths_that_can_be_inserted_at() 
 
 def test_what_no_analyser_can_look_at_is_refused_with_the_node() -> None:
     mean = RunningMean()
-    with pytest.raises(bt.InputError, match="'name' gave a str"):
+    with pytest.raises(InputError, match="'name' gave a str"):
         mean.update("name", "text")
-    with pytest.raises(bt.InputError, match="'pair' gave a tuple"):
+    with pytest.raises(InputError, match="'pair' gave a tuple"):
         mean.update("pair", ("a", object()))
-    with pytest.raises(bt.InputError, match="'fft' gave complex numbers"):
+    with pytest.raises(InputError, match="'fft' gave complex numbers"):
         mean.update("fft", torch.ones(2, 2, dtype=torch.complex64))
-    with pytest.raises(bt.InputError, match="'adj' gave a tensor of layout"):
+    with pytest.raises(InputError, match="'adj' gave a tensor of layout"):
         mean.update("adj", torch.eye(2).to_sparse())
-    with pytest.raises(bt.InputError, match="'large' gave uint64"):
+    with pytest.raises(InputError, match="'large' gave uint64"):
         mean.update("large", torch.ones(2, 2, dtype=torch.uint64))
     mean.update("nothing", None)
     mean.update("nothing", ())
@@ -558,7 +561,7 @@ def test_an_error_in_an_analyser_comes_out_and_leaves_the_model_as_it_was() -> N
     x, _ = data(1)[0]
     expected = bended(x)
     with (
-        pytest.raises(bt.InputError, match="targets are needed"),
+        pytest.raises(InputError, match="targets are needed"),
         bended.interject("relu", PerClassAnalyser(RunningMean())),
     ):
         bended(x)
@@ -600,7 +603,7 @@ def test_dead_has_a_threshold_and_takes_nan_for_broken_not_for_dead() -> None:
     assert dead.to_dict()["gelu"]["dead"] == [True, False, False, True]
     dead.update("never", torch.zeros(0, 2))
     assert dead.to_dict()["never"]["dead_count"] == 0
-    with pytest.raises(bt.InputError, match="threshold="):
+    with pytest.raises(InputError, match="threshold="):
         DeadReLU(threshold=math.nan)
 
 
@@ -711,7 +714,7 @@ def test_top_samples_of_a_node_that_is_skipped_have_the_numbers_that_were_set() 
                 bended(torch.full((2, 1), value))
     assert top.to_dict()["relu"]["samples"] == [[4], [5]]
     assert top.calls == {"relu": 2}
-    with pytest.raises(bt.InputError, match="3 numbers of samples are set"):
+    with pytest.raises(InputError, match="3 numbers of samples are set"):
         top.update("relu", torch.ones(2, 1), samples=[1, 2, 3])
 
 
@@ -772,19 +775,23 @@ def test_each_class_has_what_the_analyser_says_of_its_samples_alone() -> None:
 def test_missing_and_wrong_targets_say_what_to_set() -> None:
     analyser = PerClassAnalyser(RunningMean())
     value = torch.ones(3, 2)
-    with pytest.raises(bt.InputError, match=r"at 'fc': targets are needed: set `analyser.targets`"):
+    with pytest.raises(
+        bt.errors.InputError, match=r"at 'fc': targets are needed: set `analyser.targets`"
+    ):
         analyser.update("fc", value)
-    with pytest.raises(bt.InputError, match=r"2 targets, but the value has the shape \(3, 2\)"):
+    with pytest.raises(
+        bt.errors.InputError, match=r"2 targets, but the value has the shape \(3, 2\)"
+    ):
         analyser.update("fc", value, [0, 1])
-    with pytest.raises(bt.InputError, match="whole numbers"):
+    with pytest.raises(InputError, match="whole numbers"):
         analyser.update("fc", value, [0.5, 1.0, 2.0])
-    with pytest.raises(bt.InputError, match="whole numbers"):
+    with pytest.raises(InputError, match="whole numbers"):
         analyser.update("fc", value, [[0], [1], [2]])
-    with pytest.raises(bt.InputError, match="targets="):
+    with pytest.raises(InputError, match="targets="):
         analyser.targets = object()
-    with pytest.raises(bt.InputError, match="one number"):
+    with pytest.raises(InputError, match="one number"):
         analyser.targets = 3
-    with pytest.raises(bt.InputError, match="samples="):
+    with pytest.raises(InputError, match="samples="):
         analyser.samples = [0.5]
     assert analyser.results == {}
     analyser.update("fc", value, torch.tensor([True, False, True]))
@@ -795,7 +802,7 @@ def test_a_value_that_does_not_fit_changes_no_class() -> None:
     analyser = PerClassAnalyser(RunningMean())
     analyser.update("fc", torch.ones(2, 2), [1, 2])
     before = analyser.to_dict()
-    with pytest.raises(bt.InputError, match="so far"):
+    with pytest.raises(InputError, match="so far"):
         analyser.update("fc", torch.ones(2, 3), [0, 1])
     assert analyser.to_dict() == before
 
@@ -849,7 +856,7 @@ def test_an_analyser_of_one_s_own_works_in_all_wrappers() -> None:
     with bended.interject("relu", peeks, allow_none=True):
         bended(torch.ones(3, 2))
     assert peeks.to_dict() == {"relu": {"Peeks": {"rows": 3}}}
-    with pytest.raises(bt.InputError, match="of its own"):
+    with pytest.raises(InputError, match="of its own"):
         PerClassAnalyser(Peeks())
 
 
@@ -873,7 +880,7 @@ def test_an_analyser_of_one_s_own_works_in_all_wrappers() -> None:
 def test_settings_that_make_no_sense_are_refused_at_once(
     make: Callable[[], Any], message: str
 ) -> None:
-    with pytest.raises(bt.InputError, match=re.escape(message)):
+    with pytest.raises(InputError, match=re.escape(message)):
         make()
 
 
@@ -894,9 +901,9 @@ def test_settings_that_make_no_sense_are_refused_at_once(
     ],
 )
 def test_others_are_not_merged_nor_loaded(one: Analyser, other: Analyser, message: str) -> None:
-    with pytest.raises(bt.InputError, match=re.escape(message)):
+    with pytest.raises(InputError, match=re.escape(message)):
         one.merge(other)
-    with pytest.raises(bt.InputError):
+    with pytest.raises(InputError):
         one.load_state_dict(other.state_dict())
 
 
@@ -907,13 +914,13 @@ def test_a_merge_that_fails_at_one_node_changes_none() -> None:
     other.update("a", torch.zeros(1, 2))
     other.update("b", torch.zeros(1, 3))
     before = bits(one.state_dict())
-    with pytest.raises(bt.InputError, match="RunningMean at 'b': the shape of the units"):
+    with pytest.raises(InputError, match="RunningMean at 'b': the shape of the units"):
         one.merge(other)
     assert bits(one.state_dict()) == before
     dead = DeadReLU()
     dead.update("a", torch.ones(1, 2))
     both, others = AnalyserList([dead, one]), AnalyserList([copy.deepcopy(dead), other])
-    with pytest.raises(bt.InputError):
+    with pytest.raises(InputError):
         both.merge(others)
     assert bits(one.state_dict()) == before
     assert dead.results["a"]["count"] == 1
@@ -943,20 +950,6 @@ def test_an_analyser_in_a_model_is_copied_and_pickled_with_it() -> None:
 
 
 ROOT = Path(__file__).parent.parent
-
-
-def test_the_examples_of_the_page_on_analysers_print_what_it_shows(tmp_path: Path) -> None:
-    text = (ROOT / "docs" / "analysers.md").read_text()
-    blocks = re.findall(r"```(\w*)\n(.*?)```", text, flags=re.DOTALL)
-    code = "".join(body for language, body in blocks if language == "python")
-    shown = "".join(body for language, body in blocks if language == "")
-    (tmp_path / "analysers.py").write_text(code)
-    done = subprocess.run(
-        [sys.executable, "analysers.py"], cwd=tmp_path, capture_output=True, encoding="utf-8",
-        env={"PYTHONPATH": str(ROOT), "PATH": "", "PYTHONIOENCODING": "utf-8"}, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert [line.rstrip() for line in done.stdout.splitlines()] == shown.splitlines()
 
 
 def test_nothing_optional_is_imported_before_it_is_asked_for() -> None:

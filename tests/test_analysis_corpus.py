@@ -34,7 +34,7 @@ class Keeps(bt.Interjection):
             self.values.setdefault(name, []).append(value.detach().clone())
 
 
-def can_be_seen(node: bt.Candidate) -> bool:
+def can_be_seen(node: bt.node_selector.Candidate) -> bool:
     if "empty" in node.path:  # whose content is chance
         return False
     return node.path != "" and not node.is_module

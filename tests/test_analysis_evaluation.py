@@ -28,6 +28,7 @@ from bendtrace.analysis import (
     RunningMean,
     RunningTopK,
 )
+from bendtrace.errors import InputError
 from tests.promise import bits
 
 
@@ -359,7 +360,7 @@ def test_batches_can_be_anything_if_it_is_said_what_is_in_them() -> None:
         assert bits(found.results) == bits(expected.results)
     one = AnalyserEvaluation("act", RunningMean(), loader=[x, x + 1], max_batches=1)
     assert bits(one.evaluate(model).results) == bits(expected.results)
-    with pytest.raises(bt.InputError, match="tuple of 3: say by inputs="):
+    with pytest.raises(InputError, match="tuple of 3: say by inputs="):
         AnalyserEvaluation("act", RunningMean(), loader=triple).evaluate(model)
 
 
@@ -380,7 +381,7 @@ def test_batches_can_be_anything_if_it_is_said_what_is_in_them() -> None:
     ],
 )
 def test_what_makes_no_sense_is_refused(make: Callable[[], Any], message: str) -> None:
-    with pytest.raises(bt.InputError, match=re.escape(message)):
+    with pytest.raises(InputError, match=re.escape(message)):
         make()
 
 
@@ -388,7 +389,9 @@ def test_steps_in_which_nothing_was_seen_give_a_warning() -> None:
     model, other = net(), net()
     evaluation = AnalyserEvaluation("act", RunningMean(), unit="step")
     with evaluation.attached(model):
-        with pytest.warns(bt.NeverFiredWarning, match="RunningMean at 'act' was never called"):
+        with pytest.warns(
+            bt.errors.NeverFiredWarning, match="RunningMean at 'act' was never called"
+        ):
             with evaluation.step():
                 other(torch.randn(4, 3))
         with evaluation.step():
@@ -399,7 +402,7 @@ def test_steps_in_which_nothing_was_seen_give_a_warning() -> None:
 def test_it_is_attached_to_one_model_at_a_time() -> None:
     evaluation = AnalyserEvaluation("a", RunningMean())
     with evaluation.attached(net()):
-        with pytest.raises(bt.InputError, match="attached to a model already"):
+        with pytest.raises(InputError, match="attached to a model already"):
             evaluation.begin(net())
     evaluation.end()
     with evaluation.attached(net()):

@@ -9,7 +9,6 @@ import itertools
 import math
 import pickle
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,8 +24,8 @@ from torch.nn import functional as F
 import bendtrace as bt
 from bendtrace.analysis.evaluation import AnalyserEvaluation
 from bendtrace.analysis.probes import LinearProbe
+from bendtrace.errors import InputError
 from tests.promise import state
-from tests.test_readme import ROOT, _examples, _printed
 
 SGD = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 ADAM = functools.partial(torch.optim.Adam, lr=0.01)
@@ -280,7 +279,7 @@ def test_what_waits_can_be_discarded_and_is_bounded(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("bendtrace.analysis.probes._MOST_WAITING", 3)
     for _ in range(3):
         probe.update("x", x, y)
-    with pytest.raises(bt.InputError, match=r"3 batches wait: call train_step\(\)"):
+    with pytest.raises(InputError, match=r"3 batches wait: call train_step\(\)"):
         probe.update("x", x, y)
     assert list(probe.train_step()) == ["x"]
 
@@ -382,7 +381,7 @@ def test_positions_have_targets_of_their_own(keep: int) -> None:
     assert found["accuracy"] == (predicted == targets.flatten()[counted]).double().mean().item()
     loss = F.cross_entropy(layer(features.flatten(0, 1)), targets.flatten()).item()
     assert found["loss"] == pytest.approx(loss, rel=1e-5)
-    with pytest.raises(bt.InputError, match="one for each position, or pool=True"):
+    with pytest.raises(InputError, match="one for each position, or pool=True"):
         probe.update("x", value, targets[:, 0])
 
 
@@ -398,7 +397,7 @@ def test_the_mean_over_positions_is_one_sample() -> None:
     flat = LinearProbe(3, closed_form=True, keep=-1, pool=True)
     flat.update("x", value[:, :, 0, 0], y)
     assert flat._states["x"].sums.width == 6
-    with pytest.raises(bt.InputError, match="pool"):
+    with pytest.raises(InputError, match="pool"):
         LinearProbe(3, pool=True)
 
 
@@ -652,7 +651,7 @@ def test_classes_are_solved_as_scikit_learn_s_ridge_classifier_does(cls: type[nn
             probe.targets = torch.where(torch.arange(len(y)) == 3, -100, y)
             bended(x)
         probe.eval()
-        with pytest.raises(bt.InputError, match="not solved yet"):
+        with pytest.raises(InputError, match="not solved yet"):
             bended(data[0][0])
         probe.train()
         probe.solve(alpha=2.0)
@@ -724,24 +723,24 @@ def test_probes_that_are_not_the_same_are_not_merged() -> None:
     other.update("x", x, y)
     other.train_step()
     before = one.to_dict()
-    with pytest.raises(bt.InputError, match="at 'x': the probes are not the same map"):
+    with pytest.raises(InputError, match="at 'x': the probes are not the same map"):
         one.merge(other)
     assert one.to_dict() == before
-    with pytest.raises(bt.InputError, match="seed"):
+    with pytest.raises(InputError, match="seed"):
         one.merge(LinearProbe(2, SGD, seed=1))
-    with pytest.raises(bt.InputError, match="optimizer"):
+    with pytest.raises(InputError, match="optimizer"):
         one.merge(LinearProbe(2, functools.partial(torch.optim.SGD, lr=0.2)))
 
     sums = [LinearProbe(2, closed_form=True) for _ in range(2)]
     for probe in sums:
         probe.update("x", x, y)
     sums[0].solve()
-    with pytest.raises(bt.InputError, match="the other has none"):
+    with pytest.raises(InputError, match="the other has none"):
         sums[0].merge(sums[1])
     sums[1].update("x", x, y)
     with torch.no_grad():
         sums[1]._states["x"].linear = copy.deepcopy(sums[0].probes["x"])
-    with pytest.raises(bt.InputError, match="different sums"):
+    with pytest.raises(InputError, match="different sums"):
         sums[0].merge(sums[1])
 
 
@@ -795,7 +794,7 @@ def test_a_probe_goes_on_where_it_was_saved(optimizer: Any) -> None:
         for path, layer in whole.probes.items():
             assert torch.equal(probe.probes[path].weight, layer.weight)
             assert torch.equal(probe.probes[path].bias, layer.bias)
-    with pytest.raises(bt.InputError, match="num_classes"):
+    with pytest.raises(InputError, match="num_classes"):
         LinearProbe(4, optimizer).load_state_dict(first.state_dict())
     solved = LinearProbe(3, closed_form=True)
     solved.update("x", *(torch.randn(9, 2), torch.arange(9) % 3))
@@ -885,7 +884,7 @@ def test_targets_that_do_not_fit_are_refused_and_change_nothing() -> None:
         (LinearProbe(), torch.rand(4, 2, 2), "targets have the shape"),
         (LinearProbe(), torch.tensor([0, 1, math.nan, 2]), "not finite"),
     ):
-        with pytest.raises(bt.InputError, match=message):
+        with pytest.raises(InputError, match=message):
             probe.update("x", x, targets)
         assert probe.probes == {}
         assert probe.calls == {}
@@ -896,12 +895,12 @@ def test_features_and_targets_of_other_sizes_than_before_are_refused() -> None:
     for closed_form in (False, True):
         probe = LinearProbe(closed_form=closed_form)
         probe.update("x", torch.randn(4, 3), torch.rand(4, 2))
-        with pytest.raises(bt.InputError, match="5 features, but 3 before"):
+        with pytest.raises(InputError, match="5 features, but 3 before"):
             probe.update("x", torch.randn(4, 5), torch.rand(4, 2))
-        with pytest.raises(bt.InputError, match="targets of 1 values, but of 2 before"):
+        with pytest.raises(InputError, match="targets of 1 values, but of 2 before"):
             probe.update("x", torch.randn(4, 3), torch.rand(4))
     big = LinearProbe(3, closed_form=True, max_features=10)
-    with pytest.raises(bt.InputError, match="11 features need"):
+    with pytest.raises(InputError, match="11 features need"):
         big.update("x", torch.randn(1, 8), torch.tensor([0]))
 
 
@@ -914,24 +913,24 @@ def test_features_and_targets_of_other_sizes_than_before_are_refused() -> None:
     ],
 )  # fmt: skip
 def test_settings_that_make_no_sense_are_refused(wrong: dict[str, Any]) -> None:
-    with pytest.raises(bt.InputError, match=list(wrong)[-1]):
+    with pytest.raises(InputError, match=list(wrong)[-1]):
         LinearProbe(**wrong)
 
 
 def test_steps_and_solutions_are_not_mixed() -> None:
-    with pytest.raises(bt.InputError, match="closed_form=True"):
+    with pytest.raises(InputError, match="closed_form=True"):
         LinearProbe(2).solve()
-    with pytest.raises(bt.InputError, match=r"call solve\(\)"):
+    with pytest.raises(InputError, match=r"call solve\(\)"):
         LinearProbe(2, closed_form=True).train_step()
-    with pytest.raises(bt.InputError, match="neither an optimizer"):
+    with pytest.raises(InputError, match="neither an optimizer"):
         LinearProbe(2, SGD, closed_form=True)
     probe = LinearProbe(2, closed_form=True)
-    with pytest.raises(bt.InputError, match="nothing was seen"):
+    with pytest.raises(InputError, match="nothing was seen"):
         probe.solve()
     probe.update("x", torch.tensor([[math.nan, 1.0]]), torch.tensor([1]))
-    with pytest.raises(bt.InputError, match="at 'x': features or targets were not finite"):
+    with pytest.raises(InputError, match="at 'x': features or targets were not finite"):
         probe.solve()
-    with pytest.raises(bt.InputError, match="alpha"):
+    with pytest.raises(InputError, match="alpha"):
         probe.solve(-1)
 
 
@@ -959,8 +958,3 @@ def test_an_error_in_the_model_leaves_nothing_inserted_and_the_probe_usable() ->
         bended(x)
         (loss,) = probe.train_step().values()
     assert bool(loss.isfinite())
-
-
-def test_the_examples_of_the_page_on_probes_print_what_it_shows(tmp_path: Path) -> None:
-    code, shown = _examples((ROOT / "docs" / "probes.md").read_text())
-    assert _printed(code, tmp_path, "probes.py") == shown.splitlines()

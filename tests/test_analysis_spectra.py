@@ -28,6 +28,7 @@ from bendtrace.analysis.ranks import Rank
 from bendtrace.analysis.singular_values import spectrum
 from bendtrace.analysis.spectra import CovarianceSpectrum, power_law
 from bendtrace.analysis.weights import LayerWeightRank, weight_ranks
+from bendtrace.errors import InputError
 from tests.promise import state
 
 MODES = ("aTa", "aaT", "a")
@@ -273,7 +274,7 @@ def test_tolerances_that_a_gram_matrix_cannot_keep_are_refused() -> None:
         for tolerance in ({"rtol": 1e-9}, {"atol": 1e-9}, {"rtol": 0.0}):
             rank = Rank(mode, **tolerance)
             rank.update("x", matrix)
-            with pytest.raises(bt.InputError, match=r"does not tell .* mode='a'"):
+            with pytest.raises(InputError, match=r"does not tell .* mode='a'"):
                 rank.to_dict()
     rank = Rank("a", rtol=1e-9)
     rank.update("x", matrix)
@@ -339,12 +340,14 @@ def test_only_the_modes_that_keep_samples_are_bounded() -> None:
     for mode in ("a", "aaT"):
         rank = Rank(mode, max_samples=10)
         rank.update("x", torch.randn(8, 3))
-        with pytest.raises(bt.InputError, match=r"at 'x': 11 samples by now.*max_samples=10"):
+        with pytest.raises(
+            bt.errors.InputError, match=r"at 'x': 11 samples by now.*max_samples=10"
+        ):
             rank.update("x", torch.randn(3, 3))
         assert rank.to_dict()["x"]["samples"] == 8
         rank.update("x", torch.randn(2, 3))
         other = copy.deepcopy(rank)
-        with pytest.raises(bt.InputError, match="20 samples"):
+        with pytest.raises(InputError, match="20 samples"):
             rank.merge(other)
         assert rank.to_dict()["x"]["samples"] == 10
     rank = Rank(max_samples=10)
@@ -364,7 +367,7 @@ def test_kept_samples_are_copies() -> None:
 
 def test_too_many_features_are_refused_before_anything_is_allocated() -> None:
     for analyser in (Rank(max_features=100), CovarianceSpectrum(max_features=100)):
-        with pytest.raises(bt.InputError, match="101 features need a matrix of"):
+        with pytest.raises(InputError, match="101 features need a matrix of"):
             analyser.update("x", torch.zeros(1, 101))
         assert analyser.results == {}
         analyser.update("x", torch.zeros(1, 100))
@@ -391,7 +394,7 @@ def test_another_number_of_features_is_refused_and_changes_nothing() -> None:
     for analyser in (Rank("aTa"), Rank("a"), CovarianceSpectrum()):
         analyser.update("x", torch.randn(4, 3))
         before = analyser.to_dict()
-        with pytest.raises(bt.InputError, match=r"5 features, but 3 before.*keep="):
+        with pytest.raises(InputError, match=r"5 features, but 3 before.*keep="):
             analyser.update("x", torch.randn(4, 5))
         assert analyser.to_dict() == before
         assert analyser.calls == {"x": 1}
@@ -405,7 +408,7 @@ def test_another_number_of_features_is_refused_and_changes_nothing() -> None:
     ],
 )  # fmt: skip
 def test_settings_that_make_no_sense_are_refused(wrong: dict[str, Any]) -> None:
-    with pytest.raises(bt.InputError, match=re.escape(next(iter(wrong)))):
+    with pytest.raises(InputError, match=re.escape(next(iter(wrong)))):
         Rank(**wrong)
 
 
@@ -422,7 +425,7 @@ def test_ranks_are_saved_and_loaded() -> None:
         for one in (analyser, loaded):
             one.update("x", more)
         assert loaded.to_dict() == analyser.to_dict()
-    with pytest.raises(bt.InputError, match="mode"):
+    with pytest.raises(InputError, match="mode"):
         Rank("a").merge(Rank("aTa"))
 
 
@@ -536,9 +539,9 @@ def test_a_power_law_through_noise_is_the_line_of_scipy() -> None:
     assert fit.r_squared == pytest.approx(line.rvalue**2)
     assert fit.scale == pytest.approx(math.exp(line.intercept))
     assert math.isnan(power_law(torch.zeros(5)).exponent)
-    with pytest.raises(bt.InputError, match="no range"):
+    with pytest.raises(InputError, match="no range"):
         power_law(torch.ones(5), 3, 3)
-    with pytest.raises(bt.InputError, match="fit="):
+    with pytest.raises(InputError, match="fit="):
         CovarianceSpectrum(fit=(0, 5))
 
 
@@ -731,13 +734,13 @@ def test_where_says_which_weights() -> None:
     ):
         assert list(weight_ranks(model, where)) == expected
         assert list(weight_ranks(bt.BendedModule(model), where)) == expected
-    with pytest.raises(bt.InputError, match=r"'layer.1' means no weight; did you mean"):
+    with pytest.raises(InputError, match=r"'layer.1' means no weight; did you mean"):
         weight_ranks(model, "layer.1")
-    with pytest.raises(bt.InputError, match="means no weight"):
+    with pytest.raises(InputError, match="means no weight"):
         weight_ranks(model, nn.Conv2d)
-    with pytest.raises(bt.InputError, match="only be told from a run"):
+    with pytest.raises(InputError, match="only be told from a run"):
         weight_ranks(model, bt.node_selector.Activations.ReLU.last())
-    with pytest.raises(bt.InputError, match="and is no matrix"):
+    with pytest.raises(InputError, match="and is no matrix"):
         weight_ranks(model, "head.bias")
 
 
@@ -751,13 +754,15 @@ def test_a_state_dict_has_ranks_too() -> None:
 
 
 def test_weights_that_cannot_be_read_are_refused() -> None:
-    with pytest.raises(bt.InputError, match="'weight' is not initialized: call the model once"):
+    with pytest.raises(
+        bt.errors.InputError, match="'weight' is not initialized: call the model once"
+    ):
         weight_ranks(nn.LazyLinear(3))
-    with pytest.raises(bt.InputError, match="'weight' is on the device 'meta'"):
+    with pytest.raises(InputError, match="'weight' is on the device 'meta'"):
         weight_ranks(nn.Linear(2, 3, device="meta"))
-    with pytest.raises(bt.InputError, match="only modules"):
+    with pytest.raises(InputError, match="only modules"):
         weight_ranks(torch.relu)  # type: ignore[arg-type]
-    with pytest.raises(bt.InputError, match="'a' is no tensor"):
+    with pytest.raises(InputError, match="'a' is no tensor"):
         weight_ranks({"a": 3})  # type: ignore[dict-item]
     broken = nn.Linear(2, 3)
     with torch.no_grad():
@@ -806,7 +811,7 @@ def test_ranks_of_weights_are_taken_down_over_a_training() -> None:
     assert list(ranks.to_dict()["weight"]) == [1, 5, 7, 8]
     low_rank(model.weight, 1)
     other.measure(model, step=8)
-    with pytest.raises(bt.InputError, match="another one in step 8"):
+    with pytest.raises(InputError, match="another one in step 8"):
         ranks.merge(other)
     file = io.BytesIO()
     torch.save(ranks.state_dict(), file)
@@ -860,7 +865,7 @@ def test_weights_without_elements_and_those_that_are_not_finite_are_merged_too()
 def test_values_whose_squares_are_no_numbers_are_refused(scale: float) -> None:
     rows = torch.randn(20, 4, dtype=torch.float64) * scale
     for analyser in (Rank("aTa"), Rank("aaT"), CovarianceSpectrum()):
-        with pytest.raises(bt.InputError, match="squares"):
+        with pytest.raises(InputError, match="squares"):
             analyser.update("x", rows)
         assert not analyser.results
     exact = Rank("a")

@@ -19,7 +19,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-import bendtrace as bt
 from bendtrace.analysis import (
     Count,
     Covariance,
@@ -35,6 +34,7 @@ from bendtrace.analysis import (
 )
 from bendtrace.analysis.streaming.histogram import even_edges
 from bendtrace.analysis.streaming.statistic import decoded, encoded, merge_states
+from bendtrace.errors import InputError
 
 MAKERS: dict[str, Callable[[], Any]] = {
     "count": Count,
@@ -312,7 +312,7 @@ def test_even_edges_are_numpy_s() -> None:
 
 @pytest.mark.parametrize("edges", [[1.0], [0.0, 0.0], [1.0, 0.0], [0.0, math.inf], [[0.0, 1.0]]])
 def test_edges_that_are_none_are_refused(edges: Any) -> None:
-    with pytest.raises(bt.InputError, match="edges="):
+    with pytest.raises(InputError, match="edges="):
         Histogram(edges)
 
 
@@ -405,7 +405,7 @@ def test_quantiles_of_a_unit_with_nan_are_nan_and_infinities_are_values() -> Non
 
 @pytest.mark.parametrize("ranks", [[-0.1], [1.1], [math.nan], 0.5])
 def test_ranks_that_are_none_are_refused(ranks: Any) -> None:
-    with pytest.raises(bt.InputError, match="ranks are"):
+    with pytest.raises(InputError, match="ranks are"):
         fed(Quantiles(), [torch.ones(3)]).at(ranks)
 
 
@@ -500,11 +500,11 @@ def test_what_was_given_is_not_held_on_to_nor_changed(name: str) -> None:
 def test_rows_of_another_shape_are_refused_before_anything_changes(name: str) -> None:
     made = fed(MAKERS[name](), [rows_of(0, 5, 2)])
     before = copy.deepcopy(vars(made))
-    with pytest.raises(bt.InputError, match="now there are"):
+    with pytest.raises(InputError, match="now there are"):
         made.update(rows_of(0, 5, 3))
-    with pytest.raises(bt.InputError):
+    with pytest.raises(InputError):
         made.update(torch.tensor(1.0))
-    with pytest.raises(bt.InputError, match="cannot be merged"):
+    with pytest.raises(InputError, match="cannot be merged"):
         made.merge(fed(MAKERS[name](), [rows_of(0, 5, 3)]))
     assert repr(vars(made)) == repr(before)
 
@@ -521,9 +521,9 @@ def test_rows_of_another_shape_are_refused_before_anything_changes(name: str) ->
     ],
 )
 def test_others_with_other_settings_are_not_merged(one: Any, other: Any) -> None:
-    with pytest.raises(bt.InputError, match="cannot be merged"):
+    with pytest.raises(InputError, match="cannot be merged"):
         one.merge(other)
-    with pytest.raises(bt.InputError, match="of the same kind"):
+    with pytest.raises(InputError, match="of the same kind"):
         merge_states(one, Count())
 
 
@@ -579,21 +579,21 @@ def held(value: Any) -> list[Tensor]:
      lambda: even_edges(0, 0.0, 1.0), lambda: even_edges(3, 1.0, 1.0)],
 )  # fmt: skip
 def test_what_makes_no_sense_is_refused(make: Callable[[], Any]) -> None:
-    with pytest.raises(bt.InputError):
+    with pytest.raises(InputError):
         make()
 
 
 def test_moments_that_are_not_kept_are_refused() -> None:
-    with pytest.raises(bt.InputError, match="order 4, kept are 2"):
+    with pytest.raises(InputError, match="order 4, kept are 2"):
         fed(Moments(2), [torch.ones(3)]).skewness  # noqa: B018
-    with pytest.raises(bt.InputError, match="order 2, kept are 1"):
+    with pytest.raises(InputError, match="order 2, kept are 1"):
         fed(Mean(), [torch.ones(3)]).variance()
 
 
 def test_states_of_unknown_statistics_say_what_to_do() -> None:
-    with pytest.raises(bt.InputError, match="import the module that defines it"):
+    with pytest.raises(InputError, match="import the module that defines it"):
         decoded({"statistic": "mine.Own", "values": {}})
-    with pytest.raises(bt.InputError, match="override `merge_state`"):
+    with pytest.raises(InputError, match="override `merge_state`"):
         merge_states(torch.ones(2), torch.ones(2))
 
 

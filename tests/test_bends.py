@@ -23,22 +23,20 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from transformers.modeling_outputs import BaseModelOutput
 
 import bendtrace as bt
+from bendtrace.errors import BendError, BendShapeError, InputError, NeverFiredWarning
 from bendtrace.interject.bends.affine import Affine, Bias, Scale
 from bendtrace.interject.bends.bend import Bend, CallbackChain
 from bendtrace.interject.bends.bending import Bending
 from bendtrace.interject.bends.capture import Capture, InterpolationFromCapture
 from bendtrace.interject.bends.config import BendingConfig
-from bendtrace.interject.bends.errors import BendError, BendShapeError
 from bendtrace.interject.bends.functional import Lambda
 from bendtrace.interject.bends.interpolation import InterpolateActivation
 from bendtrace.interject.bends.mask import Mask, OrderedMask, ThresholdActivation
 from bendtrace.interject.bends.noise import Normal
 from bendtrace.interject.bends.parameter import BendingParameter, Expression
 from bendtrace.interject.bends.permute import Permute, ThresholdPermute
-from bendtrace.interject.errors import NeverFiredWarning
 from bendtrace.interject.interjection import Inputs, NodePass
 from tests.promise import bits, footprint, state
-from tests.test_readme import ROOT, _examples, _printed
 
 
 class Stanley(nn.Module):
@@ -196,7 +194,7 @@ def test_what_cannot_be_bent_is_refused_by_node_and_kind(value: Any) -> None:
     with pytest.raises(BendError, match=r"bends tensors of .* node 'ids' gave") as caught:
         Bias(1.0)(value, "ids")
     assert caught.value.path == "ids"
-    assert isinstance(caught.value, bt.InputError)
+    assert isinstance(caught.value, bt.errors.InputError)
 
 
 def test_a_callback_has_to_make_a_tensor() -> None:
@@ -207,7 +205,9 @@ def test_a_callback_has_to_make_a_tensor() -> None:
 @pytest.mark.parametrize("argument", ["1", None, [1.0]])
 def test_arguments_have_to_be_numbers(argument: Any) -> None:
     for kind in (Bias, Scale, Mask, ThresholdActivation, Normal):
-        with pytest.raises(bt.InputError, match=r"is a number, a tensor or a BendingParameter"):
+        with pytest.raises(
+            bt.errors.InputError, match=r"is a number, a tensor or a BendingParameter"
+        ):
             kind(argument)
 
 
@@ -281,7 +281,7 @@ def test_noise_can_be_kept_and_multiplied() -> None:
     assert bits(kept(torch.zeros(4, 8))) == bits(first)
     by = Normal(2.0, seed=3, fresh=False, op="mul")
     assert bits(by(torch.full((4, 8), 3.0))) == bits(3.0 * first)
-    with pytest.raises(bt.InputError, match="op of Normal is 'add' or 'mul', not 'div'"):
+    with pytest.raises(InputError, match="op of Normal is 'add' or 'mul', not 'div'"):
         Normal(op="div")  # type: ignore[arg-type]
 
 
@@ -403,9 +403,9 @@ def test_a_dimension_that_is_not_there_is_refused() -> None:
 
 @pytest.mark.parametrize("dim", ["1", 1.0, True, (), (1, "a")])
 def test_a_dimension_is_an_int_or_several(dim: Any) -> None:
-    with pytest.raises(bt.InputError, match="dim is an int, several ints or None"):
+    with pytest.raises(InputError, match="dim is an int, several ints or None"):
         Mask(0.3, dim=dim)
-    with pytest.raises(bt.InputError, match="a seed is an int or None"):
+    with pytest.raises(InputError, match="a seed is an int or None"):
         Mask(0.3, seed="a")  # type: ignore[arg-type]
 
 
@@ -493,7 +493,7 @@ def test_a_threshold_permutation_moves_whole_channels_and_follows_the_sizes() ->
         for row, new in zip(x, bent, strict=True):
             assert sorted(map(tuple, row.tolist())) == sorted(map(tuple, new.tolist()))
         assert not torch.equal(bent, x)
-    with pytest.raises(bt.InputError, match="dim of ThresholdPermute is an int or None"):
+    with pytest.raises(InputError, match="dim of ThresholdPermute is an int or None"):
         ThresholdPermute(dim=(1, 2))  # type: ignore[arg-type]
 
 
@@ -525,7 +525,7 @@ def test_a_chain_bends_from_left_to_right() -> None:
     )
     with pytest.raises(TypeError):
         Bias(1.0) >> 3
-    with pytest.raises(bt.InputError, match="a chain is made of bending callbacks"):
+    with pytest.raises(InputError, match="a chain is made of bending callbacks"):
         CallbackChain(Bias(1.0), torch.relu)  # type: ignore[arg-type]
 
 
@@ -598,7 +598,7 @@ def test_parameters_are_numbers_where_python_asks_and_cannot_be_compared() -> No
 
 def test_a_value_beyond_the_range_is_refused_or_clamped() -> None:
     strict = BendingParameter("amount", 0.5, range=(0, 1))
-    with pytest.raises(bt.InputError) as caught:
+    with pytest.raises(InputError) as caught:
         strict.value = 1.5
     assert str(caught.value) == (
         "parameter 'amount' is within (0, 1), and 1.5 is not; with clamp=True it would become "
@@ -606,7 +606,7 @@ def test_a_value_beyond_the_range_is_refused_or_clamped() -> None:
     )
     assert strict.value == 0.5
     for value in (-0.1, float("nan"), torch.tensor([0.5, 2.0]), 1j):
-        with pytest.raises(bt.InputError):
+        with pytest.raises(InputError):
             strict.set_value(value)
     clamped = BendingParameter("amount", 3.0, range=(0, None), clamp=True)
     clamped.value = -2.0
@@ -630,7 +630,7 @@ def test_a_value_beyond_the_range_is_refused_or_clamped() -> None:
     ],
 )
 def test_parameters_are_checked_when_they_are_made(arguments: Any, message: str) -> None:
-    with pytest.raises(bt.InputError, match=message):
+    with pytest.raises(InputError, match=message):
         BendingParameter(*arguments)
 
 
@@ -732,7 +732,7 @@ def test_examples_of_a_batch_are_mixed() -> None:
     assert torch.allclose(soft, torch.einsum("bn,n...->b...", rows.softmax(-1), x))
     with pytest.raises(BendError, match=r"weights of shape \(3,\) or \(rows, 3\), not \(2,\)"):
         InterpolateActivation(torch.ones(2))(x)
-    with pytest.raises(bt.InputError, match="weights are a tensor"):
+    with pytest.raises(InputError, match="weights are a tensor"):
         InterpolateActivation([0.5])  # type: ignore[arg-type]
 
 
@@ -888,11 +888,13 @@ def test_a_parameter_is_changed_while_running_without_a_trace() -> None:
         assert bits(bended(x)) == bits(torch.sigmoid(model.batch_norm(hidden)))  # type: ignore[operator]
     assert bended.stats.traces == traces
     assert bending(bended).controllables == {"gain": gain}
-    with pytest.raises(bt.InputError, match=r"no callback has a parameter 'gian'; did you mean"):
+    with pytest.raises(
+        bt.errors.InputError, match=r"no callback has a parameter 'gian'; did you mean"
+    ):
         bended.update("gian", 1.0)
-    with pytest.raises(bt.InputError, match="within"):
+    with pytest.raises(InputError, match="within"):
         bended.update("gain", 11.0)
-    with pytest.raises(bt.InputError, match="another parameter is named 'gain' already"):
+    with pytest.raises(InputError, match="another parameter is named 'gain' already"):
         bended.bend(Scale(BendingParameter("gain", 1.0)), "nnlin")
 
 
@@ -956,7 +958,9 @@ def test_weights_can_be_asked_for_and_left_out(stanley: bt.BendedModule) -> None
     stanley.bend(Bias(1.0), "batch_norm", weights=True, activations=False)
     assert stanley.bended_keys() == ["batch_norm.weight", "batch_norm.bias"]
     stanley.reset()
-    with pytest.raises(bt.InputError, match=r"nothing to bend is called 'batch_norm\.weight'"):
+    with pytest.raises(
+        bt.errors.InputError, match=r"nothing to bend is called 'batch_norm\.weight'"
+    ):
         stanley.bend(Bias(1.0), "batch_norm.weight", weights=False)
 
 
@@ -975,26 +979,26 @@ def test_integers_are_left_alone_by_patterns() -> None:
     bended.bend(Scale(-1.0), ".*")
     assert bended.bended_keys() == ["embed"]
     assert bits(bended(ids)) == bits((-bended.model.embed(ids + 1)).argmax(-1))  # type: ignore[attr-defined]
-    with pytest.raises(bt.InputError, match="nothing to bend is called 'argmax'"):
+    with pytest.raises(InputError, match="nothing to bend is called 'argmax'"):
         bended.bend(Scale(-1.0), "argmax")
 
 
 def test_nothing_by_a_name_is_an_error_with_near_misses(stanley: bt.BendedModule) -> None:
-    with pytest.raises(bt.InputError) as caught:
+    with pytest.raises(InputError) as caught:
         stanley.bend(Bias(1.0), "conv_module.0.weigth")
     assert str(caught.value) == (
         "nothing to bend is called 'conv_module.0.weigth'; did you mean 'conv_modules.0.weight', "
         "'conv_modules.1.weight', 'conv_modules.0.bias', 'conv_modules.1.bias', 'conv_modules'? "
         "(allow_none=True waits for something to come up)"
     )
-    with pytest.raises(bt.InputError, match=r"there are 'x', "):
+    with pytest.raises(InputError, match=r"there are 'x', "):
         stanley.bend(Bias(1.0), "zzz")
-    with pytest.raises(bt.InputError, match=r"'\(' is no regular expression"):
+    with pytest.raises(InputError, match=r"'\(' is no regular expression"):
         stanley.bend(Bias(1.0), "(")
-    with pytest.raises(bt.InputError, match="say what to bend"):
+    with pytest.raises(InputError, match="say what to bend"):
         stanley.bend(Bias(1.0))
     for wrong in ("nnlin", Bias, 3):
-        with pytest.raises(bt.InputError, match=r"bend\(\) takes a bending callback"):
+        with pytest.raises(InputError, match=r"bend\(\) takes a bending callback"):
             stanley.bend(wrong, "nnlin")
     assert stanley.bended_keys() == []
     assert stanley.insertions == ()
@@ -1005,10 +1009,12 @@ def test_before_any_run_modules_and_weights_are_known() -> None:
     bended.bend(Bias(1.0), "router$")
     bended.bend(Bias(1.0), "out.bias")
     assert bended.bended_keys() == ["router", "out.bias"]
-    with pytest.raises(bt.InputError, match="nothing has been traced yet, so only modules and"):
+    with pytest.raises(
+        bt.errors.InputError, match="nothing has been traced yet, so only modules and"
+    ):
         bended.bend(Bias(1.0), "softmax")
     handle = bended.bend(Scale(2.0), "softmax", allow_none=True)
-    with pytest.raises(bt.InputError, match="nothing has been traced yet"):
+    with pytest.raises(InputError, match="nothing has been traced yet"):
         bended.print_activations()
     bended(torch.ones(2, 4))
     assert handle.report().paths == ("softmax",)
@@ -1251,9 +1257,11 @@ def test_some_of_what_is_bent_can_be_reset(stanley: bt.BendedModule) -> None:
     assert bits(stanley(x)) == bits((torch.sigmoid(model.batch_norm(hidden)) + 1) * 2)
     stanley.reset(bias)
     assert bits(stanley(x)) == bits(model(x) * 2)
-    with pytest.raises(bt.InputError, match=r"'conv_modules_0' names nothing that is bent; there"):
+    with pytest.raises(
+        bt.errors.InputError, match=r"'conv_modules_0' names nothing that is bent; there"
+    ):
         stanley.reset("conv_modules_0")
-    with pytest.raises(bt.InputError, match=r"takes callbacks, names and patterns, not 3"):
+    with pytest.raises(InputError, match=r"takes callbacks, names and patterns, not 3"):
         stanley.reset(3)
     stanley.reset(re.compile("nn.*"))
     assert stanley.insertions == ()
@@ -1400,7 +1408,7 @@ def test_functions_and_places_that_only_python_can_say_are_not_saved(tmp_path: P
             "there are two parameters named 'a'",
         ),
     ]:
-        with pytest.raises(bt.InputError, match=message):
+        with pytest.raises(InputError, match=message):
             config.save(path)
         assert not path.exists()
 
@@ -1428,9 +1436,9 @@ def test_files_that_hold_something_else_are_refused(
 ) -> None:
     path = tmp_path / "bends.json"
     path.write_text(text)
-    with pytest.raises(bt.InputError, match=message):
+    with pytest.raises(InputError, match=message):
         BendingConfig.load(path)
-    with pytest.raises(bt.InputError, match="cannot read bends"):
+    with pytest.raises(InputError, match="cannot read bends"):
         BendingConfig.load(tmp_path / "none.json")
 
 
@@ -1442,7 +1450,7 @@ def test_configurations_are_lists_that_can_be_compared_and_joined() -> None:
     assert len(one) == 2
     assert one != BendingConfig((mask, "nnlin"))
     for wrong in ((mask,), mask, ("nnlin", mask)):
-        with pytest.raises(bt.InputError, match="a configuration is made of tuples"):
+        with pytest.raises(InputError, match="a configuration is made of tuples"):
             BendingConfig(wrong)
 
 
@@ -1460,7 +1468,7 @@ def test_a_model_is_bent_by_a_configuration_whole_or_not_at_all(stanley: bt.Bend
         with pytest.raises(bt.BendtraceError):
             stanley.bend(BendingConfig((Bias(1.0), "nnlin"), (Scale(2.0), wrong)))
         assert stanley.insertions == ()
-    with pytest.raises(bt.InputError, match="give it alone"):
+    with pytest.raises(InputError, match="give it alone"):
         stanley.bend(config, "nnlin")
 
 
@@ -1471,7 +1479,9 @@ def test_configurations_have_names(stanley: bt.BendedModule, tmp_path: Path) -> 
     gain = BendingParameter("gain", 2.0)
     stanley.bend(Scale(gain), "nnlin")
     bends.save_config_as("loud")
-    with pytest.raises(bt.InputError, match="there is a configuration 'loud' already; force=True"):
+    with pytest.raises(
+        bt.errors.InputError, match="there is a configuration 'loud' already; force=True"
+    ):
         bends.save_config_as("loud")
     stanley.reset()
     bends.save_config_as("none")
@@ -1482,7 +1492,7 @@ def test_configurations_have_names(stanley: bt.BendedModule, tmp_path: Path) -> 
             assert bits(stanley(x)) == bits(plain + 1)
         assert bits(stanley(x)) == bits(plain * 2)
     assert bits(stanley(x)) == bits(plain)
-    with pytest.raises(bt.InputError, match="no configuration 'laud'; did you mean 'loud'"):
+    with pytest.raises(InputError, match="no configuration 'laud'; did you mean 'loud'"):
         bends.set_config("laud")
     path = tmp_path / "configs.json"
     bends.save_configs(path)
@@ -1617,12 +1627,12 @@ def test_a_version_in_training_has_its_own_statistics() -> None:
 def test_versions_are_checked(arguments: Any, message: str) -> None:
     bends = bending(made(nn.Linear(3, 2)))
     bends.add_version("known", nn.Linear(3, 2))
-    with pytest.raises(bt.InputError, match=message):
+    with pytest.raises(InputError, match=message):
         bends.add_version(*arguments)
     for wrong in ({"unknown": 1.0}, {}, {"known": "1"}, {"known": 1.0, "original": -1.0}):
-        with pytest.raises(bt.InputError):
+        with pytest.raises(InputError):
             bends.interpolate_versions(wrong)
-    with bends.set_version("known"), pytest.raises(bt.InputError, match="is in use"):
+    with bends.set_version("known"), pytest.raises(InputError, match="is in use"):
         bends.remove_version("known")
     bends.remove_version("known")
     assert bends.versions.names == ("original",)
@@ -1693,11 +1703,6 @@ def test_a_language_model_is_bent_by_patterns_and_generates() -> None:
     bended.bend(Scale(0.0), "lm_head.weight")  # the embedding is the same tensor, and is not bent
     assert not bended(ids).logits.any()
     assert bended.bended_keys() == ["lm_head.weight"]
-
-
-def test_the_examples_of_the_page_print_what_it_shows(tmp_path: Path) -> None:
-    code, shown = _examples((ROOT / "docs" / "bends.md").read_text())
-    assert _printed(code, tmp_path, "bends.py") == shown.splitlines()
 
 
 # --- What else runs can be like

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import bendtrace as bt
+from bendtrace.errors import NotReplayableError
 from bendtrace.recording.watcher import current_watcher
 from tests.promise import assert_promise, bits, footprint, randn_inputs
 
@@ -127,7 +128,7 @@ def test_a_tensor_of_unknown_origin_is_named_and_never_baked_in() -> None:
         calls.append(1)
         assert torch.equal(bended(torch.zeros(1)), torch.tensor([float(len(calls))]))
     assert bended.stats.live >= 1
-    with pytest.raises(bt.NotReplayableError, match="unknown origin"):
+    with pytest.raises(NotReplayableError, match="unknown origin"):
         bt.trace(model, torch.zeros(1)).replay(torch.zeros(1))
 
 

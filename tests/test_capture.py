@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 import bendtrace as bt
+from bendtrace.errors import InputError, LayerKeyError, NotReplayableError
 from bendtrace.recording.functions import DESCEND, entered
 from tests import borders
 from tests.benchmarks.memory import peak_of
@@ -940,7 +941,7 @@ def test_a_run_ends_where_it_was_told_to(after: Any, last: str, stage: str) -> N
     assert any("the run was ended early, after" in reason for reason in log.why_live)
     assert all(entry.has_contents for entry in log.layers)
     assert "Log of Staged" in str(log)
-    with pytest.raises(bt.NotReplayableError, match="ended early"):
+    with pytest.raises(NotReplayableError, match="ended early"):
         log.replay(torch.ones(2, 3))
 
 
@@ -958,7 +959,7 @@ def test_the_pass_that_ends_a_run_can_be_told() -> None:
 
 def test_a_position_from_the_end_is_refused_before_the_run() -> None:
     model = Staged()
-    with pytest.raises(bt.InputError, match=r"stop_after .*from the end.*-1"):
+    with pytest.raises(InputError, match=r"stop_after .*from the end.*-1"):
         logged(model, torch.ones(2, 3), stop_after=-1)
     assert model.stage == "none"
 
@@ -1066,7 +1067,7 @@ def test_an_output_can_be_asked_for_by_name() -> None:
 def test_what_is_not_there_raises_with_what_is_near(option: str, key: Any, near: str) -> None:
     if option == "stop_after" and key == -8:
         return  # refused: test_a_position_from_the_end_is_refused_before_the_run
-    with pytest.raises(bt.LayerKeyError) as raised:
+    with pytest.raises(LayerKeyError) as raised:
         logged(Staged(), torch.ones(2, 3), **{option: key})
     assert raised.value.key == key
     assert str(raised.value).startswith(f"{option}: ")
@@ -1092,20 +1093,20 @@ def test_options_that_make_no_sense_are_refused_before_the_run(
     options: dict[str, Any], message: str
 ) -> None:
     model = Staged()
-    with pytest.raises(bt.InputError, match=message):
+    with pytest.raises(InputError, match=message):
         logged(model, torch.ones(2, 3), **options)
     assert model.stage == "none"
 
 
 def test_an_option_that_is_also_an_argument_is_refused() -> None:
-    with pytest.raises(bt.InputError, match="argument of its own called save"):
+    with pytest.raises(InputError, match="argument of its own called save"):
         bt.trace(lambda x, save: x, torch.ones(1), save="all")
     log = bt.log_forward_pass(lambda x, save: x * save, torch.ones(1), {"save": 3})
     assert log["mul_1"].tensor_contents.tolist() == [3.0]
 
 
 def test_keyword_arguments_that_are_none_are_refused() -> None:
-    with pytest.raises(bt.InputError, match="input_kwargs"):
+    with pytest.raises(InputError, match="input_kwargs"):
         bt.log_forward_pass(Staged(), torch.ones(2, 3), ["relu_1"])
 
 

@@ -20,6 +20,7 @@ import bendtrace as bt
 from bendtrace.compiled import path as path_module
 from bendtrace.compiled import speculation as speculation_module
 from bendtrace.compiled.shortcuts import Shortcuts
+from bendtrace.errors import CompileWarning, InputError
 from tests.compiled.common import ALWAYS, assert_promise_with, states
 from tests.compiled.models import Assigned, Experts, Gated, Layered, MaskedExperts
 from tests.promise import bits, footprint, state
@@ -431,7 +432,7 @@ def test_what_is_forgotten_by_the_tree_is_not_kept_alive() -> None:
         lambda x, n: x * 2 if n > 3 else x, max_traces=1, backend="eager", backend_options=ALWAYS
     )
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", bt.TraceLimitWarning)
+        warnings.simplefilter("ignore", bt.errors.TraceLimitWarning)
         for number in range(8):
             bended(UP, number % 2 * 9)
     gc.collect()
@@ -564,7 +565,7 @@ def broken(graph: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
 def test_a_backend_that_does_not_work_is_warned_of_once() -> None:
     bended = bended_with(up_or_down, broken)
     bended(UP)
-    with pytest.warns(bt.CompileWarning, match="the backend broken failed.*no compiler"):
+    with pytest.warns(CompileWarning, match="the backend broken failed.*no compiler"):
         assert bits(bended(UP)) == bits(UP + 1)
     for _ in range(3):
         assert bits(bended(DOWN)) == bits(DOWN - 1)
@@ -573,7 +574,7 @@ def test_a_backend_that_does_not_work_is_warned_of_once() -> None:
 
 def test_what_makes_no_sense_is_refused_at_the_door() -> None:
     def refused(match: str, *args: Any, **kwargs: Any) -> None:
-        with pytest.raises(bt.InputError, match=match):
+        with pytest.raises(InputError, match=match):
             bt.BendedModule(up_or_down, *args, **kwargs)
 
     refused("no backend 'inducter'; did you mean 'inductor'", backend="inducter")

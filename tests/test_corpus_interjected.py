@@ -53,7 +53,7 @@ class Instead(Interjection):
         return call(*inputs, **inputs.kwargs)
 
 
-KINDS: dict[str, tuple[type[Interjection], Callable[[bt.Candidate], bool]]] = {
+KINDS: dict[str, tuple[type[Interjection], Callable[[bt.node_selector.Candidate], bool]]] = {
     "seeing": (Seeing, lambda node: True),
     "backward": (Backward, lambda node: True),
     "instead": (Instead, lambda node: not node.is_module),

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import bendtrace as bt
-from bendtrace.interject.errors import InterjectionError
+from bendtrace.errors import InputError, InterjectionError
 from bendtrace.interject.interjection import Inputs, Interjection, NodePass
 from tests.promise import bits
 
@@ -153,7 +153,7 @@ def test_a_rehearsal_leaves_no_trace_in_what_a_copy_shares_with_the_model() -> N
         bended.interject("tanh", _double, passes=[-1])
         try:
             bended(_x(3, 4))
-        except bt.InputError:
+        except InputError:
             assert counted.num_batches_tracked == 0
         else:
             assert counted.num_batches_tracked == 1

@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 import bendtrace as bt
 from bendtrace.distributed import RankDivergenceError
+from bendtrace.errors import InputError
 from bendtrace.recording import agreement as core
 from bendtrace.recording.ranks import Group, Ranks
 
@@ -251,9 +252,9 @@ def test_settings_are_checked_and_put_back() -> None:
     settings = core.settings()
     before = (settings.enabled, settings.timeout)
     for wrong in (0, -1.0, float("nan"), True, "soon"):
-        with pytest.raises(bt.InputError, match="timeout"):
+        with pytest.raises(InputError, match="timeout"):
             bt.distributed.agreement(timeout=wrong)  # type: ignore[arg-type]
-    with pytest.raises(bt.InputError, match="enabled"):
+    with pytest.raises(InputError, match="enabled"):
         bt.distributed.agreement(enabled=1)  # type: ignore[arg-type]
     handle = bt.distributed.agreement(enabled=False, timeout=5)
     assert (settings.enabled, settings.timeout) == (False, 5.0)
@@ -263,9 +264,9 @@ def test_settings_are_checked_and_put_back() -> None:
 
 
 def test_models_cannot_be_asked_to_agree_without_other_ranks() -> None:
-    with pytest.raises(bt.InputError, match="init_process_group"):
+    with pytest.raises(InputError, match="init_process_group"):
         bt.distributed.agree(bt.BendedModule(torch.nn.Linear(2, 2)))
-    with pytest.raises(bt.InputError, match="of a module or a function"):
+    with pytest.raises(InputError, match="of a module or a function"):
         bt.distributed.agree("model")  # type: ignore[arg-type]
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 import bendtrace as bt
+from bendtrace.errors import ConversionError
 from bendtrace.graph.export import from_node_link, to_dot, to_graphml, to_node_link
 from tests.corpus import CASES, Case
 
@@ -25,7 +26,7 @@ ODD = [
 ]  # fmt: skip
 
 
-def mirrors(case: Case) -> Iterator[bt.Graph]:
+def mirrors(case: Case) -> Iterator[bt.graph.Graph]:
     for make in case.paths.values():
         args, kwargs = make()
         try:
@@ -34,10 +35,10 @@ def mirrors(case: Case) -> Iterator[bt.Graph]:
             continue
 
 
-def odd_graph() -> bt.Graph:
-    graph = bt.Graph()
+def odd_graph() -> bt.graph.Graph:
+    graph = bt.graph.Graph()
     for number, text in enumerate(ODD):
-        ref = (bt.NodeRef(ODD[number - 1]),) if number else ()
+        ref = (bt.graph.NodeRef(ODD[number - 1]),) if number else ()
         graph.add_op(text, op="call_function", target=text, args=(*ref, text), kwargs={text: 1},
                      module_path=f"m.{text}" if "." not in text else "", text=text)  # fmt: skip
     return graph
@@ -55,7 +56,7 @@ class Halving(nn.Module):
 
 
 @pytest.fixture
-def halving() -> bt.Graph:
+def halving() -> bt.graph.Graph:
     model = Halving()
     with torch.no_grad():
         model.inner[0].weight.copy_(torch.eye(2))
@@ -92,12 +93,12 @@ def test_every_format_holds_every_corpus_graph(case: Case) -> None:
         assert to_dot(back) == to_dot(graph)
 
 
-def test_a_graph_read_back_holds_names_instead_of_functions(halving: bt.Graph) -> None:
+def test_a_graph_read_back_holds_names_instead_of_functions(halving: bt.graph.Graph) -> None:
     back = from_node_link(to_node_link(halving))
     assert all(type(target) is str for _, target in back.nodes(data="target"))
     assert back.nodes["linear"] | {"target": 0} == halving.nodes["linear"] | {"target": 0}
-    with pytest.raises(bt.ConversionError, match="neither the mirror of a trace"):
-        bt.to_fx(back)
+    with pytest.raises(ConversionError, match="neither the mirror of a trace"):
+        bt.graph.to_fx(back)
 
 
 def test_node_link_data_reads_as_documented() -> None:
@@ -149,14 +150,14 @@ def test_graphml_holds_odd_texts_that_xml_can_hold_and_escapes_the_others() -> N
 
 
 def test_nodes_whose_names_xml_cannot_tell_apart_stay_apart() -> None:
-    graph = bt.Graph()
+    graph = bt.graph.Graph()
     for name in ("\x1b", "\\x1b"):
         graph.add_op(name, op="placeholder", target=name, args=(), kwargs={})
     graph.add_edge("\x1b", "\\x1b", kind="data", argument="args[0]")
     assert list(nx.parse_graphml(to_graphml(graph)).edges()) == [("\\x1b", "\\x1b#2")]
 
 
-def test_graphml_says_under_which_condition_a_node_ran(halving: bt.Graph) -> None:
+def test_graphml_says_under_which_condition_a_node_ran(halving: bt.graph.Graph) -> None:
     read = nx.parse_graphml(to_graphml(halving))
     conditions = {
         (data["condition"], data["outcome"]) for *_, data in read.edges(data=True) if "step" in data
@@ -167,7 +168,7 @@ def test_graphml_says_under_which_condition_a_node_ran(halving: bt.Graph) -> Non
 
 
 def test_graphml_writes_values_of_all_kinds_as_text() -> None:
-    graph = bt.Graph()
+    graph = bt.graph.Graph()
     for number, value in enumerate((None, True, 1 << 70, float("nan"), 1j, "text")):
         graph.add_op(f"n{number}", op="call_function", target="t", args=(), kwargs={}, value=value)
     read = nx.parse_graphml(to_graphml(graph))
@@ -176,7 +177,7 @@ def test_graphml_writes_values_of_all_kinds_as_text() -> None:
     ]  # fmt: skip
 
 
-def test_dot_nests_modules_and_dashes_conditions(halving: bt.Graph) -> None:
+def test_dot_nests_modules_and_dashes_conditions(halving: bt.graph.Graph) -> None:
     text = to_dot(halving)
     assert (
         'subgraph "cluster_inner" {\n    label="inner";\n    subgraph "cluster_inner.0" {' in text
@@ -214,10 +215,10 @@ def test_dot_quotes_odd_texts() -> None:
         (lambda data: data["graph"]["flow_steps"][0].pop("line"), "it lacks 'line'"),
     ],
 )
-def test_data_that_is_no_mirror_is_refused(halving: bt.Graph, change, message: str) -> None:
+def test_data_that_is_no_mirror_is_refused(halving: bt.graph.Graph, change, message: str) -> None:
     data = to_node_link(halving)
     change(data)
-    with pytest.raises(bt.ConversionError, match=message):
+    with pytest.raises(ConversionError, match=message):
         from_node_link(data)
 
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from bendtrace import InputError
 from bendtrace._compare import same_bits
 from bendtrace._expressions import Inputs, read
+from bendtrace.errors import InputError
 
 
 def made(*texts: str) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -23,25 +23,27 @@ import bendtrace as bt
 ONES = torch.ones(3, 2)
 
 
-def steps_of(function: Callable[..., Any], *args: Any) -> bt.FlowSteps:
+def steps_of(function: Callable[..., Any], *args: Any) -> bt.flow.FlowSteps:
     return bt.trace(function, *args).flow_steps
 
 
 def branches(function: Callable[..., Any], *args: Any) -> list[tuple[str, Any, str]]:
     """(kind, value, text) of each branch."""
-    steps = steps_of(function, *args).of(bt.LogicalFlowStep)
+    steps = steps_of(function, *args).of(bt.flow.LogicalFlowStep)
     return [(step.kind, step.value, step.text) for step in steps]
 
 
 def loops(function: Callable[..., Any], *args: Any) -> list[tuple[str, str, int | None, int]]:
     """(kind, text, bound, iterations) of each loop."""
-    steps = steps_of(function, *args).of(bt.LoopFlowStep)
-    return [(s.kind, s.text, s.bound, s.iterations) for s in steps if type(s) is bt.LoopFlowStep]
+    steps = steps_of(function, *args).of(bt.flow.LoopFlowStep)
+    return [
+        (s.kind, s.text, s.bound, s.iterations) for s in steps if type(s) is bt.flow.LoopFlowStep
+    ]
 
 
 def escapes(function: Callable[..., Any], *args: Any) -> list[tuple[str, Any, str]]:
     """(kind, value, text) of each index and escape."""
-    steps = steps_of(function, *args).of(bt.IndexFlowStep, bt.EscapeFlowStep)
+    steps = steps_of(function, *args).of(bt.flow.IndexFlowStep, bt.flow.EscapeFlowStep)
     return [(step.kind, step.value, step.text) for step in steps]
 
 
@@ -65,11 +67,11 @@ def test_a_read_of_a_size_is_a_step_only_if_the_size_is_used() -> None:
 
     steps = steps_of(read, ONES)
     assert [(type(s), s.kind, s.value, s.text, s.guard) for s in steps] == [
-        (bt.ShapeFlowStep, "shape", 3, "x.shape", None),
-        (bt.ShapeFlowStep, "shape", 2, "x.size(1)", None),
-        (bt.ShapeFlowStep, "shape", 2, "x.shape[-1]", None),
-        (bt.ShapeFlowStep, "shape", 6, "x.numel()", None),
-        (bt.ShapeFlowStep, "shape", 3, "x.size()[0]", None),
+        (bt.flow.ShapeFlowStep, "shape", 3, "x.shape", None),
+        (bt.flow.ShapeFlowStep, "shape", 2, "x.size(1)", None),
+        (bt.flow.ShapeFlowStep, "shape", 2, "x.shape[-1]", None),
+        (bt.flow.ShapeFlowStep, "shape", 6, "x.numel()", None),
+        (bt.flow.ShapeFlowStep, "shape", 3, "x.size()[0]", None),
     ]
 
 
@@ -145,7 +147,7 @@ def test_an_if_on_one_line_has_the_place_of_its_condition() -> None:
             if row.sum() > 1: break  # fmt: skip
         return row
 
-    (step,) = steps_of(model, ONES).of(bt.LogicalFlowStep)
+    (step,) = steps_of(model, ONES).of(bt.flow.LogicalFlowStep)
     assert (step.kind, step.value, step.text) == ("if", True, "row.sum() > 1")
     assert step.place.span == (model.__code__.co_firstlineno + 2, 15, step.line, 28)
 
@@ -157,7 +159,7 @@ def test_a_while_is_a_loop_and_a_branch_for_each_test() -> None:
         return x
 
     loop, *tests = steps_of(model, ONES)
-    assert isinstance(loop, bt.LoopFlowStep)
+    assert isinstance(loop, bt.flow.LoopFlowStep)
     assert (loop.kind, loop.text, loop.bound, loop.iterations) == ("while", "x.sum() < 20", None, 2)
     assert (loop.guard, loop.iteration) == (None, ())
     assert [(s.kind, s.value, s.text) for s in tests] == [
@@ -227,7 +229,7 @@ def test_a_while_with_two_operands_counts_what_was_begun() -> None:
         ("while", False, "x.max() < 4"),
     ]
     assert loops(either, ONES) == [("while", "x.sum() < 20 or x.max() < 8", None, 3)]
-    tests = steps_of(either, ONES).of(bt.LogicalFlowStep)
+    tests = steps_of(either, ONES).of(bt.flow.LogicalFlowStep)
     assert [(s.kind, s.value, s.iteration) for s in tests] == [
         ("or", True, (0,)),
         ("or", True, (1,)),
@@ -349,7 +351,7 @@ def test_a_chained_comparison_has_a_step_for_each_comparison() -> None:
             return x + 1
         return x
 
-    steps = steps_of(model, ONES).of(bt.LogicalFlowStep)
+    steps = steps_of(model, ONES).of(bt.flow.LogicalFlowStep)
     assert [(s.name, s.kind, s.value, s.text) for s in steps] == [
         ("gt", "if", True, "0 < n < 3"),
         ("lt", "if", False, "0 < n < 3"),
@@ -367,7 +369,7 @@ def model(x):
 
 
 def test_an_assert_has_a_class_of_its_own(tmp_path: Path) -> None:
-    steps = steps_of(written(tmp_path, ASSERTS), ONES).of(bt.LogicalFlowStep)
+    steps = steps_of(written(tmp_path, ASSERTS), ONES).of(bt.flow.LogicalFlowStep)
     assert [(type(s).__name__, s.kind, s.value, s.text) for s in steps] == [
         ("AssertFlowStep", "assert", True, "x.shape[0] == 3"),
         ("AssertFlowStep", "assert", True, "(x > 0).all()"),
@@ -375,7 +377,7 @@ def test_an_assert_has_a_class_of_its_own(tmp_path: Path) -> None:
         ("LogicalFlowStep", "or", False, "x.max() > 5"),
         ("AssertFlowStep", "assert", True, "x.min() > 0"),
     ]
-    assert len(steps.of(bt.AssertFlowStep)) == 4
+    assert len(steps.of(bt.flow.AssertFlowStep)) == 4
 
 
 def test_an_assert_that_pytest_has_rewritten_is_one_still() -> None:
@@ -384,7 +386,7 @@ def test_an_assert_that_pytest_has_rewritten_is_one_still() -> None:
         return x
 
     (step,) = steps_of(model, ONES)
-    assert isinstance(step, bt.AssertFlowStep)
+    assert isinstance(step, bt.flow.AssertFlowStep)
     assert (step.value, step.text) == (True, "x.sum() > 0")
 
 
@@ -456,7 +458,7 @@ def test_any_and_all_have_a_step_for_each_thing_they_looked_at() -> None:
 
 
 def compared(model: Callable[..., Any], *args: Any) -> list[tuple[Any, str]]:
-    steps = bt.trace(model, *args).flow_steps.of(bt.EscapeFlowStep)
+    steps = bt.trace(model, *args).flow_steps.of(bt.flow.EscapeFlowStep)
     return [(step.value, step.text) for step in steps if step.kind == "compare"]
 
 
@@ -527,7 +529,7 @@ def test_a_loop_over_a_range_has_its_bound_and_iterations() -> None:
 
     shape, loop = steps_of(model, ONES)
     assert (shape.kind, shape.value) == ("shape", 3)
-    assert isinstance(loop, bt.LoopFlowStep)
+    assert isinstance(loop, bt.flow.LoopFlowStep)
     assert (loop.kind, loop.value, loop.text) == ("for", 3, "range(x.shape[0])")
     assert (loop.bound, loop.iterations) == (3, 3)
     assert repr(loop).endswith(", iterations=3)")
@@ -562,7 +564,7 @@ def test_each_traced_bound_of_a_range_is_a_step_of_one_loop() -> None:
             x = x * 2
         return x
 
-    steps = steps_of(model, ONES, 6).of(bt.LoopFlowStep)
+    steps = steps_of(model, ONES, 6).of(bt.flow.LoopFlowStep)
     assert [(s.text, s.value, s.bound, s.iterations) for s in steps] == [
         ("range(x.shape[0], n)", 3, 3, 3),
         ("range(x.shape[0], n)", 6, 3, 3),
@@ -748,7 +750,7 @@ def test_nested_loops_with_traced_bounds_have_an_iteration_each() -> None:
         ("if", (1, 0)),
         ("if", (1, 1)),
     ]
-    assert [(s.text, s.iterations) for s in steps if isinstance(s, bt.LoopFlowStep)] == [
+    assert [(s.text, s.iterations) for s in steps if isinstance(s, bt.flow.LoopFlowStep)] == [
         ("range(x.shape[0])", 2),
         ("range(x.shape[1])", 2),
         ("range(x.shape[1])", 2),
@@ -764,7 +766,7 @@ def test_a_size_read_before_a_loop_does_not_disturb_its_count() -> None:
                 x = x + 1
         return x
 
-    tests = steps_of(model, ONES).of(bt.LogicalFlowStep)
+    tests = steps_of(model, ONES).of(bt.flow.LogicalFlowStep)
     assert [step.iteration for step in tests] == [(0,), (1,), (2,)]
 
 
@@ -784,7 +786,7 @@ def test_a_while_inside_a_for_starts_anew_each_time() -> None:
         ("LoopF", True, (2,)), ("Logic", True, (2, 0)), ("Logic", True, (2, 1)),
         ("Logic", True, (2, 2)), ("Logic", False, (2, 3)),
     ]  # fmt: skip
-    whole = [s.iterations for s in steps if isinstance(s, bt.LoopFlowStep)]
+    whole = [s.iterations for s in steps if isinstance(s, bt.flow.LoopFlowStep)]
     assert whole == [2, 0, 3]
 
 
@@ -844,7 +846,7 @@ def test_a_module_with_many_ops_called_in_a_loop_counts_once() -> None:
                     break
             return x
 
-    tests = steps_of(Normed(), torch.randn(4, 2)).of(bt.LogicalFlowStep)
+    tests = steps_of(Normed(), torch.randn(4, 2)).of(bt.flow.LogicalFlowStep)
     assert [step.iteration for step in tests] == [(0,), (1,), (2,)]
 
 
@@ -861,7 +863,7 @@ def test_a_traced_integer_or_tensor_that_picks_an_item_is_an_index() -> None:
             y = layer(y)
         return layers[x.argmax()](y)
 
-    steps = steps_of(model, torch.ones(2)).of(bt.IndexFlowStep)
+    steps = steps_of(model, torch.ones(2)).of(bt.flow.IndexFlowStep)
     assert [(s.kind, s.value, s.text) for s in steps] == [
         ("index", 1, "layers[n - 1]"),
         ("index", 2, "layers[:n]"),
@@ -894,7 +896,7 @@ def test_values_that_become_plain_escape() -> None:
         return y * root * prices[n]
 
     steps = steps_of(model, ONES)
-    found = [(s.kind, s.value, s.text) for s in steps.of(bt.EscapeFlowStep)]
+    found = [(s.kind, s.value, s.text) for s in steps.of(bt.flow.EscapeFlowStep)]
     assert found == [
         ("int", 3, "int(n)"),
         ("float", 3, "float(n)"),
@@ -909,7 +911,7 @@ def test_values_that_become_plain_escape() -> None:
         ("bit_length", 3, "n.bit_length"),
         ("hash", 3, "prices[n]"),
     ]
-    (key,) = steps.of(bt.LogicalFlowStep)
+    (key,) = steps.of(bt.flow.LogicalFlowStep)
     assert (key.name, key.kind, key.value, key.text) == ("eq", "key", True, "prices[n]")
 
 
@@ -917,7 +919,7 @@ def test_a_value_handed_to_numpy_escapes() -> None:
     def model(x: Tensor) -> Tensor:
         return x * float(np.sqrt(x.shape[0]))
 
-    kinds = {s.kind for s in steps_of(model, ONES).of(bt.EscapeFlowStep)}
+    kinds = {s.kind for s in steps_of(model, ONES).of(bt.flow.EscapeFlowStep)}
     assert "numpy" in kinds
 
 
@@ -978,7 +980,7 @@ def line_of(marker: str) -> int:
 
 
 def test_steps_know_their_function_line_and_module() -> None:
-    tests = steps_of(Gated(), ONES).of(bt.LogicalFlowStep)
+    tests = steps_of(Gated(), ONES).of(bt.flow.LogicalFlowStep)
     gate, called, countdown = (line_of(f"# in {n}") for n in ("Gate", "clipped", "countdown"))
     assert [(s.module_path, s.place.function, s.line) for s in tests] == [
         ("gates.0", "forward", gate),
@@ -1039,7 +1041,7 @@ def test_the_name_of_a_step_is_the_node_whose_value_was_consumed() -> None:
     for step in trace.flow_steps:
         assert trace.graph.nodes[step.name]["value"] == step.value
     assert [step.name for step in trace.flow_steps] == ["getitem", "gt", "bool"]
-    assert trace.graph.nodes["bool"]["args"] == (bt.NodeRef("gt_1"),)
+    assert trace.graph.nodes["bool"]["args"] == (bt.graph.NodeRef("gt_1"),)
 
 
 def test_the_guard_of_a_step_is_a_number_in_the_table_of_guards() -> None:
@@ -1161,14 +1163,14 @@ def test_values_that_json_has_no_word_for_are_written_as_text() -> None:
 def test_steps_are_a_list_that_can_be_sliced_and_filtered() -> None:
     steps = steps_of(small, STOPS)
     assert len(steps) == 6
-    assert isinstance(steps[0], bt.LoopFlowStep)
-    assert isinstance(steps[1:3], bt.FlowSteps)
+    assert isinstance(steps[0], bt.flow.LoopFlowStep)
+    assert isinstance(steps[1:3], bt.flow.FlowSteps)
     assert list(steps[1:3]) == [steps[1], steps[2]]
     assert steps[-1].kind == "conditional expression"
-    assert [s.kind for s in steps.of(bt.ShapeFlowStep)] == ["shape"]
-    assert len(steps.of(bt.ShapeFlowStep, bt.LoopFlowStep)) == 2
+    assert [s.kind for s in steps.of(bt.flow.ShapeFlowStep)] == ["shape"]
+    assert len(steps.of(bt.flow.ShapeFlowStep, bt.flow.LoopFlowStep)) == 2
     assert len(steps.of()) == 0
-    assert len(steps.of(bt.FlowStep)) == 6
+    assert len(steps.of(bt.flow.FlowStep)) == 6
     assert steps[2] in steps
     with pytest.raises(IndexError):
         steps[6]

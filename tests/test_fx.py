@@ -16,6 +16,7 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 import bendtrace as bt
+from bendtrace.errors import ConversionError, DivergenceError
 from tests.promise import bits
 
 Calls = list[tuple[str, str]]
@@ -368,7 +369,7 @@ def test_another_branch_is_a_divergence_that_says_where() -> None:
     module = bt.trace(model, torch.ones(2)).to_fx()
     assert torch.equal(module(torch.full((5,), 2.0)), torch.full((5,), 3.0))
     line = model.__code__.co_firstlineno + 1
-    with pytest.raises(bt.DivergenceError) as caught:
+    with pytest.raises(DivergenceError) as caught:
         module(-torch.ones(2))
     assert str(caught.value) == (
         f"the value at {__file__}:{line} was True when traced and is False now"
@@ -378,13 +379,13 @@ def test_another_branch_is_a_divergence_that_says_where() -> None:
 @pytest.mark.parametrize("fold", [False, True], ids=["ops", "leaf modules"])
 def test_another_size_in_a_loop_is_a_divergence(fold: bool) -> None:
     module = bt.trace(Shared(), randn(2, 4)).to_fx(fold=fold)
-    with pytest.raises(bt.DivergenceError, match=r"was 2 when traced and is 3 now"):
+    with pytest.raises(DivergenceError, match=r"was 2 when traced and is 3 now"):
         module(randn(3, 4))
 
 
 def test_another_number_of_rows_walked_is_a_divergence() -> None:
     module = bt.trace(lambda x: sum(list(x)), randn(2, 4)).to_fx()
-    with pytest.raises(bt.DivergenceError, match=r"was 2 when traced and is 3 now"):
+    with pytest.raises(DivergenceError, match=r"was 2 when traced and is 3 now"):
         module(randn(3, 4))
 
 
@@ -397,9 +398,11 @@ def test_another_rank_or_dtype_that_was_looked_at_is_a_divergence() -> None:
 
     module = bt.trace(model, randn(2, 4)).to_fx()
     assert torch.equal(module(randn(5, 4)), model(randn(5, 4)))
-    with pytest.raises(bt.DivergenceError, match=r"was 2 when traced and is 3 now"):
+    with pytest.raises(DivergenceError, match=r"was 2 when traced and is 3 now"):
         module(randn(2, 4, 4))
-    with pytest.raises(bt.DivergenceError, match=r"torch.float32 when traced and is torch.float64"):
+    with pytest.raises(
+        bt.errors.DivergenceError, match=r"torch.float32 when traced and is torch.float64"
+    ):
         module(randn(2, 4).double())
 
 
@@ -410,10 +413,12 @@ def test_another_plain_argument_is_a_divergence() -> None:
 
     module = bt.trace(model, randn(2), True, None).to_fx()
     assert torch.equal(module(randn(2), True, None), 1 - randn(2))
-    with pytest.raises(bt.DivergenceError) as caught:
+    with pytest.raises(DivergenceError) as caught:
         module(randn(2), False, None)
     assert str(caught.value) == "argument flip was True when traced and is False now"
-    with pytest.raises(bt.DivergenceError, match=r"argument mode was None when traced and is 'm'"):
+    with pytest.raises(
+        bt.errors.DivergenceError, match=r"argument mode was None when traced and is 'm'"
+    ):
         module(randn(2), True, "m")
 
 
@@ -434,7 +439,7 @@ def test_another_structure_of_an_argument_is_a_divergence() -> None:
         (([one, one], {}), "argument options has other content than when traced"),
         (([one, one], {"scale": 3}), "argument options['scale'] was 2 when traced and is 3 now"),
     ]:
-        with pytest.raises(bt.DivergenceError) as caught:
+        with pytest.raises(DivergenceError) as caught:
             module(*args)
         assert str(caught.value) == message
 
@@ -442,7 +447,7 @@ def test_another_structure_of_an_argument_is_a_divergence() -> None:
 def test_a_traced_number_is_guarded_only_where_it_was_consumed() -> None:
     module = bt.trace(looped, randn(2), 3, 0.5).to_fx()
     assert torch.equal(module(randn(2), 3, 0.25), looped(randn(2), 3, 0.25))
-    with pytest.raises(bt.DivergenceError, match=r"was 3 when traced and is 4 now"):
+    with pytest.raises(DivergenceError, match=r"was 3 when traced and is 4 now"):
         module(randn(2), 4, 0.5)
 
 
@@ -470,7 +475,7 @@ def test_setting_an_attribute_is_refused() -> None:
             return self.last
 
     trace = bt.trace(Model(), randn(2))
-    with pytest.raises(bt.ConversionError) as caught:
+    with pytest.raises(ConversionError) as caught:
         trace.to_fx()
     assert str(caught.value) == "the run sets self.last, which an fx graph cannot express"
     assert isinstance(caught.value, ValueError)
@@ -484,7 +489,7 @@ def test_catching_an_exception_is_refused() -> None:
             return -x
 
     trace = bt.trace(model, randn(2, 3))
-    with pytest.raises(bt.ConversionError) as caught:
+    with pytest.raises(ConversionError) as caught:
         trace.to_fx()
     line = model.__code__.co_firstlineno + 2
     assert str(caught.value) == (
@@ -503,7 +508,7 @@ def test_autocast_and_inference_mode_are_refused(mode: Callable[[], Any]) -> Non
         return y + 1 if z is None else y
 
     trace = bt.trace(model, randn(2, 2))
-    with pytest.raises(bt.ConversionError) as caught:
+    with pytest.raises(ConversionError) as caught:
         trace.to_fx()
     assert str(caught.value) == "the run enters or leaves autocast or inference mode on its way"
 
@@ -514,7 +519,7 @@ def test_a_run_that_cannot_be_repeated_is_refused() -> None:
 
     trace = bt.trace(model, torch.ones(2))
     with pytest.raises(
-        bt.ConversionError, match=r"^the run cannot be repeated: numpy at .*test_fx"
+        bt.errors.ConversionError, match=r"^the run cannot be repeated: numpy at .*test_fx"
     ):
         trace.to_fx()
 
@@ -529,14 +534,14 @@ def test_objects_of_the_model_are_refused() -> None:
             return x + 1, self.cache
 
     trace = bt.trace(Model(), randn(2))
-    with pytest.raises(bt.ConversionError) as caught:
+    with pytest.raises(ConversionError) as caught:
         trace.to_fx()
     assert str(caught.value) == "self.cache is an object of the model, not a value of the graph"
 
 
 def test_a_graph_of_unknown_origin_is_refused() -> None:
-    with pytest.raises(bt.ConversionError) as caught:
-        bt.to_fx(bt.Graph())
+    with pytest.raises(ConversionError) as caught:
+        bt.graph.to_fx(bt.graph.Graph())
     assert str(caught.value) == (
         "the graph is neither the mirror of a trace nor one from `from_fx`"
     )
@@ -550,7 +555,7 @@ def test_a_graph_of_unknown_origin_is_refused() -> None:
 def test_from_fx_keeps_nodes_targets_and_arguments(name: str, fold: bool) -> None:
     make, args = MODELS[name]
     module = bt.trace(make(), *args).to_fx(fold=fold)
-    graph = bt.from_fx(module)
+    graph = bt.graph.from_fx(module)
     assert list(graph) == [node.name for node in module.graph.nodes]
     for node in module.graph.nodes:
         data = graph.nodes[node.name]
@@ -562,7 +567,7 @@ def test_from_fx_keeps_nodes_targets_and_arguments(name: str, fold: bool) -> Non
 
 def test_from_fx_agrees_with_the_mirror_it_came_from() -> None:
     trace = bt.trace(lambda x: torch.cat([x, x.relu() * 2], 0)[:3], randn(2, 2))
-    again = bt.from_fx(trace.to_fx())
+    again = bt.graph.from_fx(trace.to_fx())
     for name, data in trace.graph.nodes(data=True):
         other = again.nodes[name]
         assert (other["op"], other["target"]) == (data["op"], data["target"])
@@ -575,29 +580,31 @@ def test_a_graph_from_fx_goes_back_to_fx(name: str) -> None:
     make, args = MODELS[name]
     model = make()
     module = bt.trace(model, *args).to_fx(fold=True)
-    again = bt.to_fx(bt.from_fx(module))
+    again = bt.graph.to_fx(bt.graph.from_fx(module))
     again.graph.lint()
     assert in_fx(again) == in_fx(module)
     assert [node.name for node in again.graph.nodes] == [node.name for node in module.graph.nodes]
     assert bits(again(*args)) == bits(module(*args))
-    assert str(bt.from_fx(again)) == str(bt.from_fx(module))
+    assert str(bt.graph.from_fx(again)) == str(bt.graph.from_fx(module))
 
 
 def test_a_graph_that_fx_traced_itself_goes_there_and_back() -> None:
     model = CNN().eval()
     theirs = fx.symbolic_trace(model)
-    again = bt.to_fx(bt.from_fx(theirs))
+    again = bt.graph.to_fx(bt.graph.from_fx(theirs))
     assert in_fx(again) == in_fx(theirs)
     assert bits(again(randn(2, 1, 8, 8))) == bits(model(randn(2, 1, 8, 8)))
 
 
 def test_a_graph_from_fx_can_be_changed_before_it_goes_back() -> None:
-    graph = bt.from_fx(fx.symbolic_trace(nn.Sequential(nn.ReLU())))
+    graph = bt.graph.from_fx(fx.symbolic_trace(nn.Sequential(nn.ReLU())))
     graph.nodes["_0"].update(op="call_function", target=torch.neg)
-    assert torch.equal(bt.to_fx(graph)(torch.ones(2)), -torch.ones(2))
+    assert torch.equal(bt.graph.to_fx(graph)(torch.ones(2)), -torch.ones(2))
     graph.remove_node("_0")
-    with pytest.raises(bt.ConversionError, match=r"^%_0 is used before it is defined, or is not"):
-        bt.to_fx(graph)
+    with pytest.raises(
+        bt.errors.ConversionError, match=r"^%_0 is used before it is defined, or is not"
+    ):
+        bt.graph.to_fx(graph)
 
 
 def test_what_a_trace_recorded_is_unchanged_by_a_conversion() -> None:

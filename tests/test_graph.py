@@ -17,14 +17,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import bendtrace as bt
-from bendtrace import NodeRef
+from bendtrace.graph import NodeRef
 from tests.corpus import CASES
 from tests.corpus._case import Case
 
 ONES = torch.ones(3, 2)
 
 
-def graph_of(function: Callable[..., Any], *args: Any, **kwargs: Any) -> bt.Graph:
+def graph_of(function: Callable[..., Any], *args: Any, **kwargs: Any) -> bt.graph.Graph:
     return bt.trace(function, *args, **kwargs).graph
 
 
@@ -80,18 +80,18 @@ def test_ancestors_follow_data_and_control() -> None:
 def test_copies_and_subgraphs_are_graphs_of_the_same_kind() -> None:
     graph = graph_of(Halves(), ONES)
     copy = graph.copy()
-    assert type(copy) is bt.Graph
+    assert type(copy) is bt.graph.Graph
     assert str(copy) == str(graph)
     copy.remove_node("output")
     assert "output" in graph
     part = graph.subgraph(["x", "sum", "gt"])
-    assert isinstance(part, bt.Graph)
+    assert isinstance(part, bt.graph.Graph)
     assert set(part.data_edges()) == {("x", "sum", "args[0]"), ("sum", "gt", "args[0]")}
     assert part.flow_steps is graph.flow_steps
 
 
 def test_a_graph_of_ones_own_can_be_made() -> None:
-    graph = bt.Graph()
+    graph = bt.graph.Graph()
     graph.add_op("x", op="placeholder", target="x", args=(), kwargs={})
     graph.add_op("y", op="call_function", target=torch.relu, args=(NodeRef("x"),), kwargs={})
     assert list(graph.data_edges()) == [("x", "y", "args[0]")]
@@ -545,7 +545,7 @@ def test_the_graphs_of_the_corpus_can_run_in_order(case: Case) -> None:
         assert all(order[source] < order[target] for source, target in trace.graph.edges())
         for step in trace.flow_steps:
             assert trace.graph.nodes[step.name]["value"] is not None
-            if isinstance(step, bt.LoopFlowStep) and step.bound is not None:
+            if isinstance(step, bt.flow.LoopFlowStep) and step.bound is not None:
                 assert step.iterations <= step.bound
         for _, node, number in trace.graph.control_edges():
             step = trace.flow_steps[number]

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import bendtrace as bt
+from bendtrace.errors import DivergenceError
 from tests.promise import assert_promise, bits, randn_inputs
 
 FLAG = 1
@@ -32,9 +33,9 @@ def test_conditions_on_sizes_are_input_guards_and_conditions_on_values_data_guar
     assert kinds(trace)["x.shape[0] > 1"] == "input"
     assert kinds(trace)["x.sum() > 0"] == "data"
     assert torch.equal(trace.replay(torch.ones(3, 6)), model(torch.ones(3, 6)))
-    with pytest.raises(bt.DivergenceError, match=r"and `x.shape\[0\] > 1` at .* was True"):
+    with pytest.raises(DivergenceError, match=r"and `x.shape\[0\] > 1` at .* was True"):
         trace.replay(torch.ones(1, 4))
-    with pytest.raises(bt.DivergenceError, match=r"if `x.sum\(\) > 0` at .* was True"):
+    with pytest.raises(DivergenceError, match=r"if `x.sum\(\) > 0` at .* was True"):
         trace.replay(-torch.ones(2, 4))
 
 
@@ -48,7 +49,9 @@ def test_a_dtype_that_follows_from_the_inputs_needs_no_look_in_the_run() -> None
     trace = bt.trace(model, torch.ones(1, 2))
     assert set(kinds(trace).values()) == {"implied"}
     linear.double()
-    with pytest.raises(bt.DivergenceError, match=r"linear\.weight is not of dtype torch\.float32"):
+    with pytest.raises(
+        bt.errors.DivergenceError, match=r"linear\.weight is not of dtype torch\.float32"
+    ):
         trace.replay(torch.ones(1, 2))
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import pickle
 import re
 import subprocess
@@ -19,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import bendtrace as bt
+from bendtrace.errors import InputError, NodePathError
 from bendtrace.harvesting import Harvest, HarvestError
 from bendtrace.storage import LoadError, SaveError
 from tests.promise import bits
@@ -232,7 +231,7 @@ def test_values_without_samples_are_stored_once_for_each_batch(tmp_path: Path) -
     means = [part.mean().item() for part in data.split(3)]
     assert found["item"].tensor().tolist() == pytest.approx(means, rel=0, abs=0)
     assert found["mul"].shape == (7, 3)
-    with pytest.raises(bt.InputError, match="a row for each batch"):
+    with pytest.raises(InputError, match="a row for each batch"):
         found.dataset("softmax")
     assert set(found.dataset()[0]) == {"id", "mul"}
 
@@ -241,12 +240,14 @@ def test_a_value_that_is_no_row_for_each_sample_is_refused(tmp_path: Path) -> No
     def model(x: Tensor) -> Tensor:
         return torch.relu(x.sum(0))
 
-    with pytest.raises(bt.InputError, match=r"'relu' gave a tensor of shape \(3,\) for a batch of"):
+    with pytest.raises(
+        bt.errors.InputError, match=r"'relu' gave a tensor of shape \(3,\) for a batch of"
+    ):
         go(model, samples(4, 3).split(2), "relu", tmp_path / "a")
     lstm = nn.LSTM(3, 2, batch_first=True)
-    with pytest.raises(bt.InputError, match=r"gave tuple.*name a part"):
+    with pytest.raises(InputError, match=r"gave tuple.*name a part"):
         go(lstm, [samples(4, 5, 3)], "output", tmp_path / "b")
-    with pytest.raises(bt.InputError, match="one for the whole batch"):
+    with pytest.raises(InputError, match="one for the whole batch"):
         go(lambda x: x * x.sum().item(), [samples(4, 3)], "item", tmp_path / "c")
 
 
@@ -290,7 +291,7 @@ def test_every_type_comes_back_as_it_was(dtype: torch.dtype, tmp_path: Path) -> 
 
 def test_a_number_that_does_not_fit_is_an_error(tmp_path: Path) -> None:
     data = torch.tensor([[1.0], [70000.0]])
-    with pytest.raises(bt.InputError, match=r"70000, which does not fit in torch.float16"):
+    with pytest.raises(InputError, match=r"70000, which does not fit in torch.float16"):
         go(torch.abs, data.split(1), "abs", tmp_path, dtype=torch.float16)
     kept = go(torch.abs, [data / 0], "abs", tmp_path / "b", dtype=torch.float16)
     assert kept["abs"].tensor().isinf().all()  # which it was before
@@ -298,7 +299,9 @@ def test_a_number_that_does_not_fit_is_an_error(tmp_path: Path) -> None:
 
 def test_a_type_that_changes_is_an_error(tmp_path: Path) -> None:
     data = [torch.ones(2, 1), torch.ones(2, 1).double()]
-    with pytest.raises(bt.InputError, match=r"gave torch.float32 before, and torch.float64 now"):
+    with pytest.raises(
+        bt.errors.InputError, match=r"gave torch.float32 before, and torch.float64 now"
+    ):
         go(torch.abs, data, "abs", tmp_path / "a", shard_samples=2)
     assert len(go(torch.abs, data, "abs", tmp_path / "b", dtype=torch.float32)) == 4
 
@@ -366,7 +369,7 @@ def test_passes_can_be_stacked(tmp_path: Path) -> None:
     assert found["div"].shape is None
     for row, by_hand in zip(found["div"], wanted, strict=True):
         assert torch.equal(row, by_hand[0])
-    with pytest.raises(bt.InputError, match="differ in shape"):
+    with pytest.raises(InputError, match="differ in shape"):
         found["div"].tensor()
     assert [tuple(rows.shape) for _, rows in found["div"].batches()] == [w.shape for w in wanted]
     stored = load_file(next(tmp_path.glob("*.safetensors")))
@@ -422,7 +425,7 @@ def test_it_says_which_inputs_took_a_branch(tmp_path: Path) -> None:
         ups = {c.outcome for c in path.conditions if c.text == "x.sum() > 0"}
         assert ups == {ids[0] in up}
     assert found.to_pandas()["path"].nunique() == len(found.paths)
-    with pytest.raises(bt.InputError, match=r"no batch came by a branch 'x.sum"):
+    with pytest.raises(InputError, match=r"no batch came by a branch 'x.sum"):
         found.took("x.sum() > 1")
 
 
@@ -541,7 +544,7 @@ def test_rows_are_found_by_every_kind_of_index(tmp_path: Path) -> None:
 
 def test_a_name_that_is_not_there_names_near_ones(tmp_path: Path) -> None:
     found = go(torch.tanh, [samples(3, 2)], "tanh", tmp_path)
-    with pytest.raises(bt.NodePathError, match="there is no 'tan' in this harvest: 'tanh'"):
+    with pytest.raises(NodePathError, match="there is no 'tan' in this harvest: 'tanh'"):
         found["tan"]
     assert "tanh" in found
     assert list(found) == ["tanh"]
@@ -647,17 +650,17 @@ def test_what_makes_no_sense_is_refused_before_anything_is_made(tmp_path: Path) 
         ({"feature_axis": None}, "feature_axis="),
     ]
     for options, message in bad:
-        with pytest.raises(bt.InputError, match=message):
+        with pytest.raises(InputError, match=message):
             go(torch.tanh, data, "tanh", out, **options)
-    with pytest.raises(bt.InputError, match="a loader gives batches"):
+    with pytest.raises(InputError, match="a loader gives batches"):
         go(torch.tanh, 3, "tanh", out)
-    with pytest.raises(bt.InputError):
+    with pytest.raises(InputError):
         go(3, data, "tanh", out)
     bended = bt.BendedModule(torch.tanh)
     bended(data[0])
     with torch.no_grad():
         bended(data[0])
-    with pytest.raises(bt.NodePathError, match="tan"):
+    with pytest.raises(NodePathError, match="tan"):
         go(bended, data, "tan", out)
     assert not out.exists()
     assert not bended.insertions
@@ -674,9 +677,9 @@ def test_ids_that_make_no_sense_are_refused(tmp_path: Path) -> None:
         (lambda batch: [2**64, 1], "64 bits"),
         (lambda batch: [1], "for a batch of 1 samples"),
     ):
-        with pytest.raises(bt.InputError, match=message):
+        with pytest.raises(InputError, match=message):
             go(torch.tanh, [batch], "tanh", tmp_path / str(ids), ids=ids, **options)
-    with pytest.raises(bt.InputError, match="how many samples"):
+    with pytest.raises(InputError, match="how many samples"):
         go(lambda text: torch.ones(2), [["a", "b"]], "ones", tmp_path / "z")
 
 
@@ -759,7 +762,7 @@ def test_another_harvest_is_refused_and_left_alone(tmp_path: Path) -> None:
         (nn.Linear(3, 2), "output", {"reduce": lambda v: v + 1}, "was a Branching, and is a L"),
     ]
     for other, where, options, message in others:
-        with pytest.raises(bt.InputError, match=message):
+        with pytest.raises(InputError, match=message):
             go(other, data, where, tmp_path, **options)
     assert files_of(tmp_path) == before
     again = go(model, data, "first", tmp_path, reduce=lambda v: v + 1)  # it is complete
@@ -842,9 +845,9 @@ def stopped(
 def test_another_order_is_refused(tmp_path: Path) -> None:
     data = samples(24, 3)
     stopped(data.split(2), tmp_path / "a", 7, shard_samples=4)
-    with pytest.raises(bt.InputError, match="is not the one that was harvested before"):
+    with pytest.raises(InputError, match="is not the one that was harvested before"):
         go(torch.tanh, data.flip(0).split(2), "tanh", tmp_path / "a", shard_samples=4)
-    with pytest.raises(bt.InputError, match="gave 2 batches, and 7 were harvested"):
+    with pytest.raises(InputError, match="gave 2 batches, and 7 were harvested"):
         go(torch.tanh, data.split(2)[:2], "tanh", tmp_path / "a", shard_samples=4)
     assert len(Harvest.open(tmp_path / "a")) == 14
     assert len(go(torch.tanh, data.split(2), "tanh", tmp_path / "a", shard_samples=4)) == 24
@@ -873,7 +876,7 @@ def test_what_is_done_is_not_loaded_again_and_a_shuffle_is_noticed(tmp_path: Pat
         go(torch.tanh, loader(1), "tanh", tmp_path / "a", call=call, shard_samples=4)
     done = len(Harvest.open(tmp_path / "a"))
     assert done == 14
-    with pytest.raises(bt.InputError, match="comes in another order"):
+    with pytest.raises(InputError, match="comes in another order"):
         go(torch.tanh, loader(2), "tanh", tmp_path / "a", call=on, shard_samples=4)
     data.loaded.clear()
     on = failing_at(0)
@@ -890,7 +893,7 @@ def test_an_order_that_ends_alike_is_noticed(tmp_path: Path) -> None:
     with pytest.raises(HarvestError):
         go(torch.tanh, first, "tanh", tmp_path, call=call)
     call = failing_at(0)
-    with pytest.raises(bt.InputError, match="comes in another order"):
+    with pytest.raises(InputError, match="comes in another order"):
         go(torch.tanh, other, "tanh", tmp_path, call=call)
     assert len(go(torch.tanh, first, "tanh", tmp_path, call=call)) == 10
 
@@ -901,7 +904,7 @@ def test_other_data_of_the_same_order_is_noticed(tmp_path: Path) -> None:
     with pytest.raises(HarvestError):
         go(torch.tanh, first, "tanh", tmp_path, call=call)
     call = failing_at(0)
-    with pytest.raises(bt.InputError, match="the data set has changed"):
+    with pytest.raises(InputError, match="the data set has changed"):
         go(torch.tanh, other, "tanh", tmp_path, call=call)
 
 
@@ -910,7 +913,7 @@ def test_a_model_that_changes_while_it_runs_is_not_gone_on_with(tmp_path: Path) 
     data = samples(24, 3).split(4)
     stopped(data, tmp_path, 3, model, "1")
     fresh = nn.Sequential(nn.BatchNorm1d(3), nn.Tanh())
-    with pytest.raises(bt.InputError, match=r"changes '0\.\w+' while it runs"):
+    with pytest.raises(InputError, match=r"changes '0\.\w+' while it runs"):
         go(fresh, data, "1", tmp_path)
 
 
@@ -920,7 +923,7 @@ def test_a_model_that_draws_is_gone_on_with_if_it_has_a_seed(tmp_path: Path) -> 
 
     data = samples(24, 3).split(4)
     stopped(data, tmp_path / "a", 3, model, "dropout")
-    with pytest.raises(bt.InputError, match="draws random numbers"):
+    with pytest.raises(InputError, match="draws random numbers"):
         go(model, data, "dropout", tmp_path / "a")
     stopped(data, tmp_path / "b", 3, model, "dropout", seed=7)
     torch.manual_seed(1)
@@ -996,26 +999,3 @@ def test_the_progress_bar_tells_rate_and_memory(
     bt.harvest(torch.tanh, loader, where="tanh", out=tmp_path)
     told = capsys.readouterr().err
     assert re.search(r"harvest: 100%.*12/12 .*samples/s, \d+ MiB", told)
-
-
-def run_page(text: str) -> Iterator[tuple[str, str]]:
-    """Run the blocks of a page, and yield what each printed and what the page says."""
-    names: dict[str, Any] = {"__name__": "__page__"}
-    blocks = re.findall(r"```(\w*)\n(.*?)```", text, re.DOTALL)
-    for number, (language, code) in enumerate(blocks):
-        if language == "python":
-            said = blocks[number + 1] if number + 1 < len(blocks) else ("python", "")
-            printed = io.StringIO()
-            source = Path("harvesting.py")
-            whole = "\n" * text[: text.index(code)].count("\n") + code
-            source.write_text(whole)
-            with contextlib.redirect_stdout(printed):
-                exec(compile(whole, str(source), "exec"), names)
-            yield printed.getvalue().rstrip(), said[1].rstrip() if said[0] == "" else ""
-
-
-def test_the_page_says_what_is_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    text = (ROOT / "docs" / "harvesting.md").read_text()
-    monkeypatch.chdir(tmp_path)
-    for printed, said in run_page(text):
-        assert printed == said

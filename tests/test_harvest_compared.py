@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import bendtrace as bt
+from bendtrace.errors import InputError
 from bendtrace.harvesting import Harvest
 
 X = torch.randn(40, 4, generator=torch.Generator().manual_seed(0))
@@ -77,7 +78,7 @@ def test_a_reduction_that_does_something_else_is_another_harvest(
     tmp_path: Path, one: Any, other: Any
 ) -> None:
     first = go(tmp_path, reduce=one)
-    with pytest.raises(bt.InputError, match="another harvest: reduce= was"):
+    with pytest.raises(InputError, match="another harvest: reduce= was"):
         go(tmp_path, reduce=other)
     again = go(tmp_path, reduce=one)
     assert torch.equal(again["relu"].tensor(), first["relu"].tensor())
@@ -91,7 +92,7 @@ def test_a_global_that_a_reduction_reads_counts(
 
     go(tmp_path, reduce=reduce)
     monkeypatch.setitem(globals(), "W", 2.0)
-    with pytest.raises(bt.InputError, match="another harvest: reduce= was"):
+    with pytest.raises(InputError, match="another harvest: reduce= was"):
         go(tmp_path, reduce=reduce)
 
 
@@ -100,7 +101,7 @@ def test_what_is_inserted_counts_unless_it_observes(tmp_path: Path) -> None:
     plain = go(tmp_path, bended)["relu"].tensor()
     with (
         bended.interject("a", lambda value: value * 0),
-        pytest.raises(bt.InputError, match="another harvest: inserted= was"),
+        pytest.raises(InputError, match="another harvest: inserted= was"),
     ):
         go(tmp_path, bended)
     with bended.interject("a", bt.analysis.FeatureStatistics(keep=-1)):
@@ -110,7 +111,7 @@ def test_what_is_inserted_counts_unless_it_observes(tmp_path: Path) -> None:
 @pytest.mark.parametrize("other", [{"factor": 5.0}, {"slope": 0.5}])
 def test_plain_attributes_of_modules_count(tmp_path: Path, other: dict[str, float]) -> None:
     go(tmp_path, model())
-    with pytest.raises(bt.InputError, match="the model has other modules"):
+    with pytest.raises(InputError, match="the model has other modules"):
         go(tmp_path, model(**other))
 
 
@@ -122,7 +123,7 @@ def test_a_complete_harvest_is_compared_with_the_loader(tmp_path: Path, data: An
     go(tmp_path, harvested)
     state = torch.get_rng_state()
     assert len(go(tmp_path, harvested)) == 40
-    with pytest.raises(bt.InputError, match="data set"):
+    with pytest.raises(InputError, match="data set"):
         go(tmp_path, harvested, data)
     assert torch.equal(torch.get_rng_state(), state)
 
@@ -154,12 +155,12 @@ def test_a_model_that_draws_for_some_batches_only_is_not_gone_on_with(tmp_path: 
     data = [torch.full((2, 4), value) for value in (0.1, 1.0, 0.1, 9.0)]
     with pytest.raises(bt.BendtraceError, match="no such luck"):
         go(tmp_path, noisy, data)
-    with pytest.raises(bt.InputError, match="draws random numbers"):
+    with pytest.raises(InputError, match="draws random numbers"):
         go(tmp_path, noisy, data)
 
 
 def test_floats_that_cannot_be_checked_are_refused_at_the_door(tmp_path: Path) -> None:
-    with pytest.raises(bt.InputError, match="dtype="):
+    with pytest.raises(InputError, match="dtype="):
         go(tmp_path / "a", dtype=torch.float8_e4m3fn)
     assert not (tmp_path / "a").exists()
 
@@ -178,7 +179,7 @@ def test_rows_are_chosen_as_in_tensors(tmp_path: Path) -> None:
         with pytest.raises(IndexError, match="an entry for each of its 40 rows"):
             column[wrong]
     for wrong in ("a", (1, 2), [0.5], [[1]]):
-        with pytest.raises(bt.InputError, match="relu"):
+        with pytest.raises(InputError, match="relu"):
             column[wrong]
 
 
@@ -225,7 +226,7 @@ def test_nodes_that_another_process_names_otherwise_are_not_mixed(
     with pytest.raises(bt.BendtraceError, match="no such luck"):
         bt.harvest(bt.BendedModule(Either()), data, where=where, **options)
     broken.clear()
-    with pytest.raises(bt.InputError, match="the one that a process comes by first"):
+    with pytest.raises(InputError, match="the one that a process comes by first"):
         bt.harvest(bt.BendedModule(Either()), data, where=where, **options)
 
 
@@ -272,7 +273,7 @@ def test_reductions_know_where_the_samples_are(
 def test_what_cannot_be_reduced_is_refused(
     tmp_path: Path, value: Tensor, options: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(bt.InputError, match=message):
+    with pytest.raises(InputError, match=message):
         go(tmp_path, torch.relu, [value], **options)
 
 
@@ -281,5 +282,5 @@ def test_an_outcome_of_another_kind_is_refused(tmp_path: Path) -> None:
     found = bt.harvest(Either(), data, where=(), out=tmp_path, progress=False)
     assert len(found.took("x.sum() > 0", True)) == 2
     for wrong in (0, "yes"):
-        with pytest.raises(bt.InputError, match="no outcome is of the kind"):
+        with pytest.raises(InputError, match="no outcome is of the kind"):
             found.took("x.sum() > 0", wrong)  # type: ignore[arg-type]

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import bendtrace as bt
+from bendtrace.errors import InputError
 from bendtrace.harvesting import Harvest
 
 ROOT = Path(__file__).parent.parent
@@ -73,12 +74,12 @@ def main(what: str, out: str) -> None:
             by_parts(Path(out), padded=False)
             try:
                 by_parts(Path(out, "more"), padded=True)
-            except bt.InputError as error:
+            except InputError as error:
                 told = str(error)
             loader = DataLoader(TensorDataset(data()), sampler=DistributedSampler(data()))  # type: ignore[arg-type]
             try:
                 bt.harvest(model, loader, where="tanh", out=Path(out, "more"), progress=False)
-            except bt.InputError as error:
+            except InputError as error:
                 told += str(error)
         else:
             name, _, number = what.partition(" ")
@@ -124,7 +125,7 @@ def test_two_processes_give_what_one_gives_also_after_a_kill(tmp_path: Path) -> 
     assert run("killed 7", tmp_path / "killed").startswith("failed")
     part = Harvest.open(tmp_path / "killed")
     assert 0 < len(part) < COUNT
-    with pytest.raises(bt.InputError, match="2 processes wrote there, and these are 1"):
+    with pytest.raises(InputError, match="2 processes wrote there, and these are 1"):
         harvested(tmp_path / "killed")
     assert run("batches 0", tmp_path / "killed").count("done") == 2
     assert files_of(tmp_path / "killed") == files_of(tmp_path / "two")

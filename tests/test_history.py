@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import bendtrace as bt
+from bendtrace.errors import LayerKeyError
 from bendtrace.history.lookup import Entries
 from tests.corpus import CASES
 
@@ -225,7 +226,7 @@ def test_a_name_of_a_layer_and_of_another_module_finds_neither() -> None:
 
     log = bt.trace(Crossed(), torch.ones(1, 3))
     message = "'linear_1' is a layer, linear_1_1, and also a module, which gives linear_2_2: ask"
-    with pytest.raises(bt.LayerKeyError, match=message) as caught:
+    with pytest.raises(LayerKeyError, match=message) as caught:
         log["linear_1"]
     assert caught.value.near == ("linear_1_1", "linear_2_2")
     assert "linear_1" not in log._ipython_key_completions_()
@@ -238,7 +239,7 @@ def test_slices_go_by_position_or_by_name() -> None:
     assert labels(log[1:3]) == ["getitem_1_1", "norm_1_2:1"]
     assert labels(log["getitem_1":"sigmoid_1"]) == labels(log[1 : log["sigmoid_1:1"].ordinal])
     assert labels(log[::-1]) == labels(log)[::-1]
-    with pytest.raises(bt.LayerKeyError, match="item_1 is no layer, and so has no position"):
+    with pytest.raises(LayerKeyError, match="item_1 is no layer, and so has no position"):
         log["item_1":]  # type: ignore[misc]
 
 
@@ -258,7 +259,7 @@ def test_what_is_not_there_is_a_key_error_that_helps(key: Any, message: str) -> 
     log = refined()
     with pytest.raises(KeyError, match=message) as caught:
         log[key]
-    assert isinstance(caught.value, bt.LayerKeyError)
+    assert isinstance(caught.value, bt.errors.LayerKeyError)
     assert caught.value.key == key
     assert key not in log
 
@@ -379,7 +380,9 @@ def test_a_bended_module_is_logged_as_its_model() -> None:
     model = Refine().eval()
     log = bt.log_forward_pass(bt.BendedModule(model), torch.ones(3, 4))
     assert log.to_text(None).splitlines()[:4] == refined().to_text(None).splitlines()[:4]
-    with pytest.raises(bt.InputError, match=r"keeps no activations \(save=\): use bendtrace.trace"):
+    with pytest.raises(
+        bt.errors.InputError, match=r"keeps no activations \(save=\): use bendtrace.trace"
+    ):
         bt.BendedModule(model).trace(torch.ones(3, 4), save="all")
 
 

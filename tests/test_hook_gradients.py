@@ -14,6 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 import bendtrace as bt
+from bendtrace.errors import InputError
 from bendtrace.interject.hooks import station
 from bendtrace.interject.hooks.structure import tensors_of
 from tests.hf_models import MODELS as HF_MODELS
@@ -302,7 +303,9 @@ def test_in_place_changes_that_mix_gradients_up_are_refused(
     manager.register_backward_hook(log.backward, module=module)
     h = leaf(3) * 1
     module.kept = h
-    with pytest.raises(bt.InputError, match="'module' changes an input in place that it uses by"):
+    with pytest.raises(
+        bt.errors.InputError, match="'module' changes an input in place that it uses by"
+    ):
         module(*{"given twice": (h, h[:2]), "given in part before": (h[:2], h)}.get(way, (h,)))
 
 
@@ -380,7 +383,9 @@ def test_an_output_that_is_the_input_can_be_changed_in_place(
     plain, x.grad = x.grad, None
     manager.register_backward_hook(log.backward, module=module)
     if input_is == "used after":  # the input does not learn how its storage was changed
-        with pytest.raises(bt.InputError, match="returns its input, or a view of it, which was"):
+        with pytest.raises(
+            bt.errors.InputError, match="returns its input, or a view of it, which was"
+        ):
             run(x).backward()
         return
     run(x).backward()
@@ -679,7 +684,9 @@ def test_new_gradients_of_one_tensor_have_to_agree(manager: bt.HookManager) -> N
     assert torch.equal(x.grad, 4 * x)
     hook.deactivate()
     manager.register_backward_hook(lambda m, i, o: (i[0] * 2, i[1]), module=module)
-    with pytest.raises(bt.InputError, match=r"inputs \[0, 1\] of module 'module' are the same"):
+    with pytest.raises(
+        bt.errors.InputError, match=r"inputs \[0, 1\] of module 'module' are the same"
+    ):
         module(x, x).sum().backward()
 
 
@@ -700,7 +707,7 @@ def test_what_a_backward_hook_must_not_do_is_named(name: str, manager: bt.HookMa
     manager.register_backward_hook(
         lambda m, grad_in, grad_out: wrong(grad_in), hook_fn_name="h", module=module
     )
-    with pytest.raises(bt.InputError) as error:
+    with pytest.raises(InputError) as error:
         module(leaf(2), torch.ones(2)).sum().backward()
     assert str(error.value).startswith("backward hook 'h' on module 'module' ")
     assert told in str(error.value)
@@ -709,7 +716,7 @@ def test_what_a_backward_hook_must_not_do_is_named(name: str, manager: bt.HookMa
 def test_a_gradient_cannot_be_given_to_inputs_that_have_none(manager: bt.HookManager) -> None:
     linear = nn.Linear(2, 2)
     manager.register_backward_hook(lambda m, i, o: (torch.ones(2),), linear=linear)
-    with pytest.raises(bt.InputError, match="another gradient for input 0, which passes no"):
+    with pytest.raises(InputError, match="another gradient for input 0, which passes no"):
         linear(torch.ones(2)).sum().backward()
 
 

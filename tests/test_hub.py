@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import bendtrace as bt
-from bendtrace.interject.errors import InterjectionError
+from bendtrace.errors import InterjectionError
 from tests.promise import state
 
 pytest.importorskip("transformers", reason="needs the test extra")

@@ -356,7 +356,7 @@ def test_linear_layers_quantised_by_torch() -> None:
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_a_checkpoint_says_that_nothing_can_be_inserted_in_it(reentrant: bool) -> None:
-    from bendtrace.interject.errors import InterjectionError
+    from bendtrace.errors import InterjectionError
 
     eager, model = language_model().train(), language_model().train()
     for one in (eager, model):

@@ -10,6 +10,7 @@ import pkgutil
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 import bendtrace as bt
 from bendtrace._later import Later
-from bendtrace._public import PLACES
+from bendtrace._public import MODULES, PLACES
 
 # What takes long to import, and is not needed for tracing and replaying.
 HEAVY = {"matplotlib", "networkx", "pandas", "scipy", "tabulate", "tqdm", "xml"}
@@ -77,18 +78,26 @@ def test_inserting_at_a_path_loads_no_graph_library() -> None:
 
 
 def test_every_public_name_is_where_the_table_says() -> None:
-    modules = {"analysis", "distributed", "node_selector", "workflows"}
-    assert set(bt.__all__) == {*PLACES, *modules}
-    for name in bt.__all__:
-        value = getattr(bt, name)
-        if name in modules:
-            assert value.__name__ == f"bendtrace.{name}"
-        else:
-            assert value.__module__ == PLACES[name]
+    assert set(bt.__all__) == {*PLACES, *MODULES}
+    for name in MODULES:
+        assert getattr(bt, name).__name__ == f"bendtrace.{name}"
+    for name, place in PLACES.items():
+        assert getattr(bt, name).__module__ == place
 
 
-def test_type_checkers_are_told_the_same_places() -> None:
-    tree = ast.parse(inspect.getsource(bt))
+@pytest.mark.parametrize("name", MODULES)
+def test_every_name_of_a_public_module_is_there_and_has_words_to_it(name: str) -> None:
+    module = getattr(bt, name)
+    assert module.__all__ == sorted(module.__all__)
+    for public in module.__all__:
+        assert getattr(module, public) is not None
+        assert public in dir(module)
+    assert module.__doc__
+
+
+@pytest.mark.parametrize("module", [bt, bt.graph], ids=["bendtrace", "bendtrace.graph"])
+def test_type_checkers_are_told_the_same_places(module: ModuleType) -> None:
+    tree = ast.parse(inspect.getsource(module))
     (block,) = (
         node for node in tree.body if isinstance(node, ast.If) and isinstance(node.test, ast.Name)
     )
@@ -98,7 +107,15 @@ def test_type_checkers_are_told_the_same_places() -> None:
         if isinstance(node, ast.ImportFrom)
         for name in node.names
     }
-    assert told == {**PLACES, **dict.fromkeys(set(bt.__all__) - set(PLACES), "bendtrace")}
+    assert {*told} == {*module.__all__}
+    for name, place in told.items():
+        value = getattr(module, name)
+        where = value.__name__ if isinstance(value, ModuleType) else f"{value.__module__}.{name}"
+        assert where == f"{place}.{name}"
+
+
+def test_there_are_few_names_to_choose_from() -> None:
+    fresh("assert dir(bt) == sorted([*bt.__all__, '__version__']) and len(dir(bt)) < 40")
 
 
 def test_the_names_are_listed_before_they_are_asked_for() -> None:
@@ -109,7 +126,11 @@ def test_the_names_are_listed_before_they_are_asked_for() -> None:
 
 
 def test_modules_of_the_package_are_attributes_and_other_names_are_not() -> None:
-    fresh("assert bt.flow.FlowStep is bt.FlowStep\nassert bt.errors.InputError is bt.InputError")
+    fresh(
+        "from bendtrace.flow import FlowStep\nassert bt.flow.FlowStep is FlowStep\n"
+        "from bendtrace.graph import to_fx\nassert bt.graph.to_fx is to_fx\n"
+        "assert bt.recording.tape.Op"
+    )
     assert not hasattr(bt, "__wrapped__")
     with pytest.raises(AttributeError, match="module 'bendtrace' has no attribute 'nonsense'"):
         _ = bt.nonsense
@@ -118,8 +139,8 @@ def test_modules_of_the_package_are_attributes_and_other_names_are_not() -> None
 
 
 def test_what_was_pickled_is_found_in_a_fresh_process() -> None:
-    data = pickle.dumps([bt.NodeRef("relu"), bt.InputError, bt.Trace, bt.Graph])
-    fresh(f"import pickle\nassert pickle.loads({data!r})[0] == bt.NodeRef('relu')")
+    data = pickle.dumps([bt.graph.NodeRef("relu"), bt.errors.InputError, bt.Trace, bt.graph.Graph])
+    fresh(f"import pickle\nassert pickle.loads({data!r})[0] == bt.graph.NodeRef('relu')")
 
 
 def test_methods_that_are_imported_later_are_methods() -> None:
@@ -164,7 +185,8 @@ def test_importing_within_a_run_is_no_part_of_it() -> None:
         "assert not Seen.functions, Seen.functions"
     )
     fresh(
-        "traced = bt.trace(lambda x: x * 2 if bt.analysis and bt.to_dot else x, torch.ones(2))\n"
+        "def model(x):\n    return x * 2 if bt.analysis and bt.graph.to_dot else x\n"
+        "traced = bt.trace(model, torch.ones(2))\n"
         "assert not traced.why_live, traced.why_live\n"
         "assert [op.target for op in traced.ops[1:]] == [torch.Tensor.mul]"
     )

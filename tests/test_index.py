@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import bendtrace as bt
+from bendtrace.errors import TraceLimitWarning
 from bendtrace.replay.program import Program
 from tests.promise import bits
 
@@ -71,7 +72,7 @@ def test_programs_that_were_forgotten_are_not_found() -> None:
     bended = bt.BendedModule(by_size, max_traces=6)
     for n in range(1, 7):
         bended(torch.ones(n, 2))
-    with pytest.warns(bt.TraceLimitWarning):
+    with pytest.warns(TraceLimitWarning):
         bended(torch.ones(7, 2))
     for n in [*range(8, 20), *range(19, 0, -1)]:
         x = torch.randn(n, 2)
@@ -129,7 +130,7 @@ def test_each_of_many_outcomes_of_one_guard_has_its_own_path() -> None:
     bended = bt.BendedModule(model, max_traces=20)
     for number in range(20):
         bended(torch.tensor([number, 2]))
-    with pytest.warns(bt.TraceLimitWarning):
+    with pytest.warns(TraceLimitWarning):
         bended(torch.tensor([20, 2]))
     for number in [*range(30), *range(29, -1, -1)]:  # among them some that were forgotten
         x = torch.tensor([number, 2])

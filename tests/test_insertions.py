@@ -19,6 +19,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import bendtrace as bt
+from bendtrace.errors import InputError, InterjectionError, NodePathError
 from bendtrace.graph.mirror import NodeRef
 from tests.corpus import CASES
 from tests.corpus._case import Case
@@ -436,7 +437,7 @@ def test_a_parameter_is_handed_out_as_a_copy() -> None:
 def test_what_means_nothing_is_an_error_that_shows_near_misses(where: Any, message: str) -> None:
     bended = bt.BendedModule(branching())
     bended(LARGE)
-    with pytest.raises(bt.NodePathError, match=re.escape(message)):
+    with pytest.raises(NodePathError, match=re.escape(message)):
         bended.interject(where, lambda v: v)
     assert bended.insertions == ()
     with bended.interject(where, lambda v: v * 0, allow_none=True):
@@ -446,7 +447,7 @@ def test_what_means_nothing_is_an_error_that_shows_near_misses(where: Any, messa
 def test_a_name_under_a_branch_not_taken_is_said_to_be_perhaps_there() -> None:
     bended = bt.BendedModule(branching())
     bended(SMALL)
-    with pytest.raises(bt.NodePathError, match=r"test_insertions.py:\d+ `x.norm\(\) > 3`"):
+    with pytest.raises(NodePathError, match=r"test_insertions.py:\d+ `x.norm\(\) > 3`"):
         bended.interject("sigmoid", lambda v: v)
 
 
@@ -455,7 +456,7 @@ def test_a_name_is_looked_for_before_the_first_call_does_anything() -> None:
     bended = bt.BendedModule(model)
     handle = bended.interject("batch_norn", lambda v: v)
     state = torch.get_rng_state()
-    with pytest.raises(bt.NodePathError, match="has no 'batch_norn'"):
+    with pytest.raises(NodePathError, match="has no 'batch_norn'"):
         bended(torch.randn(4, 2))
     assert model[0].num_batches_tracked == 0
     handle.remove()
@@ -506,7 +507,7 @@ def test_what_works_around_a_node_cannot_be_put_at_a_value() -> None:
     bended = bt.BendedModule(nn.Linear(2, 2))
     bended(torch.ones(1, 2))
     for where, word in (("weight", "a parameter or buffer"), ("input", "an input")):
-        with pytest.raises(bt.InputError, match=word):
+        with pytest.raises(InputError, match=word):
             bended.interject(where, Before())
 
 
@@ -553,7 +554,7 @@ def test_a_pass_can_be_named_in_the_path() -> None:
     with bended.interject("sin:2", lambda v: v + 1):
         for _ in range(2):
             assert_same(bended(x), [torch.sin(x * 0), torch.sin(x) + 1, torch.sin(x * 2)])
-    with pytest.raises(bt.InputError, match="names passes"):
+    with pytest.raises(InputError, match="names passes"):
         bended.interject("sin:2", lambda v: v, passes=[0])
 
 
@@ -579,9 +580,9 @@ def test_the_last_pass_is_that_of_the_run_without_the_insertion() -> None:
 @pytest.mark.parametrize("passes", ["last", 1.5, [True], [None]])
 def test_passes_that_are_no_numbers_are_refused(passes: Any) -> None:
     bended = bt.BendedModule(lambda x: x.relu())
-    with pytest.raises(bt.InputError, match="passes="):
+    with pytest.raises(InputError, match="passes="):
         bended.interject("relu", lambda v: v, passes=passes)
-    with pytest.raises(bt.InputError, match="every="):
+    with pytest.raises(InputError, match="every="):
         bended.interject("relu", lambda v: v, every=0)
 
 
@@ -627,7 +628,7 @@ def test_a_model_that_cannot_be_copied_cannot_be_looked_ahead_in() -> None:
 
     bended = bt.BendedModule(Locked())
     bended.interject("relu", lambda v: v + 1, passes=[-1])
-    with pytest.raises(bt.InputError, match="cannot be copied"):
+    with pytest.raises(InputError, match="cannot be copied"):
         bended(torch.ones(2))
 
 
@@ -681,7 +682,7 @@ def test_an_insertion_that_never_fired_warns_and_names_the_branch() -> None:
     bended(LARGE)
     with (
         pytest.warns(
-            bt.NeverFiredWarning,
+            bt.errors.NeverFiredWarning,
             match=r"branch at test_insertions.py:\d+ `x.norm\(\) > 3` was not taken for this input",
         ) as caught,
         bended.interject("sigmoid", lambda v: v),
@@ -731,7 +732,7 @@ def test_a_value_of_another_structure_raises(
     place: Any = where or (lambda node: node.path == "")
     with bended.interject(place, what, allow_none=True):
         for _ in range(2):
-            with pytest.raises(bt.InterjectionError, match=message) as caught:
+            with pytest.raises(InterjectionError, match=message) as caught:
                 bended(x)
             assert caught.value.path == where
     assert_same(bended(x), model(x))
@@ -763,7 +764,7 @@ def test_an_observer_that_changes_a_value_raises() -> None:
     bended = bt.BendedModule(lambda x: x.relu())
     with (
         bended.interject("relu", Liar()),
-        pytest.raises(bt.InterjectionError, match="promised to observe"),
+        pytest.raises(InterjectionError, match="promised to observe"),
     ):
         bended(torch.ones(2))
 
@@ -936,7 +937,7 @@ def test_a_node_inside_torchs_checkpoint_is_refused_and_one_outside_is_not() -> 
     bended(x)
     with (
         bended.interject("fc", lambda v: v + 1),
-        pytest.raises(bt.InterjectionError, match=r"fc is inside torch.utils.checkpoint"),
+        pytest.raises(InterjectionError, match=r"fc is inside torch.utils.checkpoint"),
     ):
         bended(x)
     with bended.interject("sin", lambda v: v + 1):
@@ -1079,7 +1080,7 @@ def test_a_module_that_is_called_inside_of_one_op_is_refused(where: Any) -> None
     plain = bended(x)
     for _ in range(2):
         with (
-            pytest.raises(bt.InterjectionError, match="b is called inside of something"),
+            pytest.raises(InterjectionError, match="b is called inside of something"),
             bended.interject(where, lambda v: v * 2),
         ):
             bended(x)
@@ -1251,7 +1252,7 @@ def test_gradients_told_of_a_node_whose_input_is_written_to_later_raise_or_are_r
             assert_same(grads[0], grads[1])
     with (
         bended.interject("view", Told()),
-        pytest.raises(bt.InterjectionError, match="changed in place that is a view"),
+        pytest.raises(InterjectionError, match="changed in place that is a view"),
     ):
         bended(x)
 
@@ -1262,7 +1263,7 @@ def test_the_whole_of_what_args_take_is_refused() -> None:
     bended(x, x, x)
     with (
         bended.interject("more", lambda v: v),
-        pytest.raises(bt.InterjectionError, match=r"args\|sub_0"),
+        pytest.raises(InterjectionError, match=r"args\|sub_0"),
     ):
         bended(x, x, x)
     with bended.interject("more|sub_0", lambda v: v * 2):

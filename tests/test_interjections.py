@@ -10,14 +10,10 @@ import copy
 import dataclasses
 import functools
 import io
-import os
 import re
-import subprocess
-import sys
 import threading
 from collections import OrderedDict, namedtuple
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,13 +23,10 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import bendtrace as bt
-from bendtrace import (
+from bendtrace import Inputs, Interjection, NodePass, node_selector
+from bendtrace.errors import InputError, InterjectionError, NodePathError
+from bendtrace.interjections import (
     ForwardInterjection,
-    Inputs,
-    Interjection,
-    InterjectionError,
-    NodePass,
-    NodePathError,
     WrappedForwardBackwardInterjection,
     WrappedForwardInterjection,
     interject_by_match,
@@ -41,7 +34,6 @@ from bendtrace import (
     interject_by_module_class,
     interject_by_module_class_native,
     interject_by_name,
-    node_selector,
 )
 from tests.cut import Block, Cut, Cuts, Experts, Refine, assert_as_by_hand, batches, run
 from tests.promise import bits, state
@@ -992,12 +984,14 @@ READ: dict[str, Callable[[bt.BendedModule, Assigns], Any]] = {
         "relu", After(lambda v: v + m.seen)
     ),
     "an interjection with a module": lambda b, m: b.interject("relu", After(Reads(m))),
-    "replace": lambda b, m: bt.replace(b, "relu", lambda v: v.relu() + m.seen),
-    "remove": lambda b, m: bt.remove(b, "relu", keep=lambda inputs: inputs[0] + m.seen),
-    "between": lambda b, m: bt.between(b, "x", "relu", lambda v: v + m.seen),
-    "splice": lambda b, m: bt.splice(b, "relu", lambda v: v + m.seen),
-    "splice a module": lambda b, m: bt.splice(b, "relu", Calls(Reads(m))),
-    "select": lambda b, m: bt.splice(b, "relu", nn.Identity(), select=lambda v: v + m.seen),
+    "replace": lambda b, m: bt.rewriting.replace(b, "relu", lambda v: v.relu() + m.seen),
+    "remove": lambda b, m: bt.rewriting.remove(b, "relu", keep=lambda inputs: inputs[0] + m.seen),
+    "between": lambda b, m: bt.rewriting.between(b, "x", "relu", lambda v: v + m.seen),
+    "splice": lambda b, m: bt.rewriting.splice(b, "relu", lambda v: v + m.seen),
+    "splice a module": lambda b, m: bt.rewriting.splice(b, "relu", Calls(Reads(m))),
+    "select": lambda b, m: bt.rewriting.splice(
+        b, "relu", nn.Identity(), select=lambda v: v + m.seen
+    ),
 }
 
 
@@ -1255,11 +1249,13 @@ def test_what_is_counted_is_counted_outside_leaf_modules() -> None:
 
 
 def test_options_that_no_tracer_has_are_refused() -> None:
-    with pytest.raises(bt.InputError, match="'leaf_module', which no tracer takes"):
+    with pytest.raises(InputError, match="'leaf_module', which no tracer takes"):
         interject_by_match(
             Mixed(), nn.ReLU, After(double), tracer_kwargs={"leaf_module": [nn.Linear]}
         )
-    with pytest.raises(bt.InputError, match="leaf_modules are classes of modules, modules or"):
+    with pytest.raises(
+        bt.errors.InputError, match="leaf_modules are classes of modules, modules or"
+    ):
         interject_by_match(Mixed(), nn.ReLU, After(double), tracer_kwargs={"leaf_modules": [3]})
     interject_by_name(Mixed(), "act", After(double), tracer_kwargs={"autowrap_modules": ()})
 
@@ -1270,7 +1266,7 @@ def test_a_class_means_its_modules_and_no_functions() -> None:
     assert paths_of(bended) == modules
     bended = interject_by_module_class(Mixed(), (nn.ReLU, nn.Sequential), After(lambda _: None))
     assert paths_of(bended) == ["act", "block.sub_1", "block", "last.sub_1", "last"]
-    with pytest.raises(bt.InputError, match=r"subclasses of nn\.Module"):
+    with pytest.raises(InputError, match=r"subclasses of nn\.Module"):
         interject_by_module_class(Mixed(), F.relu, After(double))  # type: ignore[arg-type]
 
 
@@ -1288,7 +1284,7 @@ def test_a_module_means_all_its_calls() -> None:
     for _ in range(2):
         assert bits(bended(x)) == bits(model.fc(model.fc(x) * 2) * 2)
     assert paths_of(bended) == ["fc", "fc_1"]
-    with pytest.raises(bt.InputError, match="not one of the model's"):
+    with pytest.raises(InputError, match="not one of the model's"):
         interject_by_module(model, nn.Linear(3, 3), After(double))
 
 
@@ -1370,14 +1366,14 @@ def test_native_interjections_in_place_and_what_they_refuse() -> None:
     assert interject_by_module_class_native(model, nn.ReLU, After(double), clone=False) is model
     x = torch.ones(2, 3)
     assert bits(model(x)) == bits(model[2](F.relu(model[0](x)) * 2))
-    with pytest.raises(bt.InputError, match="the model has no Conv2d"):
+    with pytest.raises(InputError, match="the model has no Conv2d"):
         interject_by_module_class_native(model, nn.Conv2d, After(double))
 
     class Instead(Interjection):
         def instead(self, at: NodePass, call: Any, inputs: Inputs) -> Any:
             return inputs[0]
 
-    with pytest.raises(bt.InputError, match="in place of a node, which no hook can"):
+    with pytest.raises(InputError, match="in place of a node, which no hook can"):
         interject_by_module_class_native(model, nn.ReLU, Instead())  # type: ignore[arg-type]
     wrong = interject_by_module_class_native(linear_relu(), nn.ReLU, After(lambda _: "text"))
     with pytest.raises(InterjectionError, match="After at 1 gave what cannot take the place"):
@@ -1502,21 +1498,3 @@ def test_all_this_holds_for_cuts_themselves() -> None:
         model: Cut = make()
         assert model.cuts == {}
         assert bits(model(torch.ones(shape))) is not None
-
-
-# The document
-
-
-def test_the_examples_of_the_document_print_what_it_shows(tmp_path: Path) -> None:
-    text = (Path(__file__).parent.parent / "docs" / "interjections.md").read_text()
-    blocks = re.findall(r"```(\w*)\n(.*?)```", text, flags=re.DOTALL)
-    code = "".join(body for language, body in blocks if language == "python")
-    shown = "".join(body for language, body in blocks if language == "")
-    (tmp_path / "example.py").write_text(code)
-    done = subprocess.run(
-        [sys.executable, "example.py"],
-        cwd=tmp_path, env={"PYTHONPATH": os.pathsep.join(sys.path), "PYTHONIOENCODING": "utf-8"},
-        capture_output=True, text=True, check=False, encoding="utf-8",
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == shown

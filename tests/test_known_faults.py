@@ -19,16 +19,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import bendtrace as bt
-from bendtrace import (
+from bendtrace import Inputs, Interjection, NodePass, node_selector
+from bendtrace.interjections import (
     ForwardInterjection,
-    Inputs,
-    Interjection,
-    NodePass,
     WrappedForwardBackwardInterjection,
     WrappedForwardInterjection,
     interject_by_match,
     interject_by_module_class,
-    node_selector,
 )
 from tests.cut import Block, Cut, Experts, assert_as_by_hand, batches, run
 from tests.promise import bits, state
@@ -323,7 +320,7 @@ class Parts(nn.Module):
 def test_one_patch_can_be_at_two_digs() -> None:
     x = torch.ones(3)
     pg = bt.PatchableGraph(Parts(), x)
-    patch = bt.AddPatch(value=10, slice=0)
+    patch = bt.patches.AddPatch(value=10, slice=0)
     with pg.patch({"output|a|sub_0": patch, "output|b": patch}):
         for _ in range(2):
             out = pg(x)
@@ -335,7 +332,7 @@ def test_one_patch_can_be_at_two_digs() -> None:
 
 def test_a_patch_that_cannot_be_hashed_can_be_at_two_digs() -> None:
     @dataclasses.dataclass
-    class Plus(bt.Patch[Tensor]):
+    class Plus(bt.patches.Patch[Tensor]):
         by: Tensor
 
         def op(self, original_output: Tensor) -> Tensor:
@@ -414,13 +411,13 @@ def test_a_pattern_for_a_module_bends_no_weights_unless_asked() -> None:
     plain = model(x)
     for pattern in ("conv_module", "conv_module$"):
         bended = bt.BendedModule(model)
-        bended.bend(bt.Bias(1.0), pattern)
+        bended.bend(bt.bends.Bias(1.0), pattern)
         for _ in range(2):
             assert torch.equal(bended(x), plain + 1)
         assert bended.bended_keys() == ["conv_module"]
         bended.reset()
         assert bits(bended(x)) == bits(plain)
-    bended.bend(bt.Bias(1.0), "conv_module.weight")
+    bended.bend(bt.bends.Bias(1.0), "conv_module.weight")
     wanted = F.conv1d(x, model.conv_module.weight + 1, model.conv_module.bias)
     for _ in range(2):
         assert torch.equal(bended(x), wanted)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import bendtrace as bt
+from bendtrace.errors import TraceLimitWarning
 from tests.benchmarks.memory import Chain, Exits, peak_of
 
 Mode = Callable[[], AbstractContextManager[Any]]
@@ -242,7 +243,7 @@ def test_paths_that_are_forgotten_are_freed() -> None:
     bended(torch.tensor([1.0]))
     bended(torch.tensor([2.0]))
     second = weakref.ref(next(p for p in next(bended._tree.programs()).paths()[1:]))
-    with pytest.warns(bt.TraceLimitWarning):
+    with pytest.warns(TraceLimitWarning):
         bended(torch.tensor([3.0]))
     gc.collect()
     assert second() is None

@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import bendtrace as bt
+from bendtrace.errors import InputError
 from tests.promise import assert_promise, bits, randn_inputs
 
 
@@ -77,7 +78,7 @@ def test_says_which_step_diverged_with_the_recorded_and_the_new_value() -> None:
     bended(torch.ones(2))
     bended(torch.ones(9))
     mismatch = bended.last_mismatch
-    assert isinstance(mismatch.step, bt.LogicalFlowStep)
+    assert isinstance(mismatch.step, bt.flow.LogicalFlowStep)
     assert mismatch.step.text == "x.sum() > 3"
     assert (mismatch.recorded, mismatch.new) == (False, True)
     line = mismatch.step.line
@@ -266,9 +267,9 @@ def test_a_counter_is_noticed_and_the_model_runs_live() -> None:
 
 
 def test_needs_something_to_call() -> None:
-    with pytest.raises(bt.InputError, match="a model has to be callable; 3 is not"):
+    with pytest.raises(InputError, match="a model has to be callable; 3 is not"):
         bt.BendedModule(3)  # type: ignore[arg-type]
-    with pytest.raises(bt.InputError, match="nothing has been traced yet"):
+    with pytest.raises(InputError, match="nothing has been traced yet"):
         bt.BendedModule(nn.Linear(1, 1)).graph()
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import bendtrace as bt
+from bendtrace.errors import NondeterminismError
 from tests.promise import Inputs, assert_promise, bits, state
 
 
@@ -314,7 +315,7 @@ def test_a_resumed_run_that_goes_another_way_is_an_error_also_if_the_model_catch
     bended(torch.ones(2))
     bended(torch.ones(2))  # a replay: asks nobody
     _ways[0] = iter([2])
-    with pytest.raises(bt.NondeterminismError, match="with all guards equal"):
+    with pytest.raises(NondeterminismError, match="with all guards equal"):
         bended(-3 * torch.ones(2))
 
 

@@ -15,7 +15,6 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,18 +24,16 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import bendtrace as bt
-from bendtrace.interject.errors import NeverFiredWarning
+from bendtrace.errors import InputError, NeverFiredWarning, NodePathError, PatchError
 from bendtrace.interject.patches.custom import CustomPatch
-from bendtrace.interject.patches.errors import PatchError
 from bendtrace.interject.patches.probes import ProbePatch, RecordPatch
 from bendtrace.interject.patches.values import AddPatch, ReplacePatch, ZeroPatch
 from bendtrace.patchable import PatchableGraph
 from bendtrace.paths.nodes import TreeNode
-from bendtrace.paths.strings import NodePathError, dug
+from bendtrace.paths.strings import dug
 from tests.corpus import CASES
 from tests.corpus._case import Case
 from tests.promise import bits, footprint, outcome, state
-from tests.test_readme import ROOT, _examples, _printed
 
 Edit = Callable[[Any], Any]
 
@@ -467,7 +464,7 @@ def test_all_paths_are_checked_before_anything_is_placed(pg: PatchableGraph) -> 
         ({"relu": ZeroPatch}, r"'relu': ZeroPatch is a class; write ZeroPatch\(...\)"),
         ({pg.graph.relu: torch.sin}, r"'relu': .* is no patch; write CustomPatch\(custom_op=..."),
     ):
-        with pytest.raises(bt.InputError, match=message):
+        with pytest.raises(InputError, match=message):
             pg.patch(patches)  # type: ignore[arg-type]
     assert placed == []
     del pg._board.add
@@ -913,8 +910,3 @@ def test_looking_at_every_value_of_a_model_changes_nothing(case: Case) -> None:
         # Asked for on the way to the fused path only, which is not taken past patches.
         unseen = [path for path in unseen if not re.search(r"\w_(weight|bias)$", path)]
     assert sorted(unseen) == NOT_SEEN.get(case.name, [])
-
-
-def test_the_examples_of_the_page_print_what_it_shows(tmp_path: Path) -> None:
-    code, shown = _examples((ROOT / "docs" / "patches.md").read_text())
-    assert _printed(code, tmp_path, "patches.py") == shown.splitlines()

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 import bendtrace as bt
+from bendtrace.errors import InputError, PatchError
 from bendtrace.interject.interjection import Inputs, NodePass
 from bendtrace.interject.patches.base import Patch
 from bendtrace.interject.patches.custom import CustomPatch
-from bendtrace.interject.patches.errors import PatchError
 from bendtrace.interject.patches.probes import ProbePatch, RecordPatch
 from bendtrace.interject.patches.values import AddPatch, ReplacePatch, ZeroPatch
 from tests.promise import bits
@@ -136,7 +136,7 @@ def test_a_value_of_the_wrong_shape_is_refused_with_node_and_shapes(make: Any) -
         patched(make(value=torch.ones(2, 4)), torch.ones(2, 3))
     error = caught.value
     assert (error.path, error.expected, error.got) == ("mlp.relu", "Tensor(2, 3)", "Tensor(2, 4)")
-    assert isinstance(error, bt.InputError)
+    assert isinstance(error, bt.errors.InputError)
     with pytest.raises(PatchError, match=r"has to be Tensor\(3\)"):  # it must not grow the value
         patched(make(value=torch.ones(2, 3)), torch.ones(3))
     with pytest.raises(PatchError, match=r"has to be Tensor\(2\), .* is Tensor\(3\)"):
@@ -312,7 +312,7 @@ def test_an_error_in_a_custom_patch_comes_out_as_it_is() -> None:
     ],
 )
 def test_bad_arguments_are_refused_when_the_patch_is_made(make: Any, message: str) -> None:
-    with pytest.raises(bt.InputError, match=message):
+    with pytest.raises(InputError, match=message):
         make()
 
 

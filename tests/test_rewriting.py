@@ -18,13 +18,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import bendtrace as bt
-from bendtrace import (
-    Interjection,
-    InterjectionError,
-    NeverFiredWarning,
-    NodePathError,
+from bendtrace import Interjection, node_selector
+from bendtrace.errors import InputError, InterjectionError, NeverFiredWarning, NodePathError
+from bendtrace.rewriting import (
     between,
-    node_selector,
     remove,
     replace,
     replace_module,
@@ -324,7 +321,7 @@ def test_in_place_functions_can_be_replaced_and_removed() -> None:
 )
 def test_what_makes_no_sense_is_refused_at_once(call: Any, message: str) -> None:
     bended = bt.BendedModule(lambda x: x.relu() * 2)
-    with pytest.raises(bt.InputError, match=message):
+    with pytest.raises(InputError, match=message):
         call(bended)
     assert bended.insertions == ()
 
@@ -572,13 +569,13 @@ def test_what_goes_on_an_edge_is_a_function_of_the_value() -> None:
         def instead(self, at: Any, call: Any, inputs: Any) -> Any:
             return inputs[0]
 
-    class After(bt.ForwardInterjection):
+    class After(bt.interjections.ForwardInterjection):
         def process(self, name: str, module: Any, inputs: Any) -> Any:
             assert name == "mul"
             return inputs + 1
 
     bended = bt.BendedModule(lambda x: x.relu() * 2)
-    with pytest.raises(bt.InputError, match="works around a node, and between two nodes"):
+    with pytest.raises(InputError, match="works around a node, and between two nodes"):
         between(bended, "relu", "mul", Instead())
     with between(bended, "relu", "mul", After()):
         for _ in range(2):
@@ -832,7 +829,7 @@ def test_a_splice_says_what_it_is_and_leaves_with_its_handle() -> None:
     assert (handle.active, handle.error, handle.result) == (False, None, None)
     assert repr(handle) == "<Sigmoid spliced in at 'sub_0', removed>"
     assert isinstance(bended.model, nn.Module)
-    with pytest.raises(bt.InputError, match="ReLU is a part of the model"):
+    with pytest.raises(InputError, match="ReLU is a part of the model"):
         splice(bended, "sub_0", bended.model[0])  # type: ignore[index]
 
 
@@ -1024,7 +1021,7 @@ def test_a_bended_module_gives_a_new_one_and_knows_its_runs() -> None:
     by_pattern = replace_module(bended, re.compile(r"^experts_\d\.sub_1$"), Doubled)
     names = [n for n, m in by_pattern.named_modules() if isinstance(m, Doubled)]
     assert names == ["experts.0.1", "experts.1.1", "experts.2.1"]
-    with pytest.raises(bt.InputError, match=r"'relu', which is the call of a function"):
+    with pytest.raises(InputError, match=r"'relu', which is the call of a function"):
         replace_module(bended, node_selector.Activations, Doubled)
 
 
@@ -1046,7 +1043,7 @@ def test_a_bended_module_gives_a_new_one_and_knows_its_runs() -> None:
 def test_replacements_that_make_no_sense_are_refused(call: Any, message: str) -> None:
     model = Nested()
     before = repr(model)
-    with pytest.raises(bt.InputError, match=message):
+    with pytest.raises(InputError, match=message):
         call(model)
     assert repr(model) == before
 
@@ -1074,7 +1071,7 @@ def test_a_module_that_runs_have_called_goes_by_the_paths_of_its_calls() -> None
     assert path.startswith("outer.")
     made = replace_module(bended, node_selector.matches_path(path), Doubled)
     assert isinstance(made.fc, Doubled)
-    with pytest.raises(bt.InputError, match="means no module"):
+    with pytest.raises(InputError, match="means no module"):
         replace_module(bended, node_selector.matches_path("fc"), Doubled)
 
 
@@ -1113,7 +1110,7 @@ def test_training_the_new_model_trains_what_is_shared() -> None:
 def test_what_cannot_be_copied_is_said() -> None:
     model = Nested()
     model.lock = threading.Lock()  # type: ignore[assignment]
-    with pytest.raises(bt.InputError, match=r"cannot be copied .* with clone=False"):
+    with pytest.raises(InputError, match=r"cannot be copied .* with clone=False"):
         replace_module(model, nn.ReLU, Doubled)
     assert replace_module_native(model, nn.ReLU, Doubled, clone=False) is model
 

@@ -15,16 +15,16 @@ import torch
 from torch import nn
 
 import bendtrace as bt
-from bendtrace import (
+from bendtrace import PatchableGraph
+from bendtrace.errors import NodePathError
+from bendtrace.patches import (
     AddPatch,
     CustomPatch,
-    PatchableGraph,
     ProbePatch,
     RecordPatch,
     ReplacePatch,
     ZeroPatch,
 )
-from bendtrace.paths.strings import NodePathError
 from bendtrace.paths.view import Tree, resolve
 
 

@@ -13,7 +13,8 @@ import pytest
 import torch
 from torch import nn
 
-from bendtrace import HookFunction, HookHandle, HookManager
+from bendtrace import HookManager
+from bendtrace.hooks import HookFunction, HookHandle
 
 
 def my_forward_hook(module: Any, inputs: Any, outputs: Any) -> Any:

@@ -125,7 +125,7 @@ def test_a_call_that_takes_another_path_is_right_where_torchbend_raised() -> Non
 def test_the_flow_steps_of_two_channels_are_those_of_the_notebook() -> None:
     bended = tb.BendedModule(Doug())
     bended.trace(x=torch.randn(1, 2, 16))
-    steps = bended.graph().flow_steps.of(tb.LogicalFlowStep)
+    steps = bended.graph().flow_steps.of(tb.flow.LogicalFlowStep)
     assert [(step.name, step.value) for step in steps] == [
         ("gt", True),
         ("gt_1", False),
@@ -155,7 +155,7 @@ def test_its_other_flow_steps_are_there_as_well() -> None:
         *channel,
         *channel,
     ]
-    loops = [step for step in trace.flow_steps if isinstance(step, tb.LoopFlowStep)]
+    loops = [step for step in trace.flow_steps if isinstance(step, tb.flow.LoopFlowStep)]
     assert [(loop.bound, loop.iterations) for loop in loops] == [(2, 2), (1, 1), (1, 1)]
 
 
@@ -176,7 +176,7 @@ def test_the_loop_that_did_not_work_there() -> None:
     graph, out = bended.trace(x=torch.tensor(2), n=4, _return_out=True)
     assert bits(out) == bits(torch.tensor(65536))
     (step,) = graph.flow_steps
-    assert isinstance(step, tb.LoopFlowStep)
+    assert isinstance(step, tb.flow.LoopFlowStep)
     assert (step.name, step.value, step.bound, step.iterations) == ("n", 4, 4, 4)
     assert step.text == "range(n)"
     for n in (4, 2, 0, 4, 2):
@@ -192,7 +192,7 @@ def test_the_logical_example() -> None:
     graph, out = bended.trace(x=torch.tensor(0), _return_out=True)
     assert out == 0
     (step,) = graph.flow_steps
-    assert isinstance(step, tb.LogicalFlowStep)
+    assert isinstance(step, tb.flow.LogicalFlowStep)
     assert (step.kind, step.value, step.text) == ("if", False, "x.all()")
     for value in (0, 1, 5, 0):
         assert bended(torch.tensor(value)) == foo(torch.tensor(value))
@@ -204,7 +204,7 @@ def test_the_shape_example() -> None:
     bended = tb.BendedModule(foo)
     graph, out = bended.trace(x=torch.ones(4), _return_out=True)
     assert bits(out) == bits(torch.full((4,), 4.0))
-    assert len(graph.flow_steps.of(tb.LogicalFlowStep)) == 0
+    assert len(graph.flow_steps.of(tb.flow.LogicalFlowStep)) == 0
     assert [(step.kind, step.value, step.guard) for step in graph.flow_steps] == [
         ("shape", 4, None)
     ]
@@ -245,13 +245,13 @@ def test_the_bending_example_runs_as_it_stands(capsys: pytest.CaptureFixture[str
     # bending with Scale
     # TODO wtf
     print("\n-- Bias")
-    bended.bend(tb.Bias(1.0), "conv_module$")
+    bended.bend(tb.bends.Bias(1.0), "conv_module$")
     print(bended(x))
     bended(torch.randn(4, 1, 32))  # -> OK
 
     print("\n-- Mask")
     bended.reset()
-    bended.bend(tb.Mask(0.3), "conv_module$")
+    bended.bend(tb.bends.Mask(0.3), "conv_module$")
     print(bended(x))
     try:
         bended(torch.randn(4, 1, 32))  # -> not OK
@@ -260,7 +260,7 @@ def test_the_bending_example_runs_as_it_stands(capsys: pytest.CaptureFixture[str
 
     print("\n-- Channeled mask")
     bended.reset()
-    bended.bend(tb.Mask(prob=0.3, dim=-2), "conv_module$")
+    bended.bend(tb.bends.Mask(prob=0.3, dim=-2), "conv_module$")
     print(bended(x))
     bended(torch.randn(4, 1, 32))  # -> OK
 
@@ -290,12 +290,14 @@ def bent_greg() -> tuple[Greg, tb.BendedModule, torch.Tensor]:
 def test_a_bias_takes_every_shape_and_leaves_weights_and_bias_alone() -> None:
     module, bended, x = bent_greg()
     weights = bits(dict(module.named_parameters()))
-    bended.bend(tb.Bias(1.0), "conv_module$")
+    bended.bend(tb.bends.Bias(1.0), "conv_module$")
     assert bended.bended_keys() == ["conv_module"]
     for y in (x, torch.randn(4, 1, 32), x, torch.randn(2, 1, 7)):
         assert bits(bended(y)) == bits(module(y) + 1.0)
     bended.reset()
-    bended.bend(tb.Bias(1.0), "conv_module")  # the pattern also begins the names of the weights
+    bended.bend(
+        tb.bends.Bias(1.0), "conv_module"
+    )  # the pattern also begins the names of the weights
     assert bended.bended_keys() == ["conv_module"]
     assert bits(bended(x)) == bits(module(x) + 1.0)
     bended.reset()
@@ -305,19 +307,21 @@ def test_a_bias_takes_every_shape_and_leaves_weights_and_bias_alone() -> None:
 
 def test_a_mask_for_one_shape_says_on_another_which_dimension_to_give() -> None:
     module, bended, x = bent_greg()
-    bended.bend(tb.Mask(0.3), "conv_module$")
+    bended.bend(tb.bends.Mask(0.3), "conv_module$")
     masked = bended(x)
     assert bits(bended(x)) == bits(masked)
     assert torch.equal(masked[masked != 0], module(x)[masked != 0])
-    with pytest.raises(tb.BendShapeError, match=r"\(1, 4, 14\), and now meets shape \(4, 4, 30\)"):
+    with pytest.raises(
+        tb.errors.BendShapeError, match=r"\(1, 4, 14\), and now meets shape \(4, 4, 30\)"
+    ):
         bended(torch.randn(4, 1, 32))
     assert bits(bended(x)) == bits(masked)
 
 
 def test_a_channeled_mask_takes_every_shape() -> None:
     module, bended, x = bent_greg()
-    bended.bend(tb.Mask(prob=0.3, dim=-2, seed=1), "conv_module$")
-    kept = tb.Mask(prob=0.3, dim=-2, seed=1)(torch.ones(1, 4, 1)) != 0
+    bended.bend(tb.bends.Mask(prob=0.3, dim=-2, seed=1), "conv_module$")
+    kept = tb.bends.Mask(prob=0.3, dim=-2, seed=1)(torch.ones(1, 4, 1)) != 0
     for y in (x, torch.randn(4, 1, 32), torch.randn(2, 1, 7), x):
         assert torch.equal(bended(y), torch.where(kept, module(y), 0))
     assert bended.stats.replays >= 2
@@ -330,7 +334,7 @@ def test_what_is_bent_is_bent_on_every_path_of_a_model_with_control_flow() -> No
     eager.conv_module.register_forward_hook(lambda module, args, output: output * 2.0)
     bended = tb.BendedModule(module)
     bended.trace(x=torch.randn(1, 1, 16))
-    bended.bend(tb.Scale(2.0), "conv_module$")
+    bended.bend(tb.bends.Scale(2.0), "conv_module$")
     for size in [(1, 1, 16), (1, 2, 16), (3, 1, 16), (1, 3, 16), (1, 2, 16), (3, 1, 16)]:
         x = torch.randn(size)
         assert bits(bended(x)) == bits(eager(x)), size

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import bendtrace as bt
-from bendtrace import (
+from bendtrace import node_selector
+from bendtrace.interjections import (
     ForwardInterjection,
     WrappedForwardBackwardInterjection,
     WrappedForwardInterjection,
@@ -22,10 +23,8 @@ from bendtrace import (
     interject_by_module_class,
     interject_by_module_class_native,
     interject_by_name,
-    node_selector,
-    replace_module,
-    replace_module_native,
 )
+from bendtrace.rewriting import replace_module, replace_module_native
 from tests.promise import bits, state
 
 

@@ -510,7 +510,9 @@ def test_modules_of_odd_names_are_found_by_them_and_shown() -> None:
     log = logged(Oddly)
     for number, name in enumerate(Oddly.NAMES, 1):
         if name == "linear_1":  # a layer of another module is called so, too
-            with pytest.raises(bt.LayerKeyError, match="is a layer, linear_1_1, and also a module"):
+            with pytest.raises(
+                bt.errors.LayerKeyError, match="is a layer, linear_1_1, and also a module"
+            ):
                 log[name]
         else:
             assert log[f"{name}:1"].label == f"linear_{number}_{number}"

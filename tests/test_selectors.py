@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import copy
 import linecache
-import os
 import pickle
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -1083,18 +1080,3 @@ def test_modules_of_the_model_are_known_in_the_run_that_looks_ahead() -> None:
 def test_the_module_gives_its_names_in_order() -> None:
     assert ns.__all__ == sorted(ns.__all__, key=str)
     assert all(hasattr(ns, name) for name in ns.__all__)
-
-
-def test_the_examples_of_the_page_print_what_it_shows(tmp_path: Path) -> None:
-    text = (ROOT / "docs" / "selectors.md").read_text()
-    blocks = re.findall(r"```(\w*)\n(.*?)```", text, flags=re.DOTALL)
-    code = "".join(body for language, body in blocks if language == "python")
-    shown = "".join(body for language, body in blocks if language == "")
-    (tmp_path / "example.py").write_text(code)
-    done = subprocess.run(
-        [sys.executable, "example.py"],
-        cwd=tmp_path, env={"PYTHONPATH": os.pathsep.join(sys.path), "PYTHONIOENCODING": "utf-8"},
-        capture_output=True, encoding="utf-8", check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == shown.splitlines()

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 import bendtrace as bt
+from bendtrace.errors import InputError
 from bendtrace.graph.export import to_node_link
 from bendtrace.history.run_log import RunLog
 from bendtrace.storage import (
@@ -177,7 +178,7 @@ def test_values_are_read_to_the_device_asked_for(tmp_path: Path) -> None:
     loaded = load(tmp_path / "log", device="meta")
     assert loaded["input_1"].tensor_contents.device.type == "meta"
     assert loaded["input_1"].device == torch.device("cpu")
-    with pytest.raises(bt.InputError, match="'gpu' is no device"):
+    with pytest.raises(InputError, match="'gpu' is no device"):
         load(tmp_path / "log", device="gpu")
 
 
@@ -595,23 +596,3 @@ def test_a_log_can_be_loaded_while_it_is_being_replaced(tmp_path: Path) -> None:
     finally:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
-
-
-# The documentation
-
-
-def test_the_examples_of_the_documentation_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    text = (ROOT / "docs" / "saving.md").read_text()
-    blocks = re.findall(r"```(\w*)\n(.*?)```", text, flags=re.DOTALL)
-    code = "".join(body for language, body in blocks if language == "python")
-    shown = "".join(body for language, body in blocks if language == "")
-    (tmp_path / "example.py").write_text(code)
-    done = subprocess.run(
-        [sys.executable, "example.py"],
-        cwd=tmp_path, env={"PYTHONPATH": str(ROOT), "PATH": ""}, capture_output=True, text=True,
-        check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.replace(f"{tmp_path}/", "").splitlines() == shown.splitlines()

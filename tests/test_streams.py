@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import bendtrace as bt
+from bendtrace.errors import InputError
 from bendtrace.storage import (
     LoadError,
     NotSaved,
@@ -181,7 +182,7 @@ def test_a_stream_reads_back_while_it_is_written_and_after(tmp_path: Path) -> No
         assert isinstance(handle, StoredTensor)
         assert_same(handle.read(), tensors[name])
     assert repr(writer).endswith("10 tensors, closed>")
-    with pytest.raises(bt.InputError, match="is closed"):
+    with pytest.raises(InputError, match="is closed"):
         writer.add("more", torch.ones(1))
 
 
@@ -206,13 +207,13 @@ def test_a_shard_is_closed_when_it_is_full(tmp_path: Path, monkeypatch: pytest.M
 def test_a_name_can_be_used_once(tmp_path: Path) -> None:
     with ShardWriter(tmp_path / "s") as writer:
         writer.add("x", torch.ones(1))
-        with pytest.raises(bt.InputError, match="'x' was already written"):
+        with pytest.raises(InputError, match="'x' was already written"):
             writer.add("x", torch.ones(1))
 
 
 @pytest.mark.parametrize("max_bytes", [0, -1, 1.5, True, "1"])
 def test_a_shard_has_a_positive_size(tmp_path: Path, max_bytes: Any) -> None:
-    with pytest.raises(bt.InputError, match="max_bytes has to be a positive number"):
+    with pytest.raises(InputError, match="max_bytes has to be a positive number"):
         ShardWriter(tmp_path / "s", max_bytes=max_bytes)
     assert not (tmp_path / "s").exists()
 

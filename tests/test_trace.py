@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 import bendtrace as bt
+from bendtrace.errors import DivergenceError, NotReplayableError
 from tests.promise import bits, footprint, state
 
 ONES = torch.ones(3, 2)
@@ -115,7 +116,7 @@ def test_other_arguments_than_traced_are_a_divergence() -> None:
         return a if b is None else a + b
 
     trace = bt.trace(model, ONES)
-    with pytest.raises(bt.DivergenceError) as caught:
+    with pytest.raises(DivergenceError) as caught:
         trace.replay(ONES, ONES)
     assert str(caught.value) == "called with arguments ('a', 'b'), traced with ('a',)"
 
@@ -259,18 +260,18 @@ def test_a_loop_over_another_number_of_rows_diverges() -> None:
         return x
 
     trace = bt.trace(model, ONES)
-    with pytest.raises(bt.DivergenceError) as caught:
+    with pytest.raises(DivergenceError) as caught:
         trace.replay(torch.ones(4, 2))
     line = model.__code__.co_firstlineno + 1
     assert str(caught.value) == (
         f"for `range(x.shape[0])` at {__file__}:{line} was 3 when traced and is 4 now"
     )
-    assert isinstance(caught.value.step, bt.LoopFlowStep)
+    assert isinstance(caught.value.step, bt.flow.LoopFlowStep)
 
 
 def test_a_divergence_names_the_step_its_line_and_both_values() -> None:
     trace = bt.trace(signed, ONES)
-    with pytest.raises(bt.DivergenceError) as caught:
+    with pytest.raises(DivergenceError) as caught:
         trace.replay(-ONES)
     error = caught.value
     assert str(error) == (
@@ -308,7 +309,7 @@ def test_messages_of_divergences(
     namespace: dict[str, Any] = {}
     exec(compile(file.read_text(), str(file), "exec"), namespace)
     trace = bt.trace(namespace["model"], inputs)
-    with pytest.raises(bt.DivergenceError) as caught:
+    with pytest.raises(DivergenceError) as caught:
         trace.replay(other)
     assert str(caught.value) == message.format(f"{file}:2")
 
@@ -318,13 +319,15 @@ def test_messages_about_arguments() -> None:
         return x + 1 if flag else x
 
     trace = bt.trace(model, ONES, True)
-    with pytest.raises(bt.DivergenceError, match=r"^flag is not True: it is False now$"):
+    with pytest.raises(DivergenceError, match=r"^flag is not True: it is False now$"):
         trace.replay(ONES, False)
-    with pytest.raises(bt.DivergenceError, match=r"^x is not of dtype torch.float32"):
+    with pytest.raises(DivergenceError, match=r"^x is not of dtype torch.float32"):
         trace.replay(ONES.double(), True)
-    with pytest.raises(bt.DivergenceError, match=r"^x does not have 2 dimensions"):
+    with pytest.raises(DivergenceError, match=r"^x does not have 2 dimensions"):
         trace.replay(ONES[0], True)
-    with pytest.raises(bt.DivergenceError, match=r"^x requires grad|^x does not require grad"):
+    with pytest.raises(
+        bt.errors.DivergenceError, match=r"^x requires grad|^x does not require grad"
+    ):
         trace.replay(ONES.clone().requires_grad_(), True)
 
 
@@ -332,13 +335,13 @@ def test_a_model_changed_after_the_trace_is_a_divergence() -> None:
     model = Scaled()
     trace = bt.trace(model, ONES)
     model.scale = 3.0
-    with pytest.raises(bt.DivergenceError, match=r"^self.scale is not 2.0: it is 3.0 now$"):
+    with pytest.raises(DivergenceError, match=r"^self.scale is not 2.0: it is 3.0 now$"):
         trace.replay(ONES)
     model.scale = 2.0
     model.fc.weight.data.mul_(2)  # values are read anew
     assert bits(trace.replay(ONES)) == bits(model(ONES))
     model.eval()
-    with pytest.raises(bt.DivergenceError, match=r"training"):
+    with pytest.raises(DivergenceError, match=r"training"):
         trace.replay(ONES)
 
 
@@ -373,7 +376,7 @@ def test_what_cannot_be_watched_is_a_reason_not_to_replay(
     (found,) = trace.why_live
     assert re.search(reason.format(file=re.escape(__file__), line=line), found)
     for use in (lambda: trace.replay(ONES), lambda: trace.code):
-        with pytest.raises(bt.NotReplayableError) as caught:
+        with pytest.raises(NotReplayableError) as caught:
             use()
         assert caught.value.reasons == trace.why_live
         assert str(caught.value) == f"this trace cannot be replayed: {found}"

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 import bendtrace as bt
+from bendtrace.errors import InputError, TraceLimitWarning
 from bendtrace.outline.picture import draw
 from tests.promise import bits
 from tests.tree_models import EarlyExit, Refine, covers, halve, sorts
@@ -410,7 +411,7 @@ def test_forgets_the_least_used_paths_and_traces_them_again() -> None:
 def test_a_path_that_is_not_used_any_more_goes_in_the_end() -> None:
     bended = bt.BendedModule(lambda x: x * 2, max_traces=2)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", bt.TraceLimitWarning)
+        warnings.simplefilter("ignore", bt.errors.TraceLimitWarning)
         for rank in [1] * 50 + [2, 3] * 20:
             bended(torch.ones((1,) * rank))
     assert bended.stats.traces < 15  # and not 41
@@ -422,7 +423,7 @@ def test_a_path_that_is_not_used_any_more_goes_in_the_end() -> None:
 def test_whole_programs_are_forgotten_too() -> None:
     bended = bt.BendedModule(lambda x: x * 2, max_traces=2)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", bt.TraceLimitWarning)
+        warnings.simplefilter("ignore", bt.errors.TraceLimitWarning)
         for rank in (1, 2, 3, 4, 1, 1, 4):
             x = torch.ones((2,) * rank)
             assert torch.equal(bended(x), x * 2)
@@ -432,7 +433,7 @@ def test_whole_programs_are_forgotten_too() -> None:
 
 def test_the_warning_names_what_the_paths_differ_by() -> None:
     line = halve.__code__.co_firstlineno + 2
-    with pytest.warns(bt.TraceLimitWarning) as given:
+    with pytest.warns(TraceLimitWarning) as given:
         called(halve, *(numbers(2.0**k) for k in range(6)), max_traces=5)
     assert given[0].filename == __file__
     assert str(given[0].message) == (
@@ -442,13 +443,13 @@ def test_the_warning_names_what_the_paths_differ_by() -> None:
         "call, keep it in tensors (torch.where, masking) or call the model itself; if there are "
         "just more paths than that, raise BendedModule's max_traces"
     )
-    with pytest.warns(bt.TraceLimitWarning, match="is the number of dimensions of `x` "):
+    with pytest.warns(TraceLimitWarning, match="is the number of dimensions of `x` "):
         called(lambda x: x * 2, *(torch.ones((1,) * k) for k in range(4)), max_traces=3)
 
 
 @pytest.mark.parametrize("limit", [0, -1, 2.5, True, "all"])
 def test_the_limit_is_a_positive_number(limit: Any) -> None:
-    with pytest.raises(bt.InputError, match="max_traces has to be a positive int or None"):
+    with pytest.raises(InputError, match="max_traces has to be a positive int or None"):
         bt.BendedModule(halve, max_traces=limit)
 
 
@@ -467,7 +468,7 @@ def test_a_copy_starts_without_paths_but_with_the_limit(copied: Callable[[Any], 
     assert torch.equal(other(torch.ones(5, 4)), bended(torch.ones(5, 4)))
     for power in range(1, 3):
         other(torch.ones(5, 4) * 2**power)
-    with pytest.warns(bt.TraceLimitWarning):
+    with pytest.warns(TraceLimitWarning):
         other(torch.ones(5, 4) * 8)
 
 
@@ -482,7 +483,7 @@ def test_threads_that_take_and_forget_paths_at_once_get_what_eager_gives() -> No
                 wrong.append(x)
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", bt.TraceLimitWarning)
+        warnings.simplefilter("ignore", bt.errors.TraceLimitWarning)
         threads = [threading.Thread(target=work, args=(k,)) for k in range(4)]
         for thread in threads:
             thread.start()

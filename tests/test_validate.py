@@ -13,6 +13,7 @@ from torch.nn import functional
 from torch.utils.flop_counter import FlopCounterMode
 
 import bendtrace as bt
+from bendtrace.errors import InputError
 from bendtrace.recording.tape import Ref
 from tests.corpus import CASES
 from tests.corpus._case import Case
@@ -444,7 +445,7 @@ def test_one_op_is_not_called_ops() -> None:
 )  # fmt: skip
 def test_a_log_without_all_values_is_refused(options: dict[str, Any]) -> None:
     made = bt.trace(lambda x: x * 2, torch.ones(2), **options)
-    with pytest.raises(bt.InputError, match="needs all activations in memory as they were"):
+    with pytest.raises(InputError, match="needs all activations in memory as they were"):
         made.validate()
 
 

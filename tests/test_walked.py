@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 import bendtrace as bt
+from bendtrace.errors import InputError
 from bendtrace.recording import walked
 from bendtrace.recording.parts import Access, Part, PartKind
 from bendtrace.recording.run import Signature, record
@@ -554,7 +555,7 @@ def test_a_number_is_plain_again_once_the_code_asks_for_types() -> None:
 def test_lazy_modules_are_refused_however_often_they_are_walked() -> None:
     model = nn.Sequential(nn.LazyLinear(3))
     for _ in range(2):
-        with pytest.raises(bt.InputError, match="lazy modules"):
+        with pytest.raises(InputError, match="lazy modules"):
             record(model, (torch.ones(2, 2),), {}, Signature(model))
     model(torch.ones(2, 2))
     assert record(model, (torch.ones(2, 2),), {}, Signature(model)).result.shape == (2, 3)

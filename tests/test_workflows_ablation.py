@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import bendtrace as bt
 from bendtrace.calls import Call
-from bendtrace.workflows._site_values import SiteError
+from bendtrace.errors import InputError, SiteError
 from bendtrace.workflows.ablation import ablate, ablation_study
 from bendtrace.workflows.steering import steering_vector
 from tests.causal_models import (
@@ -418,7 +418,7 @@ def test_what_does_not_fit_is_told_of_in_the_call() -> None:
     with ablate(bended, "arange", 0.5), pytest.raises(SiteError, match=r"cannot put torch.float32"):
         bended(CLEAN)
     assert bended.insertions == ()
-    with pytest.raises(bt.InputError, match="has to be a BendedModule"):
+    with pytest.raises(InputError, match="has to be a BendedModule"):
         ablate(transformer(), "blocks.0")
     found = ablation_study(
         bended, CLEAN, "blocks.0", logit_difference, channels=[0, 9], missing="nan"
@@ -440,7 +440,7 @@ def test_a_list_is_several_batches_wherever_several_can_be_given() -> None:
     torch.testing.assert_close(outs[0][0], model[2](wanted))
     assert torch.equal(outs[0], outs[1])
     assert torch.equal(outs[0], outs[2])
-    with pytest.raises(bt.InputError, match="one batch"):
+    with pytest.raises(InputError, match="one batch"):
         ablate(bended, "1", "resample", reference=batches)
     found = steering_vector(bended, batches, batches[:1], "0", position=None)
     whole = steering_vector(bended, torch.cat(batches), batches[0], "0", position=None)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import bendtrace as bt
-from bendtrace.workflows._site_values import SiteError
+from bendtrace.errors import SiteError
 from bendtrace.workflows.attribution import attribution_patching
 from bendtrace.workflows.patching import activation_patching
 from tests.causal_models import (

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import bendtrace as bt
+from bendtrace.errors import InputError, InterjectionError, NodePathError
 from bendtrace.workflows import splice_autoencoder
 from tests.lens_models import WIDTH, Patient, Transformer, hooked, made, same, tokens, untouched
 
@@ -81,7 +82,7 @@ def test_signs_of_zero_and_what_is_no_number_stay() -> None:
 @pytest.mark.parametrize("error_term", [False, True])
 def test_single_latents_can_be_set_and_ablated(error_term: bool) -> None:
     model, sae = made(Transformer), autoencoder()
-    strength = bt.BendingParameter("strength", 2.0)
+    strength = bt.bends.BendingParameter("strength", 2.0)
 
     def hook(change: Any) -> Any:
         def inner(module: nn.Module, args: Any, out: Tensor) -> Tensor:
@@ -160,7 +161,7 @@ def test_a_node_not_come_by_has_no_latents() -> None:
         assert spliced.latent.shape == (2, 20)
         spliced(-x)
         assert spliced.latents == {}
-        with pytest.raises(bt.InputError, match="no call came by"):
+        with pytest.raises(InputError, match="no call came by"):
             spliced.latent  # noqa: B018
 
 
@@ -222,7 +223,7 @@ def test_functions_and_pairs_will_do_but_have_no_latents_to_change() -> None:
     with splice_autoencoder(bt.BendedModule(model), "blocks.0", pair) as spliced:
         same(spliced(tokens()), wanted)
         assert spliced.latent.shape == (2, 5, 20)
-        with pytest.raises(bt.InputError, match="cannot be changed"):
+        with pytest.raises(InputError, match="cannot be changed"):
             spliced.ablate(0)
     with splice_autoencoder(bt.BendedModule(model), "blocks.0", torch.round) as spliced:
         spliced(tokens())
@@ -246,14 +247,14 @@ def test_what_is_no_autoencoder_is_refused() -> None:
         (autoencoder(), {"encode": torch.relu}, "go together"),
         (bended.model.ln_f, {}, "part of the model"),
     ):
-        with pytest.raises(bt.InputError, match=message):
+        with pytest.raises(InputError, match=message):
             splice_autoencoder(bended, "blocks.0", what, **options)
-    with pytest.raises(bt.NodePathError):
+    with pytest.raises(NodePathError):
         splice_autoencoder(bended, "nothing", autoencoder())
     assert bended.insertions == ()
     with (
         splice_autoencoder(bended, "blocks.0", lambda x: x[0]),
-        pytest.raises(bt.InterjectionError, match="same shape"),
+        pytest.raises(InterjectionError, match="same shape"),
     ):
         bended(tokens())
     with splice_autoencoder(bended, "blocks.0", autoencoder()) as spliced:
@@ -261,14 +262,14 @@ def test_what_is_no_autoencoder_is_refused() -> None:
             (lambda z: z[0], "a change of latents returned"),
             (lambda z: 3, "a change of latents returned"),
         ):
-            with spliced.edit(change), pytest.raises(bt.InputError, match=message):
+            with spliced.edit(change), pytest.raises(InputError, match=message):
                 bended(tokens())
-        with spliced.ablate(99), pytest.raises(bt.InputError, match="no latent 99 among 20"):
+        with spliced.ablate(99), pytest.raises(InputError, match="no latent 99 among 20"):
             bended(tokens())
         for latents in ("3", [], [1.5]):
-            with pytest.raises((bt.InputError, TypeError)):
+            with pytest.raises((InputError, TypeError)):
                 spliced.ablate(latents)
-        with pytest.raises(bt.InputError, match="a function of them"):
+        with pytest.raises(InputError, match="a function of them"):
             spliced.edit(3)
     assert bended.insertions == ()
 
@@ -299,5 +300,5 @@ def test_it_works_while_a_language_model_writes() -> None:
 
 
 def test_what_stays_in_a_model_needs_one_that_it_can_stay_in() -> None:
-    with pytest.raises(bt.InputError, match="has to be a BendedModule"):
+    with pytest.raises(InputError, match="has to be a BendedModule"):
         splice_autoencoder(nn.Sequential(nn.Identity()), "0", torch.round)  # type: ignore[arg-type]

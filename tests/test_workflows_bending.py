@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import bendtrace as bt
+from bendtrace.errors import InputError
 from bendtrace.workflows import bending_session, sweep
 from tests.lens_models import hooked, made, same, untouched
 
@@ -78,9 +79,9 @@ def sound() -> tuple[Tensor, ...]:
 def test_a_sound_is_bent_by_live_parameters_on_one_trace() -> None:
     model = made(Oscillators)
     plain = model(*sound())
-    bright = bt.BendingParameter("bright", 0.0, range=(-4, 4))
-    gain = bt.BendingParameter("gain", 1.0)
-    bends = {"harmonics$": bt.Bias(bright), "bands": bt.Scale(gain)}
+    bright = bt.bends.BendingParameter("bright", 0.0, range=(-4, 4))
+    gain = bt.bends.BendingParameter("gain", 1.0)
+    bends = {"harmonics$": bt.bends.Bias(bright), "bands": bt.bends.Scale(gain)}
     bended = bt.BendedModule(model)
     bended(*sound())
     with untouched(model):
@@ -105,11 +106,11 @@ def test_a_sound_is_bent_by_live_parameters_on_one_trace() -> None:
 def test_a_sweep_gives_what_each_value_gives() -> None:
     model = made(Upsampler)
     z = torch.randn(1, 4, 6, generator=torch.Generator().manual_seed(0))
-    gain = bt.BendingParameter("gain", 1.0)
+    gain = bt.bends.BendingParameter("gain", 1.0)
     values = [0.0, 0.5, 1.0, 8.0, 40.0]
     bended = bt.BendedModule(model)
     bended(z)
-    with bending_session(bended, {"body.2": bt.Scale(gain)}) as session:
+    with bending_session(bended, {"body.2": bt.bends.Scale(gain)}) as session:
         found = session.sweep(z, "gain", values)
         assert gain.value == 1.0
         for value, out in found:
@@ -129,9 +130,9 @@ def test_images_are_bent_by_channel_and_noise_can_be_held_still() -> None:
     z = torch.randn(2, 6, generator=torch.Generator().manual_seed(0))
     channel = torch.zeros(8, 1, 1)
     channel[3] = 1
-    amount = bt.BendingParameter("amount", 0.0)
+    amount = bt.bends.BendingParameter("amount", 0.0)
     bended = bt.BendedModule(model)
-    with untouched(model), bending_session(bended, {"norm": bt.Bias(amount * channel)}):
+    with untouched(model), bending_session(bended, {"norm": bt.bends.Bias(amount * channel)}):
         rng = torch.get_rng_state()
         found = sweep(bended, z, "amount", [0.0, 1.0, 3.0], seed=7)
         assert torch.equal(torch.get_rng_state(), rng)
@@ -147,13 +148,13 @@ def test_images_are_bent_by_channel_and_noise_can_be_held_still() -> None:
 def test_without_a_seed_numbers_are_drawn_on_as_in_calls() -> None:
     model = made(Images)
     z = torch.randn(2, 6)
-    amount = bt.BendingParameter("amount", 1.0)
+    amount = bt.bends.BendingParameter("amount", 1.0)
     torch.manual_seed(2)
     wanted = [model(z) for _ in range(3)]
     after = torch.get_rng_state()
     bended = bt.BendedModule(model)
     bended(z)
-    with bending_session(bended, {"norm": bt.Scale(amount)}) as session:
+    with bending_session(bended, {"norm": bt.bends.Scale(amount)}) as session:
         torch.manual_seed(2)
         for one, other in zip(session.sweep(z, "amount", [1.0] * 3).outputs, wanted, strict=True):
             same(one, other)
@@ -162,8 +163,8 @@ def test_without_a_seed_numbers_are_drawn_on_as_in_calls() -> None:
 
 def test_a_trained_direction_is_a_parameter_as_well() -> None:
     model = made(Images)
-    direction = bt.BendingParameter("direction", torch.zeros(8, 1, 1, requires_grad=True))
-    with bending_session(model, {"norm": bt.Bias(direction)}) as session:
+    direction = bt.bends.BendingParameter("direction", torch.zeros(8, 1, 1, requires_grad=True))
+    with bending_session(model, {"norm": bt.bends.Bias(direction)}) as session:
         session(torch.ones(1, 6)).mean().backward()
     assert direction.value.grad.abs().sum() > 0
     model.zero_grad()
@@ -172,13 +173,18 @@ def test_a_trained_direction_is_a_parameter_as_well() -> None:
 def test_a_session_takes_out_its_own_bends_only_and_also_after_errors() -> None:
     bended = bt.BendedModule(made(Upsampler))
     bended(torch.randn(1, 4, 6))
-    other = bended.bend(bt.Scale(2.0), "body.0")
-    gain = bt.BendingParameter("gain", 1.0)
-    with pytest.raises(ZeroDivisionError), bending_session(bended, {"body.2": bt.Scale(gain)}):
+    other = bended.bend(bt.bends.Scale(2.0), "body.0")
+    gain = bt.bends.BendingParameter("gain", 1.0)
+    with (
+        pytest.raises(ZeroDivisionError),
+        bending_session(bended, {"body.2": bt.bends.Scale(gain)}),
+    ):
         raise ZeroDivisionError
     assert bended.bended_keys() == ["body.sub_0"]
-    with pytest.raises(bt.InputError):  # the second pattern means nothing
-        bending_session(bended, {"body.2": [bt.Scale(gain), torch.tanh], "nothing": bt.Bias(1.0)})
+    with pytest.raises(InputError):  # the second pattern means nothing
+        bending_session(
+            bended, {"body.2": [bt.bends.Scale(gain), torch.tanh], "nothing": bt.bends.Bias(1.0)}
+        )
     assert bended.bended_keys() == ["body.sub_0"]
     other.remove()
 
@@ -188,8 +194,8 @@ def test_values_and_names_that_are_none_are_refused_before_anything_is_called() 
     bended = bt.BendedModule(model)
     z = torch.randn(1, 4, 6)
     bended(z)
-    gain = bt.BendingParameter("gain", 0.5, range=(0, 1))
-    with bending_session(bended, {"body.2": bt.Scale(gain)}) as session:
+    gain = bt.bends.BendingParameter("gain", 0.5, range=(0, 1))
+    with bending_session(bended, {"body.2": bt.bends.Scale(gain)}) as session:
         replays = bended.stats.replays
         for call in (
             lambda: session.sweep(z, "gain", [0.1, 2.0]),
@@ -199,7 +205,7 @@ def test_values_and_names_that_are_none_are_refused_before_anything_is_called() 
             lambda: session.set(gain=3.0),
             lambda: session.set(pain=3.0),
         ):
-            with pytest.raises(bt.InputError):
+            with pytest.raises(InputError):
                 call()
         assert bended.stats.replays == replays
         assert gain.value == 0.5
@@ -219,13 +225,13 @@ def test_sweeps_of_other_things_than_tensors_are_kept_as_they_are() -> None:
             h = self.act(x)
             return h[h > 1], {"h": h}
 
-    gain = bt.BendingParameter("gain", 1.0)
+    gain = bt.bends.BendingParameter("gain", 1.0)
     x = torch.tensor([0.5, 2.0])
     bended = bt.BendedModule(Pair())
-    with bending_session(bended, {"act$": bt.Scale(gain)}) as session:
+    with bending_session(bended, {"act$": bt.bends.Scale(gain)}) as session:
         found = session.sweep(x, "gain", [1.0, 4.0])
     same([out[0] for out in found.outputs], [torch.tensor([2.0]), torch.tensor([2.0, 8.0])])
-    with pytest.raises(bt.InputError, match="only tensors"):
+    with pytest.raises(InputError, match="only tensors"):
         found.stack()
 
 
@@ -234,7 +240,7 @@ def test_a_scale_of_a_steering_vector_is_swept_too() -> None:
     from tests.lens_models import WIDTH, Transformer, tokens
 
     model = made(Transformer)
-    amount = bt.BendingParameter("amount", 0.0)
+    amount = bt.bends.BendingParameter("amount", 0.0)
     bended = bt.BendedModule(model)
     with steer(bended, torch.ones(WIDTH), "blocks.0", scale=amount):
         found = sweep(bended, tokens(), amount, [0.0, 2.0])
@@ -250,15 +256,15 @@ def test_each_call_of_a_sweep_begins_with_the_same_inputs() -> None:
         return torch.stack(seen).sum(0)
 
     x, seen = torch.ones(2), [torch.ones(2)]
-    bended, gain = bt.BendedModule(model), bt.BendingParameter("gain", 1.0)
-    bended.bend(bt.Scale(gain), "relu", allow_none=True)
+    bended, gain = bt.BendedModule(model), bt.bends.BendingParameter("gain", 1.0)
+    bended.bend(bt.bends.Scale(gain), "relu", allow_none=True)
     found = sweep(bended, (x, seen), gain, [1.0, 1.0, 3.0, 1.0])
     assert [out.tolist() for out in found.outputs] == [[2, 2], [2, 2], [4, 4], [2, 2]]
     assert x.tolist() == [1, 1]
     assert len(seen) == 1
     leaf = torch.ones(2, requires_grad=True)
     other = bt.BendedModule(lambda x: torch.relu(x) * 2)
-    other.bend(bt.Scale(gain), "relu", allow_none=True)
+    other.bend(bt.bends.Scale(gain), "relu", allow_none=True)
     sweep(other, leaf, gain, [3.0]).outputs[0].sum().backward()
     assert leaf.grad is not None
     assert leaf.grad.tolist() == [6, 6]

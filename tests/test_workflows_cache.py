@@ -12,6 +12,7 @@ import transformers
 from torch import Tensor, nn
 
 import bendtrace as bt
+from bendtrace.errors import InputError, NeverFiredWarning, NodePathError
 from bendtrace.workflows import (
     ActivationCache,
     Alias,
@@ -125,7 +126,7 @@ def test_passes_of_a_loop_have_keys_of_their_own() -> None:
             assert torch.equal(mine, theirs)
         assert torch.equal(cache["block:2"], values[1])
         assert torch.equal(cache["block:2.input"], wanted["block.input"][1])
-        with pytest.raises(bt.NodePathError, match="several times: name one of 'block:1'"):
+        with pytest.raises(NodePathError, match="several times: name one of 'block:1'"):
             cache["block.output"]
         assert ("rare" in cache) == ("rare.output" in wanted)
 
@@ -183,7 +184,7 @@ def test_a_new_way_that_hands_memory_out_is_noticed() -> None:
     bended = bt.BendedModule(model)
     for _ in range(3):
         assert run_with_cache(bended, torch.ones(2))[1]["mul"].tolist() == [2.0, 2.0]
-    with pytest.raises(bt.InputError, match="the next call makes copies"):
+    with pytest.raises(InputError, match="the next call makes copies"):
         run_with_cache(bended, torch.ones(2) * 9)
     _, cache = run_with_cache(bended, torch.ones(2) * 9)
     assert cache["view"].tolist() == [18.0, 18.0]
@@ -273,10 +274,10 @@ def test_errors_leave_nothing_behind() -> None:
 @pytest.mark.parametrize(
     ("names_filter", "error", "message"),
     [
-        ("blocks.9", bt.NodePathError, "no node 'blocks.9'"),
-        (["blocks.0", "nothing"], bt.NodePathError, "no node 'nothing'"),
-        ([], bt.InputError, "is empty"),
-        (3, bt.InputError, "names_filter= takes"),
+        ("blocks.9", bt.errors.NodePathError, "no node 'blocks.9'"),
+        (["blocks.0", "nothing"], bt.errors.NodePathError, "no node 'nothing'"),
+        ([], bt.errors.InputError, "is empty"),
+        (3, bt.errors.InputError, "names_filter= takes"),
     ],
 )
 @pytest.mark.parametrize("warm", [False, True])
@@ -301,18 +302,18 @@ def test_a_module_called_output_is_not_taken_for_what_its_parent_gives() -> None
             return self.output(x) * 2
 
     model, x = nn.Sequential(Layer()), torch.ones(1, 2)
-    with pytest.raises(bt.NodePathError, match="is a module, and also what '0' gives"):
+    with pytest.raises(NodePathError, match="is a module, and also what '0' gives"):
         run_with_cache(model, x, "0.output")
     _, cache = run_with_cache(model, x, ["0", "0.output.output"])
     out = model(x).detach()
     assert torch.equal(cache["0"], out)
     assert torch.equal(cache["0.output.output"] * 2, out)
-    with pytest.raises(bt.NodePathError, match="several times"):
+    with pytest.raises(NodePathError, match="several times"):
         cache["0.output"]
 
 
 def test_a_function_that_says_no_to_all_gets_a_warning() -> None:
-    with pytest.warns(bt.NeverFiredWarning, match="means"):
+    with pytest.warns(NeverFiredWarning, match="means"):
         _, cache = run_with_cache(made(Transformer), tokens(), lambda name: name == "no name")
     assert not cache
 
@@ -321,7 +322,7 @@ def test_a_cache_prints_and_names_what_is_near() -> None:
     _, cache = run_with_cache(made(Transformer), tokens())
     assert repr(cache).splitlines()[1].startswith("  output.input: (2, 5) int64")
     assert "... and" in repr(cache)
-    with pytest.raises(bt.NodePathError, match=r"did you mean 'blocks_1\.gelu'"):
+    with pytest.raises(NodePathError, match=r"did you mean 'blocks_1\.gelu'"):
         cache["blocks_1.gelo"]
     with pytest.raises(KeyError):
         cache["nothing at all"]
@@ -344,15 +345,15 @@ def test_a_model_s_own_aliases() -> None:
     assert torch.equal(cache["resid.1"], everything["blocks_1"])
     assert torch.equal(everything["resid.0"], everything["blocks_0"])
     assert cache["heads"].shape == (2, 5, 2, 4)
-    with pytest.raises(bt.NodePathError, match="there are two layers"):
+    with pytest.raises(NodePathError, match="there are two layers"):
         run_with_cache(model, tokens(), "resid.7", aliases=mine)
-    with pytest.raises(bt.NodePathError, match="there are two layers"):
+    with pytest.raises(NodePathError, match="there are two layers"):
         everything["resid.7"]
     _, by = run_with_cache(model, tokens(), lambda n: n.startswith("resid"), aliases=mine)
     assert sorted(by) == ["resid.0", "resid.1"]
     plain = {"last": "blocks.1.output"}
     assert list(run_with_cache(model, tokens(), "last", aliases=plain)[1]) == ["last"]
-    with pytest.raises(bt.NodePathError, match=r"'gone' stands for 'blocks.9.output'"):
+    with pytest.raises(NodePathError, match=r"'gone' stands for 'blocks.9.output'"):
         run_with_cache(model, tokens(), "gone", aliases={"gone": "blocks.9.output"})
 
 
@@ -363,7 +364,7 @@ def test_aliases_are_checked_and_joined() -> None:
     assert both.why_not("b") == "" != one.why_not("b")
     assert str(one) == "a  x"
     assert len(transformer_lens_aliases(made(Transformer))) == 0
-    with pytest.raises(bt.InputError, match="an alias is"):
+    with pytest.raises(InputError, match="an alias is"):
         Aliases({"a": 3})  # type: ignore[dict-item]
 
 
@@ -463,12 +464,12 @@ def test_names_without_an_equal_say_why(name: str) -> None:
         "hook_pos_embed": "wpe|rotations", "blocks.0.attn.hook_rot_q": "rotat",
         "hook_tokens": "given",
     }.items():  # fmt: skip
-        with pytest.raises(bt.NodePathError, match=f"no equal in this model: .*({why})"):
+        with pytest.raises(NodePathError, match=f"no equal in this model: .*({why})"):
             run_with_cache(bended, batch, hook)
     if name == "llama":
-        with pytest.raises(bt.NodePathError, match="before it is multiplied"):
+        with pytest.raises(NodePathError, match="before it is multiplied"):
             run_with_cache(bended, batch, "blocks.0.ln1.hook_normalized")
-    with pytest.raises(bt.NodePathError, match=r"no node 'blocks.9.hook_resid_pre'"):
+    with pytest.raises(NodePathError, match=r"no node 'blocks.9.hook_resid_pre'"):
         run_with_cache(bended, batch, "blocks.9.hook_resid_pre")
     assert bended.insertions == ()
 
@@ -479,7 +480,7 @@ def test_attention_that_is_one_operation_has_no_pattern_to_show() -> None:
         bended = bt.BendedModule(model)
         if warm:
             bended(**batch)
-        with pytest.raises(bt.NodePathError, match="attn_implementation='eager'"):
+        with pytest.raises(NodePathError, match="attn_implementation='eager'"):
             run_with_cache(bended, batch, "blocks.0.attn.hook_pattern")
     _, cache = run_with_cache(model, batch, lambda name: "hook" in name)
     assert "blocks.0.attn.hook_z" in cache

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import re
-import subprocess
-import sys
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -14,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import bendtrace as bt
-from bendtrace.workflows._site_values import SiteError
+from bendtrace.errors import SiteError
 from bendtrace.workflows.causal import causal_tracing
 from tests.causal_models import (
     CLEAN,
@@ -300,18 +297,3 @@ def test_results_are_tables() -> None:
     assert repr(found).startswith("CausalTrace (2 samples of noise ")
     assert "windows of 2 sites" in repr(found)
     assert len(found.to_pandas()) == 2 * LENGTH
-
-
-def test_the_examples_of_the_page_print_what_it_shows(tmp_path: Path) -> None:
-    text = (ROOT / "docs" / "workflows_causal.md").read_text()
-    blocks = re.findall(r"```(\w*)\n(.*?)```", text, flags=re.DOTALL)
-    code = "".join(body for language, body in blocks if language == "python")
-    shown = "".join(body for language, body in blocks if language == "")
-    (tmp_path / "workflows.py").write_text(code)
-    done = subprocess.run(
-        [sys.executable, "workflows.py"],
-        cwd=tmp_path, env={"PYTHONPATH": str(ROOT), "PATH": "", "PYTHONIOENCODING": "utf-8"},
-        capture_output=True, encoding="utf-8", check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert [line.rstrip() for line in done.stdout.splitlines()] == shown.splitlines()

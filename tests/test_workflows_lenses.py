@@ -13,6 +13,7 @@ from scipy.special import log_softmax
 from torch import Tensor, nn
 
 import bendtrace as bt
+from bendtrace.errors import InputError
 from bendtrace.workflows import TunedLens, logit_lens
 from tests.lens_models import (
     VOCAB,
@@ -197,7 +198,7 @@ def test_the_end_may_draw_and_count_but_the_model_and_the_generator_stay() -> No
 def test_what_is_no_lens_is_refused(options: dict[str, Any], message: str) -> None:
     bended = bt.BendedModule(made(Transformer))
     bended(tokens())
-    with pytest.raises(bt.InputError, match=message):
+    with pytest.raises(InputError, match=message):
         logit_lens(bended, tokens(), **{"sites": SITES, **options})
     assert bended.insertions == ()
 
@@ -340,10 +341,10 @@ def test_training_goes_on_from_a_file_as_if_it_had_not_stopped(tmp_path: Path) -
     third = lens_of(model)
     assert third.fit(iter(data), lr=0.05, checkpoint=path) == history
     same(dict(third.state_dict()), dict(whole.state_dict()))
-    with pytest.raises(bt.InputError, match="not of this one"):
+    with pytest.raises(InputError, match="not of this one"):
         lens_of(model).fit(data, seed=9, checkpoint=path)
     other = TunedLens(model, "blocks.1", ["ln_f", "lm_head"], tokens())
-    with pytest.raises(bt.InputError, match="not of this one"):
+    with pytest.raises(InputError, match="not of this one"):
         other.fit(data, checkpoint=path)
 
 
@@ -363,13 +364,13 @@ def test_what_cannot_be_trained_with_is_refused() -> None:
     model = made(Transformer)
     lens = lens_of(model)
     for options in ({"epochs": 0}, {"lr": 0.0}, {"every": 0}):
-        with pytest.raises(bt.InputError, match="at least 1"):
+        with pytest.raises(InputError, match="at least 1"):
             lens.fit(batches(1), **options)
-    with pytest.raises(bt.InputError, match="once only"):
+    with pytest.raises(InputError, match="once only"):
         lens.fit(iter(batches()), epochs=2)
-    with pytest.raises(bt.InputError, match="no batches"):
+    with pytest.raises(InputError, match="no batches"):
         lens.fit([])
-    with pytest.raises(bt.InputError, match="makes"):
+    with pytest.raises(InputError, match="makes"):
         TunedLens(model, SITES, "ln_f", tokens())
     assert VOCAB == lens.apply_to(tokens()).final.shape[-1]
 
@@ -383,5 +384,5 @@ def test_a_tuned_lens_of_a_data_dependent_model_needs_its_sites() -> None:
     assert max(by_count) > min(by_count) > 1
     lens = TunedLens(model, "block", ["ln_f", "lm_head"], most)
     lens.fit([most, least], lr=0.01)
-    with pytest.raises(bt.InputError, match="no translator"):
+    with pytest.raises(InputError, match="no translator"):
         TunedLens(model, "block", ["ln_f", "lm_head"], least).fit([most])

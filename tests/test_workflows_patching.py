@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import bendtrace as bt
 from bendtrace.calls import Call
-from bendtrace.workflows._site_values import SiteError
+from bendtrace.errors import InputError, SiteError
 from bendtrace.workflows.patching import activation_patching
 from tests.causal_models import (
     CLEAN,
@@ -551,5 +551,5 @@ def _plain(x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("model", [_plain, transformer()])
 def test_inputs_that_cannot_be_copied_are_refused(model: Callable[..., Any]) -> None:
-    with pytest.raises(bt.InputError, match="cannot be copied"):
+    with pytest.raises(InputError, match="cannot be copied"):
         activation_patching(model, (i for i in range(3)), CLEAN, "relu", torch.sum)

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import bendtrace as bt
-from bendtrace import between
-from bendtrace.workflows._site_values import SiteError
+from bendtrace.errors import NodePathError, SiteError
+from bendtrace.rewriting import between
 from bendtrace.workflows.patching import activation_patching
 from bendtrace.workflows.paths import path_patching
 from tests.causal_models import (
@@ -430,7 +430,7 @@ def test_what_is_not_there_is_told_of() -> None:
         path_patching(bended, X, Y, "a", "c", _first, paths=[["a", "tanh", "c"]])
     with pytest.raises(SiteError, match="does not begin with one of the senders"):
         path_patching(bended, X, Y, "a", "c", _first, paths=[["b", "tanh_1"]])
-    with pytest.raises(bt.NodePathError):
+    with pytest.raises(NodePathError):
         path_patching(bended, X, Y, "a", "d", _first)
     none = path_patching(bended, X, Y, "b", "a", _first, paths="all")
     assert none.values.item() == none.corrupted

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import bendtrace as bt
 from bendtrace.calls import Call
+from bendtrace.errors import InputError
 from bendtrace.workflows import fit_ridge, probe_data
 from tests.lens_models import WIDTH, Transformer, hooked, made, tokens, untouched
 
@@ -76,7 +77,7 @@ def test_what_does_not_fit_is_refused() -> None:
          "by the path that they take"),
     ]  # fmt: skip
     for what, loader, where, options, message in cases:
-        with pytest.raises(bt.InputError, match=message):
+        with pytest.raises(InputError, match=message):
             probe_data(what, loader, where, **options)
     assert bended.insertions == ()
 
@@ -95,7 +96,7 @@ def test_a_regression_is_that_of_the_normal_equations(ridge: float) -> None:
     bias = y.double().numpy().mean(0) - weight @ rows.mean(0)
     np.testing.assert_allclose(probe.bias.numpy(), bias, rtol=1e-9, atol=1e-12)
     np.testing.assert_allclose(probe.predict(x).numpy(), rows @ weight.T + bias, atol=1e-9)
-    with pytest.raises(bt.InputError, match="no accuracy"):
+    with pytest.raises(InputError, match="no accuracy"):
         probe.accuracy(x, y)
 
 
@@ -143,7 +144,7 @@ def test_bools_are_classes() -> None:
 def test_what_cannot_be_fitted_is_refused(
     features: Tensor, labels: Tensor, options: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(bt.InputError, match=message):
+    with pytest.raises(InputError, match=message):
         fit_ridge(features, labels, **options)
 
 

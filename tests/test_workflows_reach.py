@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import bendtrace as bt
+from bendtrace.errors import InputError, NodePathError
 from bendtrace.workflows import ancestry, influence, receptive_field
 from tests.lens_models import Patient, Transformer, made, tokens
 from tests.promise import bits, state
@@ -255,11 +256,11 @@ def test_dropout_in_training_is_as_it_was_drawn() -> None:
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"index": (9, 9)}, bt.InputError, "no index into"),
-        ({"index": slice(3, 3)}, bt.InputError, "means no element"),
-        ({"of": "y"}, bt.InputError, "no input is called 'y'; there are input"),
-        ({"node": "nothing"}, bt.NodePathError, "no node 'nothing'"),
-        ({"node": 3}, bt.InputError, "told by a name"),
+        ({"index": (9, 9)}, bt.errors.InputError, "no index into"),
+        ({"index": slice(3, 3)}, bt.errors.InputError, "means no element"),
+        ({"of": "y"}, bt.errors.InputError, "no input is called 'y'; there are input"),
+        ({"node": "nothing"}, bt.errors.NodePathError, "no node 'nothing'"),
+        ({"node": 3}, bt.errors.InputError, "told by a name"),
     ],
 )
 def test_what_is_no_field_is_refused(options: dict[str, Any], error: Any, message: str) -> None:
@@ -274,7 +275,7 @@ def test_a_value_of_several_tensors_has_to_be_named() -> None:
         return {"a": x + 1, "b": (x[0] * 2, x)}
 
     x = torch.ones(3)
-    with pytest.raises(bt.InputError, match="not one tensor"):
+    with pytest.raises(InputError, match="not one tensor"):
         receptive_field(model, x, 0)
     assert receptive_field(model, x, 1, node="output.a").mask.tolist() == [False, True, False]
     assert receptive_field(model, x, (), node="output.b.sub_0").mask.tolist()[0]
@@ -402,7 +403,7 @@ def test_nodes_are_told_by_names_paths_and_modules() -> None:
     assert "tokens" in masks.inputs
     softmax = [name for name in trace.names if name.startswith("softmax")]
     assert influence(trace, softmax[0]).of == (softmax[0],)
-    with pytest.raises(bt.NodePathError, match="did you mean"):
+    with pytest.raises(NodePathError, match="did you mean"):
         influence(trace, "blocks_0.softmix")
 
 
@@ -420,11 +421,11 @@ def test_along_random_paths_ancestry_and_influence_are_each_other_s_opposite() -
 
 def test_what_is_missing_or_too_much_is_refused() -> None:
     trace = bt.trace(torch.relu, torch.ones(2))
-    with pytest.raises(bt.InputError, match="leave inputs= out"):
+    with pytest.raises(InputError, match="leave inputs= out"):
         ancestry(trace, "relu", torch.ones(2))
-    with pytest.raises(bt.InputError, match="inputs="):
+    with pytest.raises(InputError, match="inputs="):
         influence(torch.relu, "relu")
-    with pytest.raises(bt.InputError, match="no node is given"):
+    with pytest.raises(InputError, match="no node is given"):
         influence(trace, [])
     assert F.relu is not None
 

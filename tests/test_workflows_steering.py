@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 
 import bendtrace as bt
 from bendtrace.calls import Call
+from bendtrace.errors import InputError, InterjectionError
 from bendtrace.workflows import SteeringVectors, steer, steering_vector
 from tests.lens_models import (
     WIDTH,
@@ -88,7 +89,7 @@ def test_several_nodes_and_passes_give_a_vector_each() -> None:
     for number, path in enumerate(found.vectors):
         wanted = first[number][:, -1].mean(0) - second[number][:, -1].mean(0)
         torch.testing.assert_close(found[path], wanted)
-    with pytest.raises(bt.InputError, match="several vectors"):
+    with pytest.raises(InputError, match="several vectors"):
         found.vector  # noqa: B018
 
 
@@ -110,7 +111,7 @@ def test_the_only_pass_of_a_call_is_the_first_of_others() -> None:
     assert list(found.vectors) == ["act:1", "act:2"]
     torch.testing.assert_close(found["act:1"], first)
     torch.testing.assert_close(found["act:2"], torch.zeros(4))
-    with pytest.raises(bt.InputError, match="paths differ"):
+    with pytest.raises(InputError, match="paths differ"):
         steering_vector(Looped(), iter([once, twice]), once, "act", position=None)
 
 
@@ -169,14 +170,14 @@ def test_what_makes_no_vector_is_refused(options: dict[str, Any], message: str) 
     bended = bt.BendedModule(made(Transformer))
     bended(tokens())
     given: dict[str, Any] = {"positive": tokens(), "negative": tokens(), "where": "lm_head"}
-    with pytest.raises(bt.InputError, match=message):
+    with pytest.raises(InputError, match=message):
         steering_vector(bended, **{**given, **options})
     assert bended.insertions == ()
 
 
 def test_two_axes_have_no_positions() -> None:
     model = nn.Sequential(nn.Linear(3, 2))
-    with pytest.raises(bt.InputError, match="position=None"):
+    with pytest.raises(InputError, match="position=None"):
         steering_vector(model, torch.randn(4, 3), torch.randn(4, 3), "0")
 
 
@@ -188,7 +189,7 @@ def test_sets_that_take_different_paths_are_refused() -> None:
     x = torch.ones(2, 3)
     bended(x)
     bended(-x)
-    with pytest.raises(bt.InputError, match="paths differ"):
+    with pytest.raises(InputError, match="paths differ"):
         steering_vector(bended, x, -x, ["tanh", "sigmoid"], position=None)
 
 
@@ -307,7 +308,7 @@ def test_in_a_loop_each_pass_is_steered_and_the_path_may_change() -> None:
 
 def test_a_scale_that_is_a_parameter_can_be_changed_without_a_retrace() -> None:
     model = made(Transformer)
-    amount = bt.BendingParameter("amount", 0.0)
+    amount = bt.bends.BendingParameter("amount", 0.0)
     bended = bt.BendedModule(model)
     with steer(bended, DIRECTION, "blocks.1", scale=amount):
         bended(tokens())
@@ -381,7 +382,7 @@ def test_what_does_not_fit_the_value_raises_in_the_call(
 ) -> None:
     bended = bt.BendedModule(made(Transformer))
     given: dict[str, Any] = {"vectors": DIRECTION, "where": "blocks.0", **options}
-    with steer(bended, **given), pytest.raises(bt.InterjectionError, match=message):
+    with steer(bended, **given), pytest.raises(InterjectionError, match=message):
         bended(tokens())
     same(bended(tokens()), bended.model(tokens()))
 
@@ -451,7 +452,10 @@ def test_loops_by_hand_are_counted_where_that_is_said() -> None:
             with steering.generation():
                 same(bended(x), plain)
                 same(bended(x), steered)
-                with pytest.raises(bt.InputError, match="counted already"), steering.generation():
+                with (
+                    pytest.raises(InputError, match="counted already"),
+                    steering.generation(),
+                ):
                     pass
         same(bended(x), plain)
 
@@ -569,7 +573,7 @@ def test_a_position_of_the_prompt_is_not_taken_for_another_in_later_steps(family
     vector = torch.ones(32)
     with (
         steer(bended, vector, LAYERS[name], positions=3),
-        pytest.raises(bt.InterjectionError, match="steps='prompt'"),
+        pytest.raises(InterjectionError, match="steps='prompt'"),
     ):
         generated(bended, 0)
     with steer(bended, vector, LAYERS[name], positions=3, steps="prompt"):

@@ -17,8 +17,7 @@ from bendtrace.analysis.native_hooks import watched_natively
 from bendtrace.analysis.tables import data_frame
 from bendtrace.analysis.untouched import untouched
 from bendtrace.calls import Call
-from bendtrace.errors import InputError
-from bendtrace.interject.errors import NeverFiredWarning
+from bendtrace.errors import InputError, NeverFiredWarning
 from bendtrace.interject.structure import take_apart
 from bendtrace.module import BendedModule
 

@@ -1,1 +1,41 @@
-"""A trace as a graph: names, the networkx mirror, conversion to torch.fx, printing."""
+"""A trace as a graph: names, the networkx mirror, conversion to torch.fx and other forms.
+
+>>> import torch, bendtrace as bt
+>>> graph = bt.trace(torch.relu, torch.ones(2)).graph
+>>> isinstance(graph, bt.graph.Graph), [node.op for node in bt.graph.to_fx(graph).graph.nodes]
+(True, ['placeholder', 'call_function', 'output'])
+"""
+
+from typing import TYPE_CHECKING
+
+from bendtrace import _public
+
+if TYPE_CHECKING:
+    from bendtrace.graph.export import to_dot, to_graphml, to_node_link
+    from bendtrace.graph.fx import from_fx, to_fx
+    from bendtrace.graph.mirror import Graph
+    from bendtrace.graph.names import NodeRef
+
+__all__ = [
+    "Graph",
+    "NodeRef",
+    "from_fx",
+    "to_dot",
+    "to_fx",
+    "to_graphml",
+    "to_node_link",
+]
+
+if not TYPE_CHECKING:  # what only tracing needs of this package comes without networkx
+    __getattr__ = _public.importer(
+        globals(),
+        {
+            "Graph": "bendtrace.graph.mirror",
+            "NodeRef": "bendtrace.graph.names",
+            "from_fx": "bendtrace.graph.fx",
+            "to_dot": "bendtrace.graph.export",
+            "to_fx": "bendtrace.graph.fx",
+            "to_graphml": "bendtrace.graph.export",
+            "to_node_link": "bendtrace.graph.export",
+        },
+    )

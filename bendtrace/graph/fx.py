@@ -55,7 +55,7 @@ def to_fx(
     Example:
         >>> import torch, bendtrace as bt
         >>> trace = bt.trace(torch.nn.Linear(2, 3), torch.ones(1, 2))
-        >>> [node.op for node in bt.to_fx(trace.graph).graph.nodes]
+        >>> [node.op for node in bt.graph.to_fx(trace.graph).graph.nodes]
         ['placeholder', 'get_attr', 'get_attr', 'call_function', 'output']
     """
     recording: Recording | None = graph.graph.get("recording")
@@ -373,7 +373,7 @@ def from_fx(module: fx.GraphModule) -> Graph:
     Example:
         >>> import torch, bendtrace as bt
         >>> traced = torch.fx.symbolic_trace(torch.nn.Sequential(torch.nn.ReLU()))
-        >>> list(bt.from_fx(traced))
+        >>> list(bt.graph.from_fx(traced))
         ['input_1', '_0', 'output']
     """
     graph = Graph()

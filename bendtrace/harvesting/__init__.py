@@ -8,8 +8,8 @@ Example:
 
 from __future__ import annotations
 
+from bendtrace.errors import HarvestError
 from bendtrace.harvesting.column import Column
-from bendtrace.harvesting.errors import HarvestError
 from bendtrace.harvesting.harvest import harvest
 from bendtrace.harvesting.paths import Condition, Path
 from bendtrace.harvesting.reading import Harvest

@@ -12,14 +12,12 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from bendtrace.errors import InputError
+from bendtrace.errors import InputError, LoadError, NodePathError
 from bendtrace.harvesting.column import Column, Piece
 from bendtrace.harvesting.formats import form_of
 from bendtrace.harvesting.paths import Path
 from bendtrace.harvesting.shards import INDEX, SETTINGS, Held, Shard, shards_in
 from bendtrace.harvesting.taken import Taken
-from bendtrace.paths.strings import NodePathError
-from bendtrace.storage.errors import LoadError
 from bendtrace.storage.sealed import read_sealed
 
 __all__ = ["HARVEST", "VERSION", "Harvest"]

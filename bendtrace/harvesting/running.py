@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
 from bendtrace.calls import Call
-from bendtrace.errors import BendtraceError, InputError
+from bendtrace.errors import BendtraceError, HarvestError, InputError, SaveError
 from bendtrace.harvesting.batches import (
     Batch,
     Ids,
@@ -24,7 +24,6 @@ from bendtrace.harvesting.batches import (
     versions_of,
 )
 from bendtrace.harvesting.collecting import Collector
-from bendtrace.harvesting.errors import HarvestError
 from bendtrace.harvesting.filling import Filling
 from bendtrace.harvesting.settings import Settings
 from bendtrace.harvesting.shards import Shard, ShardFiles, shards_in
@@ -32,7 +31,6 @@ from bendtrace.harvesting.telling import state_of, sum_of
 from bendtrace.harvesting.workers import Workers
 from bendtrace.harvesting.writer import Writer
 from bendtrace.module import BendedModule
-from bendtrace.storage.errors import SaveError
 
 __all__ = ["Run", "refuse_repeats", "total_of"]
 

@@ -17,9 +17,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from bendtrace.errors import LoadError, SaveError
 from bendtrace.harvesting.filling import Filling, contents
 from bendtrace.harvesting.paths import Condition, Path
-from bendtrace.storage.errors import LoadError, SaveError
 from bendtrace.storage.files import sync_directory
 from bendtrace.storage.sealed import read_sealed, replace_sealed
 

@@ -7,12 +7,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from bendtrace.errors import InputError
+from bendtrace.errors import InputError, SaveError
 from bendtrace.harvesting.filling import require_place
 from bendtrace.harvesting.reading import HARVEST, VERSION, Harvest
 from bendtrace.harvesting.shards import INDEX, SETTINGS, is_ours, shards_in, writing
 from bendtrace.harvesting.workers import Workers
-from bendtrace.storage.errors import SaveError
 from bendtrace.storage.files import sync_directory
 from bendtrace.storage.locks import DirectoryLock
 from bendtrace.storage.sealed import read_sealed, replace_sealed

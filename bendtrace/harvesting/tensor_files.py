@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bendtrace.storage.errors import LoadError
+from bendtrace.errors import LoadError
 from bendtrace.storage.files import BINARY, crc32, write_all
 from bendtrace.storage.tensors import code_of, layout_of, stored_shape
 

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bendtrace.errors import InputError
-from bendtrace.storage.errors import LoadError
+from bendtrace.errors import InputError, LoadError
 from bendtrace.storage.files import sync_directory
 
 __all__ = ["ZarrForm"]

@@ -7,12 +7,11 @@ from collections.abc import Iterator, Sequence
 from typing import Any, overload
 
 from bendtrace._later import tabulate
-from bendtrace.errors import LayerKeyError
+from bendtrace.errors import LayerKeyError, NodePathError
 from bendtrace.history.building import Log
 from bendtrace.history.entries import LayerEntry
 from bendtrace.history.sizes import counted, listed, size_text
 from bendtrace.paths.nodes import TreeNode
-from bendtrace.paths.strings import NodePathError
 from bendtrace.paths.text import Chosen, children_of
 from bendtrace.paths.view import Node, Tree
 

@@ -12,14 +12,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from bendtrace.errors import InputError
+from bendtrace.errors import InputError, NodePathError
 from bendtrace.history.copies import copied
 from bendtrace.interject.bends.names import NamedActivations, compiled, leaves_of
 from bendtrace.interject.insertion import Insertion
 from bendtrace.interject.interjection import Inputs, Interjection, NodePass
 from bendtrace.interject.passes import Passes
 from bendtrace.interject.structure import assemble, take_apart
-from bendtrace.paths.strings import NodePathError
 from bendtrace.paths.view import Node
 
 __all__ = ["Activations", "get_activations", "inputs_of"]

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from torch import nn
 
-from bendtrace.errors import InputError
+from bendtrace.errors import InputError, NodePathError
 from bendtrace.interject.candidate import Candidate
 from bendtrace.interject.insertion import Insertion, as_interjection
 from bendtrace.interject.interjection import Interjection
@@ -28,7 +28,6 @@ from bendtrace.interject.where import (
     wants_of,
 )
 from bendtrace.paths.naming import Registry
-from bendtrace.paths.strings import NodePathError
 from bendtrace.recording.recorder import Recording
 
 __all__ = ["Board", "Kept"]

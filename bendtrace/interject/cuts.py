@@ -9,10 +9,10 @@ from typing import Any
 
 from torch import Tensor
 
-from bendtrace.errors import InputError
+from bendtrace.errors import InputError, NodePathError
 from bendtrace.interject.structure import Leaf, Shape, describe, take_apart
 from bendtrace.paths.nodes import TreeNode
-from bendtrace.paths.strings import NodePathError, find
+from bendtrace.paths.strings import find
 from bendtrace.paths.text import children_of
 from bendtrace.paths.text import describe as describe_node
 from bendtrace.paths.view import Tree

@@ -10,8 +10,8 @@ from typing import Any, Self
 
 from torch import Tensor
 
+from bendtrace.errors import NeverFiredWarning
 from bendtrace.interject.board import Board
-from bendtrace.interject.errors import NeverFiredWarning
 from bendtrace.interject.gates import of_this_run
 from bendtrace.interject.insertion import Insertion
 from bendtrace.interject.interjection import Inputs, Interjection, NodePass

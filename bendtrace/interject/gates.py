@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bendtrace.interject.errors import InterjectionError
+from bendtrace.errors import InterjectionError
 from bendtrace.interject.gradients import Through
 from bendtrace.interject.interjection import Inputs, NodePass
 from bendtrace.interject.plan import Entry, Plan, Slot

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from typing import Any, Protocol
 
-from bendtrace.errors import DivergenceError, InputError, NondeterminismError
+from bendtrace.errors import DivergenceError, InputError, NodePathError, NondeterminismError
 from bendtrace.flow import flow_steps
 from bendtrace.graph.names import node_names
 from bendtrace.interject.cuts import path_in
@@ -19,7 +19,7 @@ from bendtrace.interject.reading import read_and_changed
 from bendtrace.interject.recorded import recorded
 from bendtrace.interject.replacing import call_with
 from bendtrace.interject.rests import KnownRun, Prepared, Rests
-from bendtrace.paths.strings import NodePathError, find
+from bendtrace.paths.strings import find
 from bendtrace.paths.view import Node
 from bendtrace.recording.contexts import AutocastHold
 from bendtrace.recording.recorder import Recording

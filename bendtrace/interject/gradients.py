@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bendtrace.interject.errors import InterjectionError
+from bendtrace.errors import InterjectionError
 from bendtrace.interject.interjection import NodePass
 from bendtrace.interject.plan import Entry
 

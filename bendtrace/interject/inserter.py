@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from bendtrace.errors import InterjectionError
 from bendtrace.graph.names import base_name_of
 from bendtrace.interject.candidate import Candidate
-from bendtrace.interject.errors import InterjectionError
 from bendtrace.interject.gates import AfterGate, BeforeGate, Gate, InsteadGate, noted
 from bendtrace.interject.gradients import ALIAS
 from bendtrace.interject.interjection import NodePass

@@ -10,8 +10,7 @@ from typing import Any, Protocol, Self
 
 from torch import nn
 
-from bendtrace.errors import InputError
-from bendtrace.interject.errors import NeverFiredWarning
+from bendtrace.errors import InputError, NeverFiredWarning
 from bendtrace.interject.interjection import Inputs, Interjection, NodePass
 from bendtrace.interject.passes import Passes
 from bendtrace.interject.report import Report, Tally

@@ -58,7 +58,7 @@ class ForwardInterjection(_Module):
 
     Example:
         >>> import torch, bendtrace as bt
-        >>> from bendtrace.interject.interjections import ForwardInterjection
+        >>> from bendtrace.interjections import ForwardInterjection
         >>> class Doubled(ForwardInterjection):
         ...     def process(self, name, module, inputs):
         ...         return inputs * 2
@@ -94,7 +94,7 @@ class WrappedForwardInterjection(_Module):
 
     Example:
         >>> import torch, bendtrace as bt
-        >>> from bendtrace.interject.interjections import WrappedForwardInterjection
+        >>> from bendtrace.interjections import WrappedForwardInterjection
         >>> class Residual(WrappedForwardInterjection):
         ...     def process(self, name, module, inputs, outputs):
         ...         return inputs + outputs
@@ -136,7 +136,7 @@ class WrappedForwardBackwardInterjection(_Module):
 
     Example:
         >>> import torch, bendtrace as bt
-        >>> from bendtrace.interject.interjections import WrappedForwardBackwardInterjection
+        >>> from bendtrace.interjections import WrappedForwardBackwardInterjection
         >>> class Halved(WrappedForwardBackwardInterjection):
         ...     def process_backward(self, name, module, grad_input, grad_output):
         ...         return grad_input / 2

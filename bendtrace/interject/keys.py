@@ -9,10 +9,9 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from bendtrace.errors import InputError
+from bendtrace.errors import InputError, NodePathError
 from bendtrace.interject.cuts import is_named, path_in
 from bendtrace.paths.nodes import TreeNode
-from bendtrace.paths.strings import NodePathError
 from bendtrace.paths.view import Node
 
 __all__ = ["by_path", "node_meant", "text_of"]

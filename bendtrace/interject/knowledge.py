@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from bendtrace.errors import NodePathError
 from bendtrace.flow import flow_steps
 from bendtrace.graph.names import node_names
 from bendtrace.interject.candidate import Candidate
 from bendtrace.interject.graphs import candidate_graph
 from bendtrace.interject.rehearsal import Rehearsal, rehearse
 from bendtrace.paths.naming import Registry, identifier
-from bendtrace.paths.strings import NodePathError, find
+from bendtrace.paths.strings import find
 from bendtrace.paths.tree import tree_of
 from bendtrace.paths.view import Tree
 from bendtrace.recording.recorder import Recording

@@ -7,8 +7,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from bendtrace.errors import InputError
-from bendtrace.interject.errors import InterjectionError
+from bendtrace.errors import InputError, InterjectionError
 from bendtrace.interject.gradients import Through
 from bendtrace.interject.insertion import as_interjection
 from bendtrace.interject.interjection import Inputs, Interjection, NodePass

@@ -11,11 +11,12 @@ from weakref import WeakKeyDictionary
 
 from torch import Tensor
 
+from bendtrace.errors import NodePathError
 from bendtrace.history.copies import copied
 from bendtrace.interject.cuts import Spot, is_named, path_in, spots_of, values_for
 from bendtrace.interject.keys import node_meant
 from bendtrace.interject.structure import assemble, take_apart
-from bendtrace.paths.strings import NodePathError, find
+from bendtrace.paths.strings import find
 from bendtrace.paths.view import Tree
 from bendtrace.recording.parts import Part
 from bendtrace.recording.recorder import Recording

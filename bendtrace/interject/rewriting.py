@@ -7,10 +7,9 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-from bendtrace.errors import InputError
+from bendtrace.errors import InputError, InterjectionError
 from bendtrace.interject.board import Board
 from bendtrace.interject.edges import Between, Edge, Sent
-from bendtrace.interject.errors import InterjectionError
 from bendtrace.interject.insertion import Insertion, as_interjection
 from bendtrace.interject.interjection import Inputs, Interjection, NodePass
 from bendtrace.interject.plan import forms_of

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Protocol
 
 from torch import nn
 
-from bendtrace.errors import InputError
+from bendtrace.errors import InputError, NodePathError
 from bendtrace.graph.names import NodeRef
 from bendtrace.history.entries import LayerEntry, ModuleEntry
 from bendtrace.interject.candidate import Candidate, CandidateGraph
@@ -21,7 +21,7 @@ from bendtrace.interject.plan import Place, State
 from bendtrace.interject.selector import NodeSelector
 from bendtrace.paths.holders import dotted
 from bendtrace.paths.nodes import TreeNode
-from bendtrace.paths.strings import NodePathError, dug, find
+from bendtrace.paths.strings import dug, find
 from bendtrace.paths.view import Node, Tree
 from bendtrace.recording.functions import SHAPES, VALUES
 

@@ -7,28 +7,11 @@ from collections.abc import Iterator
 from difflib import get_close_matches
 from keyword import iskeyword
 
-from bendtrace.errors import BendtraceError
+from bendtrace.errors import NodePathError
 from bendtrace.paths.nodes import TreeNode
 from bendtrace.paths.text import Chosen, children_of, describe, passes_in
 
-__all__ = ["NodePathError", "dug", "find", "require_leaf"]
-
-
-class NodePathError(BendtraceError, KeyError):
-    """A node path names no node, or none that can be used there.
-
-    Attributes:
-        path: the path as given.
-        completions: paths that exist where the given one went astray.
-    """
-
-    def __init__(self, message: str, path: str, completions: tuple[str, ...] = ()) -> None:
-        super().__init__(message)
-        self.path = path
-        self.completions = completions
-
-    def __str__(self) -> str:  # KeyError would show it quoted
-        return str(self.args[0])
+__all__ = ["dug", "find", "require_leaf"]
 
 
 Found = tuple[TreeNode, Chosen]

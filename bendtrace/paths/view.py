@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from bendtrace.errors import InputError
+from bendtrace.errors import InputError, NodePathError
 from bendtrace.paths.nodes import Pass, TreeNode, plain_keys
 from bendtrace.paths.steps import StepSource
-from bendtrace.paths.strings import NodePathError, find, require_leaf
+from bendtrace.paths.strings import find, require_leaf
 from bendtrace.paths.text import LIMIT, Chosen, Text, children_of, describe, draw
 
 __all__ = ["Node", "Tree", "resolve"]

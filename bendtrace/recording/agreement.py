@@ -27,7 +27,7 @@ from torch import nn
 from torch.nn.parallel.distributed import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from bendtrace.errors import InputError
+from bendtrace.errors import InputError, RankDivergenceError
 from bendtrace.recording.collectives import (
     Collective,
     collective_of,
@@ -38,7 +38,7 @@ from bendtrace.recording.collectives import (
 )
 from bendtrace.recording.functions import is_gate
 from bendtrace.recording.places import BEHIND, is_users_file
-from bendtrace.recording.ranks import Group, RankDivergenceError, Ranks, ranks
+from bendtrace.recording.ranks import Group, Ranks, ranks
 from bendtrace.recording.tape import Op, Tape
 from bendtrace.recording.watcher import current_watcher
 

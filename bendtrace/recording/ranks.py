@@ -16,29 +16,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from bendtrace.errors import BendtraceError
+from bendtrace.errors import RankDivergenceError
 
-__all__ = ["Group", "RankDivergenceError", "Ranks", "ranks"]
-
-
-class RankDivergenceError(BendtraceError, RuntimeError):
-    """Ranks of a process group were about to do different things where they have to act together.
-
-    Every rank of the group raises it, in place of the collective that each of them came to.
-
-    Attributes:
-        group: the name of the process group.
-        ranks: for each rank what it was about to do, and the branches by which it came there.
-    """
-
-    def __init__(self, group: str, told: Mapping[int, str]) -> None:
-        self.group = group
-        self.ranks = dict(sorted(told.items()))
-        lines = "".join(f"\n  rank {rank}: {text}" for rank, text in self.ranks.items())
-        super().__init__(f"the ranks of process group {group} do not agree:{lines}")
-
-    def __reduce__(self) -> Any:
-        return type(self), (self.group, self.ranks)
+__all__ = ["Group", "Ranks", "ranks"]
 
 
 @dataclass(frozen=True)

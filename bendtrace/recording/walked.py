@@ -19,11 +19,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
 from operator import attrgetter, methodcaller
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from bendtrace.recording.contents import Contents
+from bendtrace.recording.found import Found
 from bendtrace.recording.kinds import changes_unwatched
 from bendtrace.recording.parts import (
     Access,
@@ -39,9 +40,6 @@ from bendtrace.recording.parts import (
 )
 from bendtrace.recording.reach import is_users_class, namespace_of
 from bendtrace.recording.stamps import Stamp, all_same
-
-if TYPE_CHECKING:
-    from bendtrace.recording.surroundings import Surroundings
 
 __all__ = ["Notes", "Walked", "facts_of", "latest_walk", "remember"]
 
@@ -126,9 +124,7 @@ class Walked:
         plain_numbers: whether numbers among the arguments must not be traced.
     """
 
-    def __init__(
-        self, found: Surroundings, notes: Notes, first: int, helpers: tuple[type, ...]
-    ) -> None:
+    def __init__(self, found: Found, notes: Notes, first: int, helpers: tuple[type, ...]) -> None:
         self._function = found.function
         self.plain_numbers = found.plain_numbers
         self._notes = notes
@@ -145,7 +141,7 @@ class Walked:
                 "tells_numbers",
                 "namespaces",
                 "missing",
-                "_hooks",
+                "hook_tables",
             )
         }
         self._blockers = tuple(found.blockers)
@@ -165,7 +161,7 @@ class Walked:
             for part in self._parts
         )
 
-    def _note_code(self, found: Surroundings) -> None:
+    def _note_code(self, found: Found) -> None:
         self._functions = [*{id(function): function for function in found.functions}.values()]
         self._code = [*chain.from_iterable(map(_about, self._functions))]
         self._keywords = [f.__kwdefaults__ for f in self._functions if f.__kwdefaults__]
@@ -176,7 +172,7 @@ class Walked:
             found.depends.sized |= {id(namespace_of(base)): namespace_of(base) for base in bases}
         self._stamp = Stamp(found.depends)
 
-    def _note_parts(self, found: Surroundings) -> None:
+    def _note_parts(self, found: Found) -> None:
         """Tell the parts that each run has its own of from those that all runs share."""
         anew: set[int] = set()
         looked: list[Part] = []
@@ -224,7 +220,7 @@ class Walked:
 
     # Taking it over
 
-    def repeat(self, now: Surroundings) -> bool:
+    def repeat(self, now: Found) -> bool:
         """Give surroundings the parts of this walk, if it would lead to the same.
 
         Args:
@@ -311,7 +307,7 @@ class Walked:
         )  # fmt: skip
 
     def _hand_over(
-        self, now: Surroundings, made: dict[int, Part], held: dict[int, dict[Any, Any]]
+        self, now: Found, made: dict[int, Part], held: dict[int, dict[Any, Any]]
     ) -> None:
         now.own = [*now.parts, *made.values()]  # shared parts are let go of by nobody
         now.parts += self._parts

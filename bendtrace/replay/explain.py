@@ -11,8 +11,8 @@ from bendtrace.flow import FlowStep, FlowSteps
 from bendtrace.recording.iterations import user_code
 from bendtrace.recording.parts import Access, Part, PartKind
 from bendtrace.recording.tape import Guard, Tape, Test, meta_of
-from bendtrace.replay.check import Check
 from bendtrace.replay.program import Divergence, Program
+from bendtrace.replay.questions import Check
 
 __all__ = ["Mismatch", "explain_check", "explain_divergence"]
 

@@ -17,8 +17,9 @@ from bendtrace.recording.recorder import Prefix, Recording
 from bendtrace.recording.tape import Guard, Op, OpKind, Ref, Test, refs_in
 from bendtrace.replay.ambience import Ambience
 from bendtrace.replay.analysis import Analysis, counts
-from bendtrace.replay.check import Check, CheckWriter
+from bendtrace.replay.check import CheckWriter
 from bendtrace.replay.codegen import may_be_caught, write_run
+from bendtrace.replay.questions import Check
 from bendtrace.replay.source import Code, Departure, Source, define, gives_nothing, needed_for
 
 __all__ = ["Divergence", "Failure", "Finished", "Path", "Program", "Side", "Stretch"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bendtrace.storage.errors import LoadError, SaveError
+from bendtrace.errors import LoadError, SaveError
 from bendtrace.storage.handles import NotSaved, StoredTensor
 from bendtrace.storage.loading import load
 from bendtrace.storage.saving import save

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from difflib import get_close_matches
 from typing import Any
 
-from bendtrace.storage.errors import LoadError, SaveError
+from bendtrace.errors import LoadError, SaveError
 from bendtrace.storage.files import sync_directory
 from bendtrace.storage.locks import DirectoryLock
 from bendtrace.storage.sealed import read_json, read_sealed, replace_sealed, write_json

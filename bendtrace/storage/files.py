@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from bendtrace.storage.errors import LoadError
+from bendtrace.errors import LoadError
 from bendtrace.storage.tensors import Layout, bits_of, code_of, stored_shape, tensor_of
 
 __all__ = [

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bendtrace.storage.errors import LoadError
+from bendtrace.errors import LoadError
 from bendtrace.storage.files import DataFile, Extent, Header
 from bendtrace.storage.tensors import Layout, code_of, stored_shape
 

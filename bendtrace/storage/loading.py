@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from bendtrace.errors import BendtraceError, InputError
+from bendtrace.errors import BendtraceError, InputError, LoadError
 from bendtrace.graph.export import GRAPH_CODEC, from_node_link
 from bendtrace.graph.rows import flow_steps_of
 from bendtrace.history.building import Log
@@ -15,7 +15,6 @@ from bendtrace.history.entries import LayerEntry
 from bendtrace.history.run_log import RunLog
 from bendtrace.paths.view import Tree
 from bendtrace.storage.directory import Opened, open_manifest
-from bendtrace.storage.errors import LoadError
 from bendtrace.storage.handles import NotSaved, open_files
 from bendtrace.storage.records import FACTS, LAYERS, MODULES
 from bendtrace.storage.values import read_values

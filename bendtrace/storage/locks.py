@@ -6,7 +6,7 @@ import os
 import weakref
 from types import ModuleType
 
-from bendtrace.storage.errors import SaveError
+from bendtrace.errors import SaveError
 
 try:
     import fcntl as _fcntl

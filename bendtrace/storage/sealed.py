@@ -7,7 +7,7 @@ import json
 import os
 from typing import Any
 
-from bendtrace.storage.errors import LoadError
+from bendtrace.errors import LoadError
 from bendtrace.storage.files import BINARY, sync_directory, write_all
 
 __all__ = ["read_json", "read_sealed", "replace_sealed", "write_file", "write_json"]

@@ -11,8 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from bendtrace.errors import InputError
-from bendtrace.storage.errors import LoadError, SaveError
+from bendtrace.errors import InputError, LoadError, SaveError
 from bendtrace.storage.files import DataFile, TensorFile, free_key, row_size
 from bendtrace.storage.handles import NotSaved, StoredTensor, row_of, undisturbed
 from bendtrace.storage.locks import DirectoryLock

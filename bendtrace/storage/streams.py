@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from bendtrace.storage.errors import LoadError
+from bendtrace.errors import LoadError
 from bendtrace.storage.handles import NotSaved, StoredTensor, open_files, stored_of
 from bendtrace.storage.sealed import read_sealed
 from bendtrace.storage.shards import STREAM, STREAM_FORMAT, STREAM_VERSION

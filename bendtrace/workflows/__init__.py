@@ -6,7 +6,7 @@
 tensor([0., 2.])
 """
 
-from bendtrace.workflows._site_values import SiteError
+from bendtrace.errors import SiteError
 from bendtrace.workflows.ablation import AblationStudy, ablate, ablation_study
 from bendtrace.workflows.aliases import Alias, Aliases, transformer_lens_aliases
 from bendtrace.workflows.attribution import Attribution, attribution_patching

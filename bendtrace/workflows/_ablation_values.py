@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 from bendtrace.calls import Call, are_several, calls_of
-from bendtrace.errors import InputError
+from bendtrace.errors import InputError, SiteError
 from bendtrace.module import BendedModule
 from bendtrace.workflows._parts import Part
-from bendtrace.workflows._site_values import SiteError
 from bendtrace.workflows._sites import At, Key, Seen, Sites
 
 __all__ = ["How", "Substitute", "substitute_of"]

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from bendtrace.errors import InputError
+from bendtrace.errors import InputError, SiteError
 from bendtrace.workflows._metrics import Metric, number_of
 from bendtrace.workflows._parts import Beyond, Columns, NoPart, Part, Position
-from bendtrace.workflows._site_values import SiteError, differing, unlike
+from bendtrace.workflows._site_values import differing, unlike
 from bendtrace.workflows._sites import Act, Key, Row, Seen
 
 if TYPE_CHECKING:

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bendtrace.errors import InputError
+from bendtrace.errors import InputError, SiteError
 from bendtrace.interject.where import describe_where
 from bendtrace.workflows._grids import put
 from bendtrace.workflows._parts import NoPart, Part
 from bendtrace.workflows._path_edges import Edges, Flow, Spot
-from bendtrace.workflows._site_values import SiteError, differing
+from bendtrace.workflows._site_values import differing
 from bendtrace.workflows._sites import Row, Seen, listed_sites
 
 __all__ = ["Cells", "Plan"]

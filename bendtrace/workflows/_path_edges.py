@@ -9,11 +9,10 @@ from itertools import pairwise
 from typing import Any
 
 from bendtrace._trace import Trace
+from bendtrace.errors import NodePathError, SiteError
 from bendtrace.paths.nodes import TreeNode
-from bendtrace.paths.strings import NodePathError
 from bendtrace.recording.functions import METADATA, SHAPES, VALUES
 from bendtrace.recording.tape import ModuleCall, Op, OpKind, TensorMeta, refs_in
-from bendtrace.workflows._site_values import SiteError
 
 __all__ = ["Edges", "End", "Flow", "Spot"]
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from bendtrace.calls import Call
+from bendtrace.errors import SiteError
 from bendtrace.interject.interjection import Inputs, Interjection, NodePass
 from bendtrace.module import BendedModule
 from bendtrace.recording.tape import Op, Ref, refs_in
@@ -19,7 +20,7 @@ from bendtrace.workflows._copies import own_copy
 from bendtrace.workflows._metrics import Metric, number_of
 from bendtrace.workflows._path_cells import Cells
 from bendtrace.workflows._path_edges import Edges, Flow
-from bendtrace.workflows._site_values import SiteError, unlike
+from bendtrace.workflows._site_values import unlike
 
 __all__ = ["Aside", "Given", "Runs", "with_changed"]
 

@@ -8,23 +8,11 @@ from typing import Any
 
 from torch import Tensor
 
-from bendtrace.errors import InputError
+from bendtrace.errors import SiteError
 from bendtrace.interject.interjection import Inputs
 from bendtrace.interject.structure import Leaf, Shape, assemble, describe, take_apart
 
-__all__ = ["SiteError", "differing", "each_exchanged", "exchanged", "first_exchanged", "unlike"]
-
-
-class SiteError(InputError):
-    """A value at a site cannot be exchanged as it was asked for.
-
-    Attributes:
-        site: the name of the site.
-    """
-
-    def __init__(self, message: str, site: str) -> None:
-        super().__init__(message)
-        self.site = site
+__all__ = ["differing", "each_exchanged", "exchanged", "first_exchanged", "unlike"]
 
 
 def exchanged(value: Any, path: str, said: str, change: Callable[[Tensor], Tensor | None]) -> Any:

@@ -12,21 +12,15 @@ import torch
 from torch import Tensor
 
 from bendtrace.calls import Call
-from bendtrace.errors import InputError
+from bendtrace.errors import InputError, NodePathError, SiteError
 from bendtrace.history.copies import copied
 from bendtrace.interject.insertion import Insertion
 from bendtrace.interject.interjection import Inputs, Interjection, NodePass
 from bendtrace.interject.where import describe_where
 from bendtrace.module import BendedModule
-from bendtrace.paths.strings import NodePathError
 from bendtrace.still import Still
 from bendtrace.workflows._copies import differentiable, own_copy
-from bendtrace.workflows._site_values import (
-    SiteError,
-    each_exchanged,
-    exchanged,
-    first_exchanged,
-)
+from bendtrace.workflows._site_values import each_exchanged, exchanged, first_exchanged
 
 __all__ = ["At", "Key", "Row", "Seen", "Sites", "listed_sites"]
 

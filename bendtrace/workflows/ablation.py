@@ -10,7 +10,7 @@ from typing import Any, Literal
 from torch import Tensor
 
 from bendtrace.calls import Call, bended_of, required_bended
-from bendtrace.errors import InputError
+from bendtrace.errors import InputError, SiteError
 from bendtrace.interject.insertion import Insertion
 from bendtrace.interject.interjection import Inputs, Interjection, NodePass
 from bendtrace.interject.where import describe_where
@@ -19,7 +19,7 @@ from bendtrace.workflows._ablation_values import How, Substitute, substitute_of
 from bendtrace.workflows._grids import Grid, grid_of, required_missing
 from bendtrace.workflows._metrics import number_of, required_metric
 from bendtrace.workflows._parts import Beyond, Columns, NoPart, Part, position_of
-from bendtrace.workflows._site_values import SiteError, exchanged, first_exchanged
+from bendtrace.workflows._site_values import exchanged, first_exchanged
 from bendtrace.workflows._sites import At, Key, Sites, listed_sites
 
 __all__ = ["AblationStudy", "ablate", "ablation_study"]

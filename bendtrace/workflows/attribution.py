@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from bendtrace.calls import Call, bended_of
-from bendtrace.errors import InputError
+from bendtrace.errors import InputError, SiteError
 from bendtrace.interject.candidate import Candidate
 from bendtrace.workflows._grids import Grid, grid_of, required_missing
 from bendtrace.workflows._metrics import Metric, required_metric, scalar_of
 from bendtrace.workflows._parts import Beyond, Columns, NoPart, Part
-from bendtrace.workflows._site_values import SiteError, differing, unlike
+from bendtrace.workflows._site_values import differing, unlike
 from bendtrace.workflows._sites import At, Key, Row, Seen, Sites, listed_sites
 from bendtrace.workflows.patching import Direction, required_direction
 

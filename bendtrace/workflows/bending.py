@@ -86,8 +86,8 @@ def sweep(
     Example:
         >>> import torch, bendtrace as bt
         >>> bended = bt.BendedModule(torch.nn.Sequential(torch.nn.ReLU()))
-        >>> gain = bt.BendingParameter("gain", 1.0)
-        >>> _ = bended.bend(bt.Scale(gain), "0$")
+        >>> gain = bt.bends.BendingParameter("gain", 1.0)
+        >>> _ = bended.bend(bt.bends.Scale(gain), "0$")
         >>> sweep(bended, torch.tensor([3.0]), gain, [0.0, 0.5, 2.0]).stack().flatten()
         tensor([0.0000, 1.5000, 6.0000])
         >>> gain.value
@@ -220,9 +220,9 @@ def bending_session(model: Callable[..., Any], bends: Mapping[Any, Any]) -> Bend
 
     Example:
         >>> import torch, bendtrace as bt
-        >>> amount = bt.BendingParameter("amount", 0.0, range=(0, 1))
+        >>> amount = bt.bends.BendingParameter("amount", 0.0, range=(0, 1))
         >>> model = torch.nn.Sequential(torch.nn.Identity(), torch.nn.Tanh())
-        >>> with bending_session(model, {"0$": bt.Bias(amount)}) as session:
+        >>> with bending_session(model, {"0$": bt.bends.Bias(amount)}) as session:
         ...     for value in (0.0, 0.5, 1.0):
         ...         session.set(amount=value)
         ...         print(round(session(torch.zeros(1)).item(), 4))

@@ -13,11 +13,10 @@ from torch import Tensor
 from bendtrace._later import networkx as nx
 from bendtrace._trace import Trace, run_trace
 from bendtrace.calls import Call
-from bendtrace.errors import InputError
+from bendtrace.errors import InputError, NodePathError
 from bendtrace.flow import FlowStep
 from bendtrace.graph.names import NodeRef
 from bendtrace.history.options import SaveOptions
-from bendtrace.paths.strings import NodePathError
 from bendtrace.recording.functions import METADATA, SHAPES
 from bendtrace.recording.tape import OpKind, TensorMeta, refs_in
 from bendtrace.workflows._elements import Elements, bisected

@@ -12,10 +12,9 @@ import torch
 from torch import Tensor
 
 from bendtrace.calls import Call, bended_of, calls_of, required_bended
-from bendtrace.errors import InputError
+from bendtrace.errors import InputError, InterjectionError
 from bendtrace.interject.bends.parameter import Expression, value_of
 from bendtrace.interject.candidate import Candidate
-from bendtrace.interject.errors import InterjectionError
 from bendtrace.interject.insertion import Insertion
 from bendtrace.interject.interjection import Inputs, Interjection, NodePass
 from bendtrace.interject.report import Report

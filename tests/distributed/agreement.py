@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import bendtrace as bt
 from bendtrace.distributed import RankDivergenceError
+from bendtrace.errors import DivergenceError, InputError
 from tests.distributed.common import MLP, Branching, everywhere, rank, seeded
 
 UP, DOWN = (1.0, 1.0), (-1.0, -1.0)
@@ -363,7 +364,7 @@ def check_a_replay_that_is_given_up_is_told_to_others() -> None:
     model = bt.BendedModule(Sometimes())
     trace = model.trace(torch.ones(2))
     if rank() == 1:
-        with pytest.raises(bt.DivergenceError):
+        with pytest.raises(DivergenceError):
             trace.replay(-torch.ones(2))
     else:
         with pytest.raises(RankDivergenceError):
@@ -395,11 +396,11 @@ def check_models_of_which_nothing_tells_can_be_asked_to_agree() -> None:
         assert bt.distributed.traffic().meetings == before + 2
     _agrees(plain, APART, 2.0 - 4 * rank())
     assert bt.distributed.traffic().meetings == before + 2
-    with pytest.raises(bt.InputError, match="has to be a process group"):
+    with pytest.raises(InputError, match="has to be a process group"):
         bt.distributed.agree(plain, "everybody")  # type: ignore[arg-type]
     only = dist.new_group([0])
     if rank() == 1:
-        with pytest.raises(bt.InputError, match="not a member"):
+        with pytest.raises(InputError, match="not a member"):
             bt.distributed.agree(plain, only)
 
 

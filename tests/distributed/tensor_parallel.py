@@ -210,7 +210,9 @@ def check_a_rehearsal_runs_no_collective() -> None:
     # What looks ahead is found out by a run of a copy, where nothing is known yet.
     last = bt.node_selector.last(bt.node_selector.is_module)
     with bended.interject(last, lambda value: value * 2) as handle:
-        with pytest.raises(bt.InputError, match="all ranks have to take part in: call the model"):
+        with pytest.raises(
+            bt.errors.InputError, match="all ranks have to take part in: call the model"
+        ):
             bended(x)
         assert handle.report().fired == 0
     alone = seeded(Branching)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import bendtrace as bt
-from bendtrace.interject.errors import InterjectionError
+from bendtrace.errors import InterjectionError
 from tests.promise import bits, footprint
 
 Inputs = dict[str, Any]

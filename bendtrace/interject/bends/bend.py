@@ -9,9 +9,8 @@ from typing import Any
 
 from torch import Tensor
 
-from bendtrace.errors import InputError
+from bendtrace.errors import BendError, InputError
 from bendtrace.interject.bends.containers import replaced
-from bendtrace.interject.bends.errors import BendError
 from bendtrace.interject.bends.parameter import (
     BendingParameter,
     Expression,

@@ -8,8 +8,8 @@ from contextlib import AbstractContextManager, contextmanager
 import torch
 from torch import Tensor
 
+from bendtrace.errors import BendError
 from bendtrace.interject.bends.bend import Bend
-from bendtrace.interject.bends.errors import BendError
 from bendtrace.interject.bends.interpolation import checked_weights, mixed
 from bendtrace.interject.bends.parameter import Expression, value_of
 from bendtrace.interject.interjection import NodePass

@@ -11,9 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bendtrace.errors import InputError
+from bendtrace.errors import BendError, BendShapeError, InputError
 from bendtrace.interject.bends.bend import Bend
-from bendtrace.interject.bends.errors import BendError, BendShapeError
 from bendtrace.interject.interjection import NodePass
 
 __all__ = ["DrawingBend", "along", "sizes_of"]

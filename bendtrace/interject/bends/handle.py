@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, Self
 
+from bendtrace.errors import NeverFiredWarning
 from bendtrace.interject.bends.spec import BendSpec
-from bendtrace.interject.errors import NeverFiredWarning
 from bendtrace.interject.insertion import Insertion
 from bendtrace.interject.report import Report
 

@@ -7,9 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bendtrace.errors import InputError
+from bendtrace.errors import BendError, InputError
 from bendtrace.interject.bends.bend import Bend
-from bendtrace.interject.bends.errors import BendError
 from bendtrace.interject.bends.parameter import Expression, value_of
 from bendtrace.interject.interjection import NodePass
 

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bendtrace.errors import BendError
 from bendtrace.interject.bends.affine import checked
 from bendtrace.interject.bends.bend import Bend
 from bendtrace.interject.bends.drawing import DrawingBend
-from bendtrace.interject.bends.errors import BendError
 from bendtrace.interject.bends.parameter import Expression, Value, value_of
 from bendtrace.interject.bends.scores import chosen_by_score
 from bendtrace.interject.interjection import NodePass

@@ -7,8 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from bendtrace.errors import BendError
 from bendtrace.interject.bends.bend import Bend
-from bendtrace.interject.bends.errors import BendError
 from bendtrace.interject.bends.parameter import Value
 from bendtrace.interject.interjection import NodePass
 

@@ -6,28 +6,11 @@ import difflib
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TypeVar
 
-from bendtrace.errors import BendtraceError
+from bendtrace.errors import HookNameError
 
-__all__ = ["HookNameError", "NameTable", "free_name"]
+__all__ = ["NameTable", "free_name"]
 
 _T = TypeVar("_T")
-
-
-class HookNameError(BendtraceError, KeyError):
-    """A hook manager has nothing of a name.
-
-    Attributes:
-        name: what was asked for.
-        near: names that look like it.
-    """
-
-    def __init__(self, message: str, name: object, near: tuple[str, ...] = ()) -> None:
-        super().__init__(message)
-        self.name = name
-        self.near = near
-
-    def __str__(self) -> str:  # KeyError would show it quoted
-        return str(self.args[0])
 
 
 class NameTable(Mapping[str, _T]):

@@ -7,9 +7,9 @@ from typing import Any, Generic, TypeVar
 
 from torch import Tensor
 
+from bendtrace.errors import PatchError
 from bendtrace.interject.interjection import Inputs, Interjection, NodePass
 from bendtrace.interject.patches.copies import copied_in, described, version_of
-from bendtrace.interject.patches.errors import PatchError
 
 __all__ = ["Patch"]
 

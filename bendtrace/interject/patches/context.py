@@ -9,9 +9,9 @@ from typing import Any, Protocol, Self
 
 from torch import nn
 
-from bendtrace.errors import InputError
+from bendtrace.errors import InputError, NodePathError
 from bendtrace.interject.patches.base import Patch
-from bendtrace.paths.strings import NodePathError, find, require_leaf
+from bendtrace.paths.strings import find, require_leaf
 from bendtrace.paths.view import Node, Tree
 
 __all__ = ["PatchContext", "Patches", "Where"]

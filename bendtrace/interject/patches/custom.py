@@ -8,10 +8,9 @@ from typing import Any
 
 from torch import Tensor
 
-from bendtrace.errors import InputError
+from bendtrace.errors import InputError, PatchError
 from bendtrace.interject.patches.base import Patch
 from bendtrace.interject.patches.copies import described, version_of
-from bendtrace.interject.patches.errors import PatchError
 from bendtrace.interject.patches.regions import Index, check_index, edited, replaced
 
 __all__ = ["CustomPatch"]

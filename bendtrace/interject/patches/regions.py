@@ -10,9 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bendtrace.errors import InputError
+from bendtrace.errors import InputError, PatchError
 from bendtrace.interject.patches.copies import described
-from bendtrace.interject.patches.errors import PatchError
 
 __all__ = ["Index", "Number", "added", "check_index", "check_value", "edited", "replaced"]
 

@@ -12,16 +12,12 @@ import torch
 from torch import nn
 from torch._ops import OpOverload, OpOverloadPacket
 
-from bendtrace.errors import InputError
+from bendtrace.errors import NoLayerError
 from bendtrace.interject.candidate import Candidate
 from bendtrace.interject.selectors.algebra import Selector
 from bendtrace.interject.selectors.families import ALIASES, FAMILIES, GROUPS, NOT_THE_SAME, PARTS
 
 __all__ = ["Family", "Layers", "NoLayerError"]
-
-
-class NoLayerError(InputError, AttributeError):
-    """A family has no layer of that name."""
 
 
 @dataclass(frozen=True, repr=False)

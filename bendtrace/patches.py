@@ -1,0 +1,23 @@
+"""Patches: what is put in the place of the value at a node, in part or as a whole.
+
+>>> import torch, bendtrace as bt
+>>> bended = bt.BendedModule(torch.nn.Sequential(torch.nn.ReLU(), torch.nn.Tanh()))
+>>> with bended.patch({"sub_0.output": bt.patches.ZeroPatch(slice=0)}):
+...     print(bended(torch.tensor([1.0, -1.0])))
+tensor([0., 0.])
+"""
+
+from bendtrace.interject.patches.base import Patch
+from bendtrace.interject.patches.custom import CustomPatch
+from bendtrace.interject.patches.probes import ProbePatch, RecordPatch
+from bendtrace.interject.patches.values import AddPatch, ReplacePatch, ZeroPatch
+
+__all__ = [
+    "AddPatch",
+    "CustomPatch",
+    "Patch",
+    "ProbePatch",
+    "RecordPatch",
+    "ReplacePatch",
+    "ZeroPatch",
+]

@@ -1,0 +1,554 @@
+"""The walk over what a run can read: arguments, modules, closures and globals.
+
+It begins with the arguments and with the callable, and follows attributes, items, hooks and - for
+code of the user's - the names that the code uses. Whatever it meets is listed once.
+"""
+
+from __future__ import annotations
+
+import builtins
+import contextvars
+import functools
+import inspect
+import sys
+import types
+from collections.abc import Callable, Iterable, Mapping
+from enum import Enum
+from itertools import chain
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from bendtrace.recording.contents import WHOLE
+from bendtrace.recording.found import Found
+from bendtrace.recording.joint import gathered_names, hidden_of, is_joint_hook
+from bendtrace.recording.kinds import (
+    changes_unwatched,
+    code_of,
+    container_kind,
+    definitions,
+    is_constant,
+    is_plain_object,
+    is_settings,
+    is_watched,
+    judge_of,
+)
+from bendtrace.recording.objects import can_build
+from bendtrace.recording.parts import (
+    PLAIN_TYPES,
+    UNSET,
+    Access,
+    Array,
+    AttributeKey,
+    Part,
+    PartKind,
+    attributes_of,
+    child_label,
+    content_of,
+    exact_items,
+    exact_members,
+    is_array,
+)
+from bendtrace.recording.reach import (
+    DESCRIBED,
+    Reach,
+    is_installed,
+    is_installed_file,
+    is_torchs,
+    is_users_class,
+    is_users_module,
+    members_of,
+    names_in,
+    namespace_of,
+    reach_of,
+)
+from bendtrace.recording.unseen import unseen_in
+from bendtrace.recording.walked import Notes, facts_of
+
+__all__ = ["Walk"]
+
+_HOOKS = (
+    "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks",
+)  # fmt: skip
+# Bookkeeping of nn.Module that forward does not read (hooks are watched separately).
+_MODULE_INTERNALS = frozenset(
+    {
+        "_parameters", "_buffers", "_modules", "_non_persistent_buffers_set",
+        "_is_full_backward_hook", "_forward_hooks_with_kwargs", "_forward_hooks_always_called",
+        "_forward_pre_hooks_with_kwargs", "_state_dict_hooks", "_state_dict_pre_hooks",
+        "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks", "_compiled_call_impl",
+        *_HOOKS,
+    }
+)  # fmt: skip
+_LARGE = 512  # a container with more plain entries than this is compared as one
+
+
+class Walk:
+    """Lists what a run can read.
+
+    Args:
+        found: is given the parts.
+
+    Attributes:
+        found: as given.
+        notes: what the walk decided by.
+    """
+
+    def __init__(self, found: Found) -> None:
+        self.found = found
+        self.notes = Notes()
+        self._walked: set[Any] = set()
+        self._gathered: dict[int, set[str]] = {}
+        self._names_walked: set[tuple[int, str]] = set()
+        self._unwatched: list[Part] = []
+        self._unguarded: list[Part] = []
+        self._tagged: list[tuple[Part, Route]] = []
+        self._modules: list[types.ModuleType] = []
+        self._kinds: set[type] = set()
+
+    @property
+    def is_untouched(self) -> bool:
+        """Whether what was met so far is no more than parts, and classes of helper objects."""
+        found = self.found
+        return self.notes.is_steady and not (
+            found.names or found.functions or self._tagged or self._unwatched or self._unguarded
+            or self._modules or found.caches or found.hook_dicts or self.notes.guessed
+        )  # fmt: skip
+
+    def arguments(self, arguments: Mapping[str, Any]) -> None:
+        """List bound arguments, by name."""
+        for position, (name, value) in enumerate(arguments.items()):
+            self._walk(value, Route(None, Access.ROOT, position, name, True))
+
+    def model(self) -> None:
+        """Walk from the callable, and list what keeps a run from being repeated."""
+        found = self.found
+        self._walk_callable(found.function)
+        self._walk_helpers()
+        self._walk_modules()
+        for part, route in self._tagged:
+            for key, item in found.held[part.index].items():
+                if key in found.names:  # others, such as marks of an optimizer, are not read
+                    self._walk(item, route.into(part, key))
+        found.generators = [part for part in found.parts if part.type is torch.Generator]
+        if found.generators or self._modules or any(found.hook_dicts):
+            self.notes.is_steady = False
+        found.blockers += unseen_in(
+            found.names, found.stores, found.functions, bool(found.generators)
+        )
+        for part in self._unguarded:
+            what = f"argument {part.label} is a {part.type.__qualname__}"
+            found.block(f"{what}, whose content cannot be guarded", part.label)
+        for part in self._unwatched:
+            if str(part.label).rsplit(".", 1)[-1] in found.names:
+                found.block(
+                    f"{part.label} is a {part.type.__qualname__}, whose content cannot be guarded",
+                    part.label,
+                )
+
+    def met_late(self, value: Any, label: str) -> None:
+        """List something that the run came by only while it ran."""
+        self._walk(value, Route(None, Access.FIXED, None, label, False))
+
+    # Every `_walk...` adds parts; `Route` says how the thing was come by.
+
+    def _walk_callable(self, function: Callable[..., Any]) -> None:
+        fixed = Route(None, Access.FIXED, None, "self", False)
+        if isinstance(function, types.MethodType):
+            self._walk(function.__self__, fixed)
+            function = function.__func__
+        if isinstance(function, types.FunctionType):
+            self._walk_code(function, everything=True)
+        elif isinstance(function, functools.partial):
+            self._walk_callable(function.func)
+            self._walk(function.args, fixed)
+            self._walk(function.keywords, fixed)
+        elif not isinstance(function, types.BuiltinFunctionType):
+            self._walk(function, fixed)
+
+    def _add(self, value: Any, route: Route, kind: PartKind) -> Part:
+        found = self.found
+        part = Part(
+            len(found.parts), route.parent, route.access, route.key, kind, value, type(value),
+            route.label, route.is_argument,
+        )  # fmt: skip
+        found.parts.append(part)
+        if kind not in _NOT_FOUND:
+            found.by_id[id(value)] = part
+        return part
+
+    def _walk(self, value: Any, route: Route) -> None:
+        found = self.found
+        kind = type(value)
+        if kind in PLAIN_TYPES:
+            traced = route.traceable(kind) and not found.plain_numbers
+            self._add(value, route, PartKind.NUMBER if traced else PartKind.PLAIN)
+        elif (known := found.by_id.get(id(value))) is not None:
+            self._add(known, route, PartKind.ALIAS)
+        elif kind not in _USUAL and (issubclass(kind, Enum) or is_constant(value, kind)):
+            self._add(value, route, PartKind.PLAIN)
+        elif is_lazy(value):  # of a module whose hooks, for now, make it run live
+            self.notes.is_steady = False
+            self._add(value, route, PartKind.IDENTITY)
+        elif issubclass(kind, torch.Tensor):
+            part = self._add(value, route, PartKind.TENSOR)
+            is_bare = kind in _TENSORS and not value.__dict__
+            attributes = found.held[part.index] = {} if is_bare else {**attributes_of(value)}
+            part.size = facts_of(value, attributes)
+            if route.is_argument:
+                for key, item in attributes.items():
+                    self._walk(item, route.into(part, key))
+            elif attributes:
+                self._tagged.append((part, route))
+        elif issubclass(kind, nn.Module):
+            self._add(value, route, PartKind.MODULE)
+            self._walk_module(value, route.label)
+        elif issubclass(kind, (set, frozenset)):
+            self._add(value, route, PartKind.SET).size = exact_members(value)
+        elif is_array(value) and value.dtype.hasobject:
+            self._unwatched.append(self._add(value, route, PartKind.IDENTITY))
+        elif is_array(value):
+            self._add(value, route, PartKind.ARRAY).size = Array(value)
+        elif isinstance(value, contextvars.ContextVar):
+            self._add(value, route, PartKind.IDENTITY)
+            part = self._add(
+                value, Route(None, Access.FIXED, None, route.label, False), PartKind.IDENTITY
+            )
+            held = found.held[part.index] = {value.name: value.get(UNSET)}
+            inside = Route(part, Access.CONTEXT, value.name, value.name, False)
+            self._walk(held[value.name], inside)
+        elif not route.is_argument and is_plain_object(kind, route.depth) and is_settings(value):
+            self._meet_helper(kind)
+            # A configuration: it is not made anew by each call, so it is taken to be the same
+            # object, and its attributes are those of a fixed mapping, like a module's.
+            self._add(value, route, PartKind.IDENTITY)
+            self.notes.owned.append((value, vars(value)))
+            self._walk_mapping(vars(value), route.label)
+        elif issubclass(kind, (list, tuple, dict)) or is_plain_object(kind, route.depth):
+            self._meet_helper(kind)
+            self._walk_container(value, route)
+        elif kind is torch.Generator and route.is_argument:
+            part = self._add(value, route, PartKind.OBJECT)  # any will do
+            found.held[part.index], part.size = {}, ()
+        else:
+            self._walk_by_identity(value, route)
+
+    def _walk_by_identity(self, value: Any, route: Route) -> None:
+        """Walk what is guarded by identity alone, and what may be read by way of it."""
+        part = self._add(value, route, PartKind.IDENTITY)
+        if isinstance(value, (functools.partial, torch.Generator)):
+            self.notes.is_steady = False
+        if isinstance(value, types.FunctionType):
+            self._walk_code(value)
+        elif isinstance(value, type) and not route.is_argument and is_users_class(value):
+            self._meet_helper(value)
+        elif isinstance(value, functools._lru_cache_wrapper):
+            if isinstance(value.__wrapped__, types.FunctionType):
+                self._walk_code(value.__wrapped__)
+            self.found.caches.append((route.label, value, value.cache_info().misses))
+        elif isinstance(value, (types.MethodType, functools.partial)):
+            self._walk_callable(value)
+        elif isinstance(value, types.ModuleType):
+            if is_users_module(value):
+                self._modules.append(value)
+        elif type(value) is inspect.Signature:  # nothing changes in it but what defaults hold
+            defaults = (parameter.default for parameter in value.parameters.values())
+            self._walk_defaults(defaults, route.label)
+        elif self._changes_unwatched(value) and not route.is_argument:
+            self._unwatched.append(part)
+        elif route.is_argument and not callable(value) and type(value) is not torch.Generator:
+            self._unguarded.append(part)
+        else:
+            self._meet_helper(type(value))
+
+    def _changes_unwatched(self, value: Any) -> bool:
+        does = changes_unwatched(value)
+        if can_build(type(value)):  # then it depends on whether it has attributes
+            self.notes.guessed.append((value, does))
+        return does
+
+    def _walk_container(self, value: Any, route: Route) -> None:
+        part = self._add(value, route, container_kind(type(value)))
+        content = content_of(part)
+        if len(content) > _LARGE and all(type(item) in PLAIN_TYPES for item in content.values()):
+            part.kind, part.size = PartKind.LARGE, exact_items(value)
+            return
+        by_key = part.kind is PartKind.OBJECT or (
+            part.kind is PartKind.DICT and part.access is not Access.FIXED
+        )
+        part.size = tuple(content) if by_key else len(content)
+        if part.kind is not PartKind.TUPLE:
+            self.found.held[part.index] = content
+        for key, item in content.items():
+            self._walk(item, route.into(part, key))
+
+    def _walk_module(self, module: nn.Module, label: str) -> None:
+        found = self.found
+        found.module_paths[id(module)] = label.removeprefix("self").removeprefix(".")
+        if isinstance(module, torch.jit.ScriptModule):
+            return  # a call of it is one op, which reads what it holds anew
+        kind = type(module)
+        if kind not in self._kinds:
+            self._kinds.add(kind)
+            self._walk_code(kind)
+            for cls in kind.__mro__:
+                if "forward" in vars(cls):  # also of torch's own modules, which are not followed
+                    self._walk_name(namespace_of(cls), "forward")
+                    break
+        attributes = vars(module)
+        for name in _HOOKS:
+            hooks = attributes.get(name)
+            if hooks is not None:
+                found.hook_dicts.append(hooks)
+                found.hook_tables.append((label, name, tuple(hooks.items()) if hooks else ()))
+                if hooks and not self._walk_hooks(name, hooks):
+                    what = f"{label} has {name[1:].replace('_', ' ')}"
+                    found.blockers.append(what + definitions(hooks.values()))
+        others = hidden_of(module)
+        if "_untraced" in attributes:
+            others |= attributes["_untraced"]
+        hidden = _MODULE_INTERNALS | others if others else _MODULE_INTERNALS
+        if others or type(attributes) is not dict:
+            self.notes.is_steady = False
+        self.notes.owned.append((module, attributes))
+        self._walk_mapping(attributes, label, hidden, kind)
+        # What FSDP gathers in the run is no part of what is there before; a module that does so
+        # is walked before those whose parameters it gathers.
+        for places in gathered_names(module):
+            self.notes.is_steady = False
+            for holder, name in places:
+                self._gathered.setdefault(id(holder), set()).add(name)
+        gathered = self._gathered.get(id(module), ())
+        self._walk_mapping(attributes["_parameters"], label, frozenset(gathered))
+        self._walk_mapping(attributes["_buffers"], label)
+        self._walk_mapping(attributes["_modules"], label)
+
+    def _walk_hooks(self, name: str, hooks: Mapping[Any, Any]) -> bool:
+        """Walk forward hooks that are part of the model; return False for those that are not.
+
+        What libraries put on their own modules, to gather hidden states or to normalise weights,
+        works on tensors and attributes like a forward. What a user puts there may print or count.
+        """
+        if name not in ("_forward_hooks", "_forward_pre_hooks"):
+            return False
+        # Those that call a user's functions as ops of their own are called so in replays as well.
+        own = [hook for hook in hooks.values() if not is_joint_hook(hook)]
+        others = [hook for hook in own if not hasattr(hook, "is_replayable")]
+        if not all(hook.is_replayable for hook in own if hook not in others):
+            return False
+        codes = list(map(code_of, others))
+        if any(code is None or not is_installed_file(code.co_filename) for code in codes):
+            return False
+        for hook in others:
+            self._walk_callable(hook)
+        return True
+
+    def _walk_mapping(
+        self,
+        mapping: dict[str, Any],
+        label: str,
+        hidden: frozenset[str] = frozenset(),
+        owner: type | None = None,
+    ) -> None:
+        """Walk one of the dicts that a module consists of: they live as long as it does.
+
+        Args:
+            mapping: the dict.
+            label: how a person would write what it belongs to.
+            hidden: keys that are left out.
+            owner: the module's class, which functions among the attributes can ask for members.
+        """
+        part = self._add(mapping, Route(None, Access.FIXED, None, label, False), PartKind.DICT)
+        part.hidden = hidden
+        part.size = len(mapping)
+        if type(mapping) in WHOLE:  # these are compared as a whole, with all others
+            held = dict(mapping.items())
+        else:
+            held = self.found.held[part.index] = content_of(part)
+        parts = self.found.parts
+        for key, item in held.items():
+            if key in hidden:
+                continue
+            kind = type(item)
+            if kind in PLAIN_TYPES:  # as `_walk` would add it, in a fraction of the time
+                parts.append(
+                    Part(len(parts), part, Access.ITEM, key, PartKind.PLAIN, item, kind,
+                         f"{label}.{key}", False)
+                )  # fmt: skip
+                continue
+            self._walk(item, Route(part, Access.ITEM, key, f"{label}.{key}", False))
+            if owner is not None and isinstance(item, types.FunctionType):
+                named = frozenset(names_in(item.__code__)) & members_of(owner)
+                self._take(reach_of(owner, named), None)
+
+    def _meet_helper(self, cls: type) -> None:
+        if cls not in self.found.helpers and is_users_class(cls):
+            self.found.helpers[cls] = frozenset()
+
+    def _walk_modules(self) -> None:
+        """Walk the names that are used of Python modules held as values."""
+        for module in self._modules:
+            for name in self.found.names & vars(module).keys():
+                if not isinstance(vars(module)[name], types.ModuleType):
+                    self._walk_name(vars(module), name, is_watched(vars(module)[name]))
+
+    def _walk_helpers(self) -> None:
+        """Walk the members of classes, those whose names code of other classes uses."""
+        found = self.found
+        progress = True
+        while progress:
+            progress = False
+            for cls, known in tuple(found.helpers.items()):
+                members = members_of(cls)
+                named = members & found.names | {m for m in members if m[:2] == "__"} - _MAKING
+                if named > known:
+                    found.helpers[cls] = named
+                    self._take(reach_of(cls, named), None)
+                    progress = True
+
+    def _walk_code(self, subject: type | types.FunctionType, everything: bool = False) -> None:
+        """Walk what code can read besides its arguments.
+
+        Args:
+            subject: a module's class, or a function.
+            everything: whether to walk all globals that it names itself, not only plain data
+                and modules.
+        """
+        if subject in self._walked or is_torchs(subject.__module__):
+            return
+        self._walked.add(subject)
+        own = None
+        if everything and isinstance(subject, types.FunctionType):
+            own = subject.__globals__
+        self._take(reach_of(subject), own)
+
+    def _take(self, reach: Reach, own: Mapping[str, Any] | None) -> None:
+        """Walk what code reaches; in one namespace, all that it names."""
+        found = self.found
+        found.depends.add(reach.depends)
+        found.names |= reach.names
+        found.stores |= reach.stores
+        found.functions += reach.functions
+        found.tells_numbers = found.tells_numbers or reach.tells_numbers
+        for owner in reach.owners:
+            found.namespaces[id(owner)] = (owner, tuple(owner))
+        notes = self.notes
+        for namespace, name in reach.globals:
+            if name in namespace:
+                value = namespace[name]
+                watched = namespace is own or is_watched(value)
+                if watched or not is_installed(namespace.get("__name__")):
+                    self._walk_name(namespace, name, watched)
+                    if isinstance(value, (types.FunctionType, type)):
+                        continue
+                judge = None if namespace is own else judge_of(value)
+                notes.judged[id(namespace), name] = namespace, name, value, judge, watched
+            else:
+                notes.absent.append((namespace, name))
+        for namespace, name in reach.depends.absent.values():
+            if namespace is not sys.modules and not hasattr(builtins, name):
+                found.missing.append((namespace, name))
+        for namespace, name in reach.members:
+            if name in namespace:
+                self._walk_name(namespace, name)
+            else:
+                notes.absent.append((namespace, name))
+        for function in reach.functions:
+            self._walk_closure(function)
+            if set(vars(function)) - {"__wrapped__"}:
+                self._walk_mapping(vars(function), function.__name__, frozenset({"__wrapped__"}))
+            defaults = function.__defaults__ or (), (function.__kwdefaults__ or {}).values()
+            self._walk_defaults(chain(*defaults), function.__name__)
+
+    def _walk_defaults(self, values: Iterable[Any], owner: str) -> None:
+        for value in values:
+            if type(value) not in PLAIN_TYPES and not self.found.find(value):
+                label = f"a default of {owner}"
+                self._walk(value, Route(None, Access.FIXED, None, label, False))
+
+    def _walk_closure(self, function: types.FunctionType) -> None:
+        for name, cell in zip(
+            function.__code__.co_freevars, function.__closure__ or (), strict=True
+        ):
+            try:
+                value = cell.cell_contents
+            except ValueError:  # an empty cell: the name is assigned later
+                self.notes.empty.append(cell)
+                continue
+            if name != "__class__" and id(cell) not in self.found.by_id:
+                fixed = Route(None, Access.FIXED, None, name, False)
+                holder = self._add(cell, fixed, PartKind.IDENTITY)
+                self.found.held[holder.index] = {name: value}
+                self._walk(value, Route(holder, Access.CELL, None, name, False))
+
+    def _walk_name(self, namespace: Mapping[str, Any], name: str, watched: bool = True) -> None:
+        """Walk one name of a module's globals, or of a class.
+
+        What is not watched is guarded by identity alone.
+        """
+        found = self.found
+        if (id(namespace), name) in self._names_walked:
+            return
+        is_pythons = name.startswith("__") and name.endswith("__")
+        if is_pythons and not isinstance(namespace[name], types.FunctionType):
+            return
+        self._names_walked.add((id(namespace), name))
+        value = namespace[name]
+        holder = found.by_id.get(id(namespace))
+        if holder is None:
+            fixed = Route(None, Access.FIXED, None, "globals", False)
+            holder = self._add(namespace, fixed, PartKind.IDENTITY)
+            found.held[holder.index] = {}
+        if holder.index in found.held:
+            found.held[holder.index][name] = value
+        route = Route(holder, Access.ITEM, name, name, False)
+        by_identity = isinstance(value, (types.FunctionType, *DESCRIBED))
+        if by_identity or not watched or type(value) is types.MethodDescriptorType:
+            self._add(value, route, PartKind.IDENTITY)
+        else:
+            self._walk(value, route)
+
+
+class Route(NamedTuple):
+    """How the walk came by a thing."""
+
+    parent: Part | None
+    access: Access
+    key: Any
+    label: str
+    is_argument: bool
+    depth: int = 0
+
+    def into(self, part: Part, key: Any) -> Route:
+        access = key.access if isinstance(key, AttributeKey) else Access.ITEM
+        label = child_label(part, key)
+        return Route(part, access, key, label, self.is_argument, self.depth + 1)
+
+    def traceable(self, kind: type) -> bool:
+        """Whether a number here is handed to the model as a traced one.
+
+        Numbers given directly, or in tuples, are; elsewhere they could not be exchanged
+        for traced ones without changing the user's containers.
+        """
+        if not self.is_argument or kind not in (int, float):
+            return False
+        parent = self.parent
+        while parent is not None and parent.type is tuple:
+            parent = parent.parent
+        return parent is None
+
+
+# Methods that nobody calls of an object that is there already, unless by name.
+_MAKING = frozenset(
+    {
+        "__init__", "__new__", "__post_init__", "__init_subclass__", "__class_getitem__", "__del__",
+        "__copy__", "__deepcopy__", "__reduce__", "__reduce_ex__", "__getstate__", "__setstate__",
+    }
+)  # fmt: skip
+# Tuples, not sets: hashing an Enum member takes longer than comparing a few.
+_NOT_FOUND = (PartKind.PLAIN, PartKind.NUMBER, PartKind.ALIAS)
+# What is most common, and never a constant.
+_USUAL = frozenset({nn.Parameter, torch.Tensor, nn.Linear, nn.LayerNorm, nn.Dropout, dict, list})
+_TENSORS = (torch.Tensor, nn.Parameter)
