@@ -242,6 +242,15 @@ def test_a_summary_has_the_quartiles() -> None:
     assert found.rounds == 5
 
 
+def test_rounds_are_compared_with_the_rounds_of_the_same_time() -> None:
+    eager = summary([1.0, 10.0, 2.0])  # the machine was slow in the second round
+    shares = summary([3.0, 30.0, 6.0]).relative_to(eager)
+    assert (shares.low, shares.median, shares.high) == (3.0, 3.0, 3.0)
+    assert summary([3.0]).relative_to(eager).median == 3.0, "one that sat out the other rounds"
+    assert summary([3.0, 30.0, 6.0]).relative_to(summary([2.0])).median == 3.0, "not in turn"
+    assert "samples" not in eager.json()
+
+
 def test_all_models_are_called_and_go_elsewhere_where_they_say_so() -> None:
     import bendtrace as bt
 

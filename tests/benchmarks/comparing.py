@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from tests.benchmarks.models import Case, inputs_of
-from tests.benchmarks.timing import Times, interleaved
+from tests.benchmarks.timing import Times, interleaved, summary
 from tests.benchmarks.ways import (
     Refused,
     Way,
@@ -23,7 +23,7 @@ from tests.benchmarks.ways import (
 __all__ = ["Cell", "Cells", "compared", "compared_alone", "merged"]
 
 # Times as plain data: `median`, `low`, `high` and `least` in seconds, `relative` (the same three
-# relative to eager's median in the same process), `first`: the seconds until the first result and
+# of the rounds divided by eager's), `first`: the seconds until the first result and
 # until it was settled; or `reason`: why there are none.
 Cell = dict[str, Any]
 Cells = dict[str, Cell]
@@ -90,7 +90,7 @@ def compared_alone(
             prepared, found[case.name][way.name] = _prepared(way, model, args, wanted)
             if prepared is not None:
                 times |= interleaved({way.name: prepared}, rounds, seconds=seconds)
-            _timed(found[case.name], times)
+            _timed(found[case.name], times, in_turn=False)
     return found
 
 
@@ -138,10 +138,11 @@ def _prepared(
     return call, {"first": first, "settled": settled}
 
 
-def _timed(cells: Cells, times: Mapping[str, Times]) -> None:
-    eager = next(iter(times.values())).median
+def _timed(cells: Cells, times: Mapping[str, Times], *, in_turn: bool = True) -> None:
+    eager = next(iter(times.values()))
+    if not in_turn:  # then no round of one belongs to one of the other
+        eager = summary([eager.median])
     for name, found in times.items():
-        relative = {
-            "median": found.median / eager, "low": found.low / eager, "high": found.high / eager
-        }  # fmt: skip
+        share = found.relative_to(eager)
+        relative = {"median": share.median, "low": share.low, "high": share.high}
         cells[name] |= found.json() | {"relative": relative}

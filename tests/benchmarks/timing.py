@@ -27,6 +27,7 @@ class Times:
         high: the upper quartile.
         least: the shortest round.
         rounds: how many there were.
+        samples: the rounds, in their order.
     """
 
     median: float
@@ -34,18 +35,29 @@ class Times:
     high: float
     least: float
     rounds: int
+    samples: tuple[float, ...]
 
     def json(self) -> dict[str, float]:
-        """Return it as plain data."""
-        return asdict(self)
+        """Return it as plain data, without the rounds."""
+        return {name: value for name, value in asdict(self).items() if name != "samples"}
+
+    def relative_to(self, other: Times) -> Times:
+        """Divide each round by that of another way, which had the machine at the same time.
+
+        Args:
+            other: what it took turns with; where it did not, its median is divided by.
+        """
+        if other.rounds >= self.rounds:
+            pairs = zip(self.samples, other.samples[: self.rounds], strict=True)
+            return summary([sample / paired for sample, paired in pairs])
+        return summary([sample / other.median for sample in self.samples])
 
 
 def summary(seconds: list[float]) -> Times:
     """Return the median and the spread of some times."""
-    if len(seconds) == 1:
-        return Times(seconds[0], seconds[0], seconds[0], seconds[0], 1)
-    low, median, high = statistics.quantiles(seconds, n=4, method="inclusive")
-    return Times(median, low, high, min(seconds), len(seconds))
+    several = seconds if len(seconds) > 1 else seconds * 2
+    low, median, high = statistics.quantiles(several, n=4, method="inclusive")
+    return Times(median, low, high, min(seconds), len(seconds), tuple(seconds))
 
 
 def once(call: Callable[[], Any], clock: Callable[[], float] = time.perf_counter) -> float:
