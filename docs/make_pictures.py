@@ -181,6 +181,34 @@ class Refiner(nn.Module):
         return self.out(x)
 
 
+# The model of the README
+
+
+class Refine(nn.Module):
+    """Shortens what is too long, and repeats a step until the norm is small."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.step = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, tolerance: float = 1.0) -> torch.Tensor:
+        """Return at most three rows, of a norm of at most the tolerance."""
+        if x.shape[0] > 3:
+            x = x[:3]
+        while x.norm() > tolerance:
+            x = x * self.step(x).sigmoid()
+        return x
+
+
+def refined() -> tuple[bt.Trace, bt.BendedModule]:
+    """Return a run of the model of the README, and several of its paths."""
+    torch.manual_seed(0)
+    bended = bt.BendedModule(Refine())
+    for factor in (1, 9, 9, 0.1, 30):
+        bended(torch.ones(5, 4) * factor)
+    return bt.trace(bended.model, torch.ones(5, 4)), bended
+
+
 def traces() -> dict[str, bt.Trace]:
     """Return a run of each model."""
     torch.manual_seed(0)
@@ -207,6 +235,7 @@ def pictures(made: dict[str, bt.Trace]) -> dict[str, str]:
     for x in (loud, quiet, loud / 3, quiet):
         bended(x)
     gpt2, resnet = made["gpt2"], made["resnet18"]
+    refine, refine_paths = refined()
     return {
         **{name: trace.draw().svg for name, trace in made.items()},
         "gpt2_overview": gpt2.draw(collapse=False, max_nodes=40).svg,
@@ -214,6 +243,9 @@ def pictures(made: dict[str, bt.Trace]) -> dict[str, str]:
         "resnet18_flops": resnet.draw(depth=1, overlay="flops").svg,
         "lstm_rolled": made["lstm"].draw(rolled=True).svg,
         "refiner_tree": bended.tree.draw().svg,
+        "refine": refine.draw().svg,
+        "refine_rolled": refine.draw(rolled=True).svg,
+        "refine_tree": refine_paths.tree.draw().svg,
     }
 
 

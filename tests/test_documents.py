@@ -16,8 +16,7 @@ ELSEWHERE = {
 }
 # Files that a page's code says it makes.
 MADE = {
-    "README.md": "refine.svg", "docs/comparisons.md": "reader.svg",
-    "docs/hugging_face.md": "llama.svg",
+    "docs/comparisons.md": "reader.svg", "docs/hugging_face.md": "llama.svg",
 }  # fmt: skip
 RUN = [page for page in PAGES if is_run(page) and name_of(page) not in ELSEWHERE]
 
@@ -37,7 +36,31 @@ def test_the_page_links_to_files_that_exist(page: Path) -> None:
     text = re.sub(r"^```.*?^```", "", page.read_text("utf-8"), flags=re.DOTALL | re.MULTILINE)
     for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", text):
         if not target.startswith(("http", "mailto:")):
-            assert (page.parent / target).exists(), target
+            # Where the documentation is built, the notebooks are copied to.
+            place = re.sub(r"^(\.\./)?notebooks/", r"\1../notebooks/", target)
+            assert (page.parent / place).exists(), target
+
+
+# What the words of the design are not to be called, outside of code and of what others say.
+WORDS = {
+    r"re-trac\w+": "retrace", r"trace-tree|tree of traces": "trace tree",
+    r"traced (numbers?|ints?|floats?|bools?)\b": "traced scalar", r"flow-steps?": "flow step",
+    r"guard failures?|failed guards?": "divergence", r"node-paths?|nodepaths?\b": "node path",
+    r"interven\w+": "interjection", r"live mode": "live run", r"analyzers?": "analyser",
+    r"replay mode": "replay", r"trace points?|tracepoints?": "flow step or node",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_the_page_uses_the_words_of_the_design(page: Path) -> None:
+    if "coming_from" in page.parts or page.name == "comparisons.md":
+        return  # which say what others call it
+    text = re.sub(
+        r"^```.*?^```|`[^`\n]*`", "", page.read_text("utf-8"), flags=re.DOTALL | re.MULTILINE
+    )
+    for other, word in WORDS.items():
+        found = re.search(other, text, re.IGNORECASE)
+        assert found is None, f"{found[0]!r} should be {word!r}"
 
 
 def test_no_page_is_left_out() -> None:

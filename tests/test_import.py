@@ -77,6 +77,10 @@ def test_inserting_at_a_path_loads_no_graph_library() -> None:
     assert "networkx" not in fresh(USE + insert)
 
 
+def test_what_other_libraries_put_on_tensors_is_in_nobody_s_way() -> None:
+    fresh(f"class Odd:\n    __hash__ = None\n    __call__ = print\ntorch.Tensor.kept = Odd(){USE}")
+
+
 def test_every_public_name_is_where_the_table_says() -> None:
     assert set(bt.__all__) == {*PLACES, *MODULES}
     for name in MODULES:

@@ -188,7 +188,7 @@ def test_guards_are_a_table() -> None:
     header, _, row = repr(trace.guards).splitlines()
     assert header.split() == ["#", "when", "node", "test", "expected", "source", "at"]
     assert row.split() == [
-        "0", "data", "bool", "truth", "True", "x.sum()", ">", "0", f"{__file__}:{LINE}",
+        "0", "data", "bool", "truth", "True", "x.sum()", ">", "0", f"test_trace.py:{LINE}",
     ]  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -61,6 +62,6 @@ class GuardTable:
         return rows
 
     def __repr__(self) -> str:
-        rows = [list(row.values()) for row in self.to_list()]
+        rows = [[*{**row, "at": os.path.basename(row["at"])}.values()] for row in self.to_list()]
         headers = ["#", "when", "node", "test", "expected", "source", "at"]
         return tabulate.tabulate(rows, headers, disable_numparse=True)

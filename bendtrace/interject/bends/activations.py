@@ -4,6 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from types import (
+    BuiltinFunctionType,
+    FunctionType,
+    MethodDescriptorType,
+    WrapperDescriptorType,
+)
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -38,11 +44,12 @@ __all__ = [
 
 Filter: TypeAlias = str | re.Pattern[str] | Sequence[str | re.Pattern[str]] | None
 
+_KINDS = (FunctionType, MethodDescriptorType, WrapperDescriptorType, BuiltinFunctionType)
 _METHODS = frozenset(
     member
     for cls in Tensor.__mro__
     for name, member in vars(cls).items()
-    if callable(member) and not name.startswith("__")
+    if isinstance(member, _KINDS) and not name.startswith("__")  # not what others put there
 )
 
 

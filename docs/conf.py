@@ -1,0 +1,52 @@
+"""How the documentation is built: `sphinx-build -W -b html docs docs/_build/html`."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from pathlib import Path
+
+DOCS = Path(__file__).parent
+ROOT = DOCS.parent
+sys.path.insert(0, str(ROOT))
+
+import bendtrace  # noqa: E402 - from this checkout
+
+project = "bendtrace"
+author = "the developers of bendtrace"
+copyright = "the developers of bendtrace"
+version = release = bendtrace.__version__
+
+extensions = [
+    "myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode",
+    "sphinx_copybutton",
+]  # fmt: skip
+exclude_patterns = ["_build", "**.ipynb_checkpoints", "texts"]
+html_theme = "furo"
+html_title = f"bendtrace {version}"
+html_static_path: list[str] = []
+
+# Markdown
+myst_enable_extensions = ["colon_fence", "deflist"]
+myst_heading_anchors = 3
+
+# Notebooks are committed without outputs and executed here. `BENDTRACE_DOCS_NOTEBOOKS=off` leaves
+# them as they are, for a look at a page.
+shutil.copytree(ROOT / "notebooks", DOCS / "notebooks", dirs_exist_ok=True)
+nb_execution_mode = os.environ.get("BENDTRACE_DOCS_NOTEBOOKS", "cache")
+nb_execution_timeout = 120
+nb_execution_raise_on_error = True
+nb_execution_show_tb = True
+nb_merge_streams = True
+
+# The reference
+autodoc_member_order = "bysource"
+autodoc_typehints = "none"  # the signature has them
+autodoc_default_options = {"members": True, "show-inheritance": True}
+napoleon_google_docstring = True
+napoleon_numpy_docstring = False
+napoleon_use_ivar = True
+napoleon_use_rtype = False
+default_role = "code"
+add_module_names = False

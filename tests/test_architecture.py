@@ -1,0 +1,64 @@
+"""Dependencies run one way, as the map of the code says."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.documents import ROOT
+
+PACKAGE = ROOT / "bendtrace"
+PAGE = (ROOT / "docs" / "architecture.md").read_text("utf-8")
+
+
+def rows() -> list[list[str]]:
+    """Return the units of each row of the map, from the bottom up."""
+    table = PAGE.split("## The map")[1].split("\n## ")[0]
+    firsts = re.findall(r"^\| (`[^|]+) \|", table, re.MULTILINE)
+    return [re.findall(r"`([\w./]+)`", first) for first in reversed(firsts)]
+
+
+PLACE = {unit.strip("/"): number for number, row in enumerate(rows()) for unit in row}
+
+
+def unit_of(path: Path) -> str:
+    return path.relative_to(PACKAGE).parts[0]
+
+
+def imports(path: Path) -> Iterator[str]:
+    """Yield the units that a file imports when it runs."""
+    tree = ast.parse(path.read_text("utf-8"))
+    skipped: set[int] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
+            skipped |= {id(inner) for part in node.body for inner in ast.walk(part)}
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.ImportFrom) or id(node) in skipped or not node.module:
+            continue
+        package, _, rest = node.module.partition(".")
+        if package == "bendtrace":
+            for name in [rest.partition(".")[0]] if rest else [alias.name for alias in node.names]:
+                yield name if (PACKAGE / name).is_dir() else f"{name}.py"
+
+
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(PACKAGE).as_posix())
+def test_a_file_imports_only_what_stands_below_it_on_the_map(path: Path) -> None:
+    unit = unit_of(path)
+    if unit == "__init__.py":
+        return  # has the names only
+    for other in imports(path):
+        assert other == unit or PLACE[other] < PLACE[unit], f"{unit} imports {other}"
+
+
+def test_the_map_has_every_unit_once() -> None:
+    units = [unit for row in rows() for unit in row]
+    there = {unit_of(path) for path in FILES} - {"__init__.py"}
+    assert sorted(unit.strip("/") for unit in units) == sorted(there)
+    assert all((PACKAGE / unit).is_dir() == unit.endswith("/") for unit in units)
