@@ -33,8 +33,8 @@ def log_forward_pass(
 ) -> Trace:
     """Run a model and log everything that it computes.
 
-    The same as `bendtrace.trace(model, *input_args, save=..., **input_kwargs)`, with options that
-    cannot be mistaken for arguments of the model.
+    The same as `bendtrace.trace(model, *input_args, save=..., **input_kwargs)` in the words of
+    TorchLens, with options that cannot be mistaken for arguments of the model.
 
     Args:
         model: what to run. It is not changed.

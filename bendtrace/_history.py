@@ -66,6 +66,9 @@ def load(
         directory: where it was saved to.
         device: where tensors are read to; None for the CPU, wherever they were.
 
+    Returns:
+        The log, a `ModelHistory`.
+
     Raises:
         LoadError: there is no save, or it is damaged, unfinished, of another program, or of a
             newer version of the format. A damaged activation is noticed when it is read.

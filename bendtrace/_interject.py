@@ -56,12 +56,9 @@ def interject_by_match(
 
     Example:
         >>> import torch, bendtrace as bt
-        >>> from bendtrace import node_selector
-        >>> from bendtrace.interjections import interject_by_match
         >>> model = torch.nn.Sequential(torch.nn.ReLU(), torch.nn.Sigmoid())
-        >>> watched = interject_by_match(
-        ...     model, node_selector.Activations.is_relu, lambda value: value * 0
-        ... )
+        >>> relu = bt.node_selector.Activations.is_relu
+        >>> watched = bt.interjections.interject_by_match(model, relu, lambda value: value * 0)
         >>> watched(torch.ones(2)), model(torch.ones(2))
         (tensor([0.5000, 0.5000]), tensor([0.7311, 0.7311]))
     """
@@ -100,6 +97,15 @@ def interject_by_module_class(
     Raises:
         InputError: something given makes no sense.
         NodePathError: no node is meant.
+
+    Example:
+        >>> import torch, bendtrace as bt
+        >>> model = torch.nn.Sequential(torch.nn.ReLU(), torch.nn.Sigmoid())
+        >>> watched = bt.interjections.interject_by_module_class(
+        ...     model, torch.nn.ReLU, torch.zeros_like
+        ... )
+        >>> watched(torch.ones(2))
+        tensor([0.5000, 0.5000])
     """
     given = target_module_class
     classes = given if isinstance(given, tuple) else (given,)
@@ -134,6 +140,16 @@ def interject_by_module(
     Raises:
         InputError: something given makes no sense.
         NodePathError: no run so far has called the module.
+
+    Example:
+        >>> import torch, bendtrace as bt
+        >>> shared = torch.nn.ReLU()
+        >>> model = torch.nn.Sequential(shared, torch.nn.Tanh(), shared)
+        >>> watched = bt.interjections.interject_by_module(model, shared, lambda value: value + 1)
+        >>> _ = watched(torch.ones(2))
+        >>> watched.insertions[-1].report()
+        function at the module ReLU: called 2 times at 1 node
+          sub_0: 2 times in passes 0 to 1, changed the value 2 times
     """
     bended = _bended(model)
     where = module if isinstance(module, nn.Module) else matches_module(module)
@@ -169,6 +185,16 @@ def interject_by_name(
     Raises:
         InputError: something given makes no sense.
         NodePathError: there is no such node; without a run so far, the first call says so.
+
+    Example:
+        >>> import torch, bendtrace as bt
+        >>> model = torch.nn.Sequential(torch.nn.ReLU(), torch.nn.Sigmoid())
+        >>> names = ["0", "sub_1.sigmoid"]
+        >>> watched = bt.interjections.interject_by_name(model, names, torch.zeros_like)
+        >>> watched(torch.ones(2))
+        tensor([0., 0.])
+        >>> watched.insertions[-1].report().paths
+        ('sub_0', 'sub_1.sigmoid')
     """
     leaves_in(tracer_kwargs)  # refuses what no tracer takes
     bended = _bended(model)
@@ -201,6 +227,15 @@ def interject_by_module_class_native(
 
     Raises:
         InputError: something given makes no sense, or there are no such modules.
+
+    Example:
+        >>> import torch, bendtrace as bt
+        >>> model = torch.nn.Sequential(torch.nn.ReLU(), torch.nn.Sigmoid())
+        >>> hooked = bt.interjections.interject_by_module_class_native(
+        ...     model, torch.nn.ReLU, torch.zeros_like
+        ... )
+        >>> hooked(torch.ones(2)), model(torch.ones(2))
+        (tensor([0.5000, 0.5000]), tensor([0.7311, 0.7311]))
     """
     return interject_natively(model, target_module_class, interjection, clone, allow_none)
 

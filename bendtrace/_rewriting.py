@@ -56,9 +56,8 @@ def replace_module(
 
     Example:
         >>> import torch, bendtrace as bt
-        >>> from bendtrace.rewriting import replace_module
         >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU())
-        >>> smooth = replace_module(model, torch.nn.ReLU, lambda relu: torch.nn.GELU())
+        >>> smooth = bt.rewriting.replace_module(model, torch.nn.ReLU, lambda relu: torch.nn.GELU())
         >>> smooth
         Sequential(
           (0): Linear(in_features=2, out_features=2, bias=True)
@@ -105,6 +104,15 @@ def replace_module_native(
     Raises:
         InputError: there are no such modules, or the model itself is one and cannot be replaced in
             place.
+
+    Example:
+        >>> import torch, bendtrace as bt
+        >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU())
+        >>> smooth = bt.rewriting.replace_module_native(
+        ...     model, torch.nn.ReLU, lambda relu: torch.nn.GELU()
+        ... )
+        >>> smooth[1], model[1], smooth[0].weight is model[0].weight
+        (GELU(approximate='none'), ReLU(), True)
     """
     if not isinstance(model, nn.Module):
         raise InputError(f"only a module has modules to replace; {model!r} is none")

@@ -182,6 +182,20 @@ class Trace(ModelHistory):
         recording: what the recorder left.
         function: what was run.
         output: what it returned; None for a trace that a `BendedModule` made when called.
+
+    Example:
+        >>> import torch, bendtrace as bt
+        >>> def clipped(x):
+        ...     return x if x.abs().max() < 1 else x.clamp(-1, 1)
+        >>> trace = bt.trace(clipped, torch.tensor([0.5, 2.0]))
+        >>> trace
+        <Trace of clipped: 6 ops, 1 flow step>
+        >>> trace.graph
+        <Graph: 7 nodes, 6 data edges, 1 control edge>
+        >>> [(step.text, step.value) for step in trace.flow_steps], trace.output
+        ([('x.abs().max() < 1', False)], tensor([0.5000, 1.0000]))
+        >>> trace.replay(torch.tensor([7.0, 8.0, -9.0]))
+        tensor([ 1.,  1., -1.])
     """
 
     def __init__(
@@ -238,7 +252,17 @@ class Trace(ModelHistory):
 
     @property
     def guards(self) -> GuardTable:
-        """The conditions under which a replay is right, besides those on structure."""
+        """The conditions under which a replay is right, besides those on structure.
+
+        Example:
+            >>> import torch, bendtrace as bt
+            >>> def doubled(x):
+            ...     return x * 2 if x.shape[0] > 3 and x.sum() > 0 else x
+            >>> trace = bt.trace(doubled, torch.ones(4))
+            >>> [(row["when"], row["source"], row["expected"]) for row in trace.guards.to_list()]
+            [('input', 'x.shape', '1'), ('input', 'x.shape[0] > 3', 'True'), ('data', 'x.sum() > 0',
+             'True')]
+        """
         return GuardTable(self.recording.tape.guards, self.program.analysis.kinds, self.names)
 
     @cached_property
@@ -292,6 +316,13 @@ class Trace(ModelHistory):
 
         Raises:
             InputError: not all activations were saved in memory.
+
+        Example:
+            >>> import torch, bendtrace as bt
+            >>> trace = bt.trace(lambda x: x.relu() + 1, torch.randn(3), save="all")
+            >>> print(trace.validate())
+            2 ops carried out again: bitwise the same
+            2 edges tried
         """
         return validate.validate(self, self._capture, seed)
 
@@ -328,6 +359,17 @@ class Trace(ModelHistory):
 
         Raises:
             NotReplayableError: if there is none, because of what `why_live` says.
+
+        Example:
+            >>> import torch, bendtrace as bt
+            >>> print(bt.trace(lambda x: x.relu() + 1, torch.ones(2)).code)
+            def run(A, E):
+                p0 = A[0]
+                v0 = p0
+                v1 = c0(v0)
+                v2 = c1(v1, 1)
+                del v1
+                return v2
         """
         self._require_replayable()
         return self.program.root.code.text
@@ -374,7 +416,16 @@ class Trace(ModelHistory):
     def to_fx(
         self, *, fold: bool | Callable[[nn.Module], bool] = False, guards: bool = True
     ) -> fx.GraphModule:
-        """Convert to a runnable `torch.fx.GraphModule` (see `bendtrace.graph.to_fx`)."""
+        """Convert to a runnable `torch.fx.GraphModule` (see `bendtrace.graph.to_fx`).
+
+        Example:
+            >>> import torch, bendtrace as bt
+            >>> module = bt.trace(lambda x: x.relu() + 1, torch.ones(2)).to_fx()
+            >>> module(torch.tensor([-5.0, 5.0]))
+            tensor([1., 6.])
+            >>> [node.name for node in module.graph.nodes]
+            ['x', 'relu', 'add', 'output']
+        """
         return conversion.to_fx(self.graph, fold=fold, guards=guards)
 
     def to_json(self, **options: Any) -> str:
@@ -382,6 +433,13 @@ class Trace(ModelHistory):
 
         Args:
             **options: passed on to `json.dumps`.
+
+        Example:
+            >>> import json, torch, bendtrace as bt
+            >>> trace = bt.trace(lambda x: x + 1 if x.sum() > 0 else x, torch.ones(2))
+            >>> told = json.loads(trace.to_json())
+            >>> sorted(told), told["flow_steps"][0]["text"]
+            (['flow_steps', 'function', 'guards', 'nodes', 'why_live'], 'x.sum() > 0')
         """
         return json.dumps(self.to_dict(), **options)
 

@@ -1,5 +1,7 @@
 """Bends: callbacks that change activations and weights, and the numbers that control them.
 
+The names are those of torchbend, and so is what they mean.
+
 >>> import torch, bendtrace as bt
 >>> bended = bt.BendedModule(torch.nn.Sequential(torch.nn.ReLU(), torch.nn.Identity()))
 >>> _ = bended.bend(bt.bends.Scale(2.0), "0")

@@ -23,9 +23,10 @@ class Call:
         kwargs: the keyword arguments.
 
     Example:
-        >>> Call.of({"x": 1})
+        >>> import bendtrace as bt
+        >>> bt.workflows.Call.of({"x": 1})
         Call(args=(), kwargs={'x': 1})
-        >>> Call((1,), {"y": 2}).to(lambda x, y: x + y)
+        >>> bt.workflows.Call((1,), {"y": 2}).to(lambda x, y: x + y)
         3
     """
 

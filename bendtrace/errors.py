@@ -1,4 +1,13 @@
-"""What can go wrong, as exceptions that carry what was known when it did."""
+"""What can go wrong, as exceptions that carry what was known when it did.
+
+>>> import torch, bendtrace as bt
+>>> trace = bt.trace(lambda x: x + 1 if x.shape[0] > 2 else x, torch.ones(3))
+>>> try:
+...     trace.replay(torch.ones(1))
+... except bt.errors.DivergenceError as error:
+...     print(error.step.text, "is no longer", error.step.value)
+x.shape[0] > 2 is no longer True
+"""
 
 from __future__ import annotations
 
@@ -36,11 +45,34 @@ __all__ = [
 
 
 class BendtraceError(Exception):
-    """Base of every error that bendtrace raises on purpose."""
+    """Base of every error that bendtrace raises on purpose.
+
+    Example:
+        >>> import torch, bendtrace as bt
+        >>> trace = bt.trace(lambda x: x * 2, torch.ones(2))
+        >>> mistakes = lambda: trace["relu"], lambda: trace.replay(3), lambda: bt.BendedModule(3)
+        >>> for mistake in mistakes:
+        ...     try:
+        ...         mistake()
+        ...     except bt.BendtraceError as error:
+        ...         print(type(error).__name__)
+        LayerKeyError
+        DivergenceError
+        InputError
+    """
 
 
 class InputError(BendtraceError, ValueError):
-    """Something handed to bendtrace is not what it can work with."""
+    """Something handed to bendtrace is not what it can work with.
+
+    Example:
+        >>> import torch, bendtrace as bt
+        >>> try:
+        ...     bt.BendedModule(torch.nn.ReLU(), max_traces=0)
+        ... except bt.errors.InputError as error:
+        ...     print(error)
+        max_traces has to be a positive int or None, not 0
+    """
 
 
 class DivergenceError(BendtraceError, RuntimeError):
@@ -49,6 +81,17 @@ class DivergenceError(BendtraceError, RuntimeError):
     Attributes:
         reason: what failed, in one line, with the recorded and the new value.
         step: the flow step whose guard failed, or None for guards on inputs and state.
+
+    Example:
+        >>> import torch, bendtrace as bt
+        >>> trace = bt.trace(lambda x: x + 1 if x.sum() > 0 else x, torch.ones(2))
+        >>> try:
+        ...     trace.replay(torch.tensor([-1.0, -1.0]))
+        ... except bt.errors.DivergenceError as error:
+        ...     print(error)  # doctest: +ELLIPSIS
+        ...     print(error.step.text, "was", error.step.value)
+        conditional expression `x.sum() > 0` at ...:1 was True when traced and is False now
+        x.sum() > 0 was True
     """
 
     def __init__(self, reason: str, step: FlowStep | None = None) -> None:
@@ -62,6 +105,18 @@ class NotReplayableError(BendtraceError, RuntimeError):
 
     Attributes:
         reasons: one line for each such thing, naming where it is in the source.
+
+    Example:
+        >>> import numpy, torch, bendtrace as bt
+        >>> trace = bt.trace(lambda x: x * float(numpy.std(x.numpy())), torch.tensor([1.0, 3.0]))
+        >>> try:
+        ...     trace.replay(torch.tensor([1.0, 5.0]))
+        ... except bt.errors.NotReplayableError as error:
+        ...     print(error)  # doctest: +ELLIPSIS
+        ...     print(len(error.reasons))
+        this trace cannot be replayed: numpy at ...:1 hands the content of a tensor to code that
+        cannot be watched
+        1
     """
 
     def __init__(self, reasons: Iterable[str]) -> None:
@@ -74,6 +129,19 @@ class NondeterminismError(BendtraceError, RuntimeError):
 
     It depends on something bendtrace could not see (a clock, a file, a global that changes).
     Operations of the run may already have been carried out, so it cannot simply start anew.
+
+    Example:
+        >>> import time, torch, bendtrace as bt
+        >>> def drifting(x):
+        ...     x = x * time.perf_counter()
+        ...     return x + 1 if x.sum() > 0 else x - 1
+        >>> bended = bt.BendedModule(drifting)
+        >>> _ = bended(torch.ones(2))
+        >>> try:
+        ...     bended(-torch.ones(2))
+        ... except bt.errors.NondeterminismError as error:
+        ...     print("with all guards equal" in str(error))
+        True
     """
 
 
@@ -85,6 +153,14 @@ class RankDivergenceError(BendtraceError, RuntimeError):
     Attributes:
         group: the name of the process group.
         ranks: for each rank what it was about to do, and the branches by which it came there.
+
+    Example:
+        >>> import bendtrace as bt
+        >>> told = {0: "collective 1 in this call, all_reduce(8 float32)", 1: "the end of the call"}
+        >>> print(bt.errors.RankDivergenceError("0", told))  # raised where there are two processes
+        the ranks of process group 0 do not agree:
+          rank 0: collective 1 in this call, all_reduce(8 float32)
+          rank 1: the end of the call
     """
 
     def __init__(self, group: str, told: Mapping[int, str]) -> None:
@@ -98,7 +174,20 @@ class RankDivergenceError(BendtraceError, RuntimeError):
 
 
 class ConversionError(BendtraceError, ValueError):
-    """A graph holds something that the other form of graph cannot express."""
+    """A graph holds something that the other form of graph cannot express.
+
+    Example:
+        >>> import torch, bendtrace as bt
+        >>> class Counts(torch.nn.Module):
+        ...     def forward(self, x):
+        ...         self.total = x.sum()
+        ...         return x * 2
+        >>> try:
+        ...     bt.trace(Counts(), torch.ones(2)).to_fx()
+        ... except bt.errors.ConversionError as error:
+        ...     print(error)
+        the run sets self.total, which an fx graph cannot express
+    """
 
 
 class NodePathError(BendtraceError, KeyError):
@@ -107,6 +196,19 @@ class NodePathError(BendtraceError, KeyError):
     Attributes:
         path: the path as given.
         completions: paths that exist where the given one went astray.
+
+    Example:
+        >>> import torch, bendtrace as bt
+        >>> bended = bt.BendedModule(torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.ReLU()))
+        >>> _ = bended(torch.ones(1, 2))
+        >>> try:
+        ...     bended.interject("sub_0.linaer", print)
+        ... except bt.errors.NodePathError as error:
+        ...     print(error)
+        ...     print(error.completions)
+        no node 'sub_0.linaer': 'sub_0' has no 'linaer'; did you mean 'linear'? it has 'input',
+        'weight', 'bias', 'linear', 'output'
+        ('sub_0.input', 'sub_0.weight', 'sub_0.bias', 'sub_0.linear', 'sub_0.output')
     """
 
     def __init__(self, message: str, path: str, completions: tuple[str, ...] = ()) -> None:
@@ -124,6 +226,17 @@ class LayerKeyError(BendtraceError, KeyError):
     Attributes:
         key: what was asked for.
         near: keys that look like it.
+
+    Example:
+        >>> import torch, bendtrace as bt
+        >>> history = bt.log_forward_pass(torch.nn.Sequential(torch.nn.ReLU()), torch.ones(2))
+        >>> try:
+        ...     history["relu_2"]
+        ... except bt.errors.LayerKeyError as error:
+        ...     print(str(error).partition(";")[0])
+        ...     print(error.near)
+        there is no layer, module or node path 'relu_2'
+        ('relu_1', 'relu_1_1', 'sub_0.relu')
     """
 
     def __init__(self, message: str, key: object, near: tuple[str, ...] = ()) -> None:
@@ -141,6 +254,18 @@ class HookNameError(BendtraceError, KeyError):
     Attributes:
         name: what was asked for.
         near: names that look like it.
+
+    Example:
+        >>> import torch, bendtrace as bt
+        >>> manager = bt.HookManager()
+        >>> _ = manager.register_forward_hook(print, hook_fn_name="show", relu=torch.nn.ReLU())
+        >>> try:
+        ...     manager.remove_hook_function_by_name("shwo")
+        ... except bt.errors.HookNameError as error:
+        ...     print(error)
+        ...     print(error.near)
+        no hook function is registered as 'shwo'; there is 'show'
+        ('show',)
     """
 
     def __init__(self, message: str, name: object, near: tuple[str, ...] = ()) -> None:
@@ -153,7 +278,21 @@ class HookNameError(BendtraceError, KeyError):
 
 
 class NoLayerError(InputError, AttributeError):
-    """A family has no layer of that name."""
+    """A family has no layer of that name.
+
+    Example:
+        >>> import bendtrace as bt
+        >>> try:
+        ...     bt.node_selector.Activations.Relu
+        ... except bt.errors.NoLayerError as error:
+        ...     print(error)
+        Activations has no layer Relu; did you mean ReLU or RReLU or ReLU6?
+        >>> try:
+        ...     bt.node_selector.Activations.Conv2d
+        ... except bt.errors.NoLayerError as error:
+        ...     print(error)
+        Activations has no Conv2d; Convolutions has: Convolutions.Conv2d
+    """
 
 
 class InterjectionError(BendtraceError, TypeError):
@@ -161,6 +300,19 @@ class InterjectionError(BendtraceError, TypeError):
 
     Attributes:
         path: the node.
+
+    Example:
+        >>> import torch, bendtrace as bt
+        >>> bended = bt.BendedModule(lambda x: torch.relu(x) + 1)
+        >>> _ = bended.interject("relu", lambda value: value.tolist())
+        >>> try:
+        ...     bended(torch.ones(2))
+        ... except bt.errors.InterjectionError as error:
+        ...     print(error)
+        ...     print(error.path)
+        function at relu gave what cannot take the place of the node's value: expected a tensor, got
+        a list of 2
+        relu
     """
 
     def __init__(self, message: str, path: str) -> None:
@@ -175,6 +327,19 @@ class PatchError(InputError):
         path: path of the node; "" where a patch was called by itself.
         expected: what would have fitted: `Tensor(2, 3)`.
         got: what was there.
+
+    Example:
+        >>> import torch, bendtrace as bt
+        >>> bended = bt.BendedModule(lambda x: torch.relu(x) + 1)
+        >>> try:
+        ...     with bended.patch({"relu": bt.patches.ReplacePatch(value=torch.zeros(5))}):
+        ...         bended(torch.ones(2, 3))
+        ... except bt.errors.PatchError as error:
+        ...     print(error)
+        ...     print(error.path, error.expected, error.got)
+        ReplacePatch at 'relu': the value has to be Tensor(2, 3), or broadcast to that, but is
+        Tensor(5)
+        relu Tensor(2, 3) Tensor(5)
     """
 
     def __init__(self, message: str, *, path: str = "", expected: str = "", got: str = "") -> None:
@@ -189,6 +354,18 @@ class BendError(InputError):
 
     Attributes:
         path: node path of what was to be bent; "" if it has none.
+
+    Example:
+        >>> import torch, bendtrace as bt
+        >>> bended = bt.BendedModule(torch.nn.Sequential(torch.nn.ReLU()))
+        >>> _ = bended.bend(bt.bends.Permute(dim=2), "0$")
+        >>> try:
+        ...     bended(torch.ones(2, 3))
+        ... except bt.errors.BendError as error:
+        ...     print(error)
+        ...     print(error.path)
+        Permute(dim=2) has dim=2, which the tensor of shape (2, 3) at 'sub_0' has not
+        sub_0
     """
 
     def __init__(self, message: str, path: str = "") -> None:
@@ -203,6 +380,16 @@ class BendShapeError(BendError):
         old: the shape, or the sizes along the callback's `dim`, that it has numbers for.
         new: what it met.
         candidates: values of `dim` under which its numbers would fit both.
+
+    Example:
+        >>> import torch, bendtrace as bt
+        >>> mask = bt.bends.Mask(0.5, seed=0)
+        >>> _ = mask(torch.ones(2, 3))
+        >>> try:
+        ...     mask(torch.ones(4, 3))
+        ... except bt.errors.BendShapeError as error:
+        ...     print(error.old, error.new, error.candidates)
+        (2, 3) (4, 3) (-1,)
     """
 
     def __init__(
@@ -224,6 +411,20 @@ class SiteError(InputError):
 
     Attributes:
         site: the name of the site.
+
+    Example:
+        >>> import torch, bendtrace as bt
+        >>> def model(x):
+        ...     return x.relu() if x.sum() > 0 else x.tanh()
+        >>> clean, corrupted = torch.ones(1, 2), -torch.ones(1, 2)
+        >>> try:
+        ...     bt.workflows.activation_patching(model, clean, corrupted, ["relu"], torch.sum)
+        ... except bt.errors.SiteError as error:
+        ...     print(error)
+        ...     print(error.site)
+        cannot exchange 'relu': relu: the corrupted run did not come by it (missing='nan' gives nan
+        for what cannot be exchanged)
+        relu
     """
 
     def __init__(self, message: str, site: str) -> None:
@@ -239,6 +440,18 @@ class HarvestError(BendtraceError, RuntimeError):
     Attributes:
         batch: number of the batch, counted from 0.
         ids: its samples; empty where the ids themselves could not be told.
+
+    Example:
+        >>> import tempfile, torch, bendtrace as bt
+        >>> model, data = torch.nn.Linear(2, 3), [torch.ones(1, 2), torch.ones(1, 5)]
+        >>> with tempfile.TemporaryDirectory() as directory:
+        ...     try:
+        ...         bt.harvest(model, data, where="linear", out=directory, progress=False)
+        ...     except bt.errors.HarvestError as error:
+        ...         print(error.batch, error.ids, type(error.__cause__).__name__)
+        ...     len(bt.harvesting.Harvest.open(directory))
+        1 (1,) RuntimeError
+        1
     """
 
     def __init__(self, message: str, batch: int, ids: tuple[Any, ...] = ()) -> None:
@@ -254,6 +467,17 @@ class SaveError(BendtraceError, OSError):
 
     Attributes:
         path: the directory or file.
+
+    Example:
+        >>> import pathlib, tempfile, torch, bendtrace as bt
+        >>> history = bt.log_forward_pass(torch.nn.ReLU(), torch.ones(2))
+        >>> with tempfile.TemporaryDirectory() as directory:
+        ...     _ = pathlib.Path(directory, "thesis.tex").write_text("mine")
+        ...     try:
+        ...         history.save(directory)
+        ...     except bt.errors.SaveError as error:
+        ...         print(str(error).partition(": ")[2])
+        it is no save and holds other files (thesis.tex); choose another directory
     """
 
     def __init__(self, path: str | os.PathLike[str], reason: str) -> None:
@@ -267,6 +491,17 @@ class LoadError(BendtraceError, ValueError):
     Attributes:
         path: the directory or file.
         is_newer: whether it was written in a version of the format that is not known here.
+
+    Example:
+        >>> import tempfile, bendtrace as bt
+        >>> with tempfile.TemporaryDirectory() as directory:
+        ...     try:
+        ...         bt.load(directory)
+        ...     except bt.errors.LoadError as error:
+        ...         print(str(error).partition(": ")[2])
+        ...         print(error.is_newer)
+        it is no save of bendtrace: there is no bendtrace.json
+        False
     """
 
     def __init__(
@@ -281,11 +516,36 @@ class CompileWarning(UserWarning):
     """The backend of a `BendedModule` does not work here.
 
     Nothing is wrong, but calls are replayed as they would be without a backend.
+
+    Example:
+        >>> import warnings, torch, bendtrace as bt
+        >>> def broken(graph, inputs):
+        ...     raise OSError("no compiler")
+        >>> bended = bt.BendedModule(torch.nn.ReLU(), backend=broken)
+        >>> with warnings.catch_warnings(record=True) as caught:
+        ...     warnings.simplefilter("always")
+        ...     for _ in range(3):
+        ...         _ = bended(torch.ones(2))
+        >>> print(caught[0].message)
+        the backend broken failed, so calls are replayed as they would be without one: OSError: no
+        compiler
     """
 
 
 class NeverFiredWarning(UserWarning):
-    """The context of an insertion has ended, and no run came by a node that it is for."""
+    """The context of an insertion has ended, and no run came by a node that it is for.
+
+    Example:
+        >>> import warnings, torch, bendtrace as bt
+        >>> bended = bt.BendedModule(lambda x: x.relu() if x.sum() > 0 else x.tanh())
+        >>> _ = bended(torch.ones(2)), bended(-torch.ones(2))
+        >>> with warnings.catch_warnings(record=True) as caught:
+        ...     warnings.simplefilter("always")
+        ...     with bended.interject("tanh", print):
+        ...         _ = bended(torch.ones(2))
+        >>> print(caught[0].message)  # doctest: +ELLIPSIS
+        print at 'tanh' was never called: branch at ...:1 `x.sum() > 0` was taken for this input
+    """
 
 
 class TraceLimitWarning(UserWarning):
@@ -293,4 +553,15 @@ class TraceLimitWarning(UserWarning):
 
     Nothing is wrong, but calls that are traced again and again are slower than the model itself.
     The message names what makes it diverge so often.
+
+    Example:
+        >>> import warnings, torch, bendtrace as bt
+        >>> bended = bt.BendedModule(lambda x: x * int(x.max()), max_traces=2)
+        >>> with warnings.catch_warnings(record=True) as caught:
+        ...     warnings.simplefilter("always")
+        ...     for value in (1.0, 2.0, 3.0):
+        ...         _ = bended(torch.tensor([value]))
+        >>> message = str(caught[0].message)
+        >>> message.partition(":")[0], "int(x.max())" in message
+        ('the model has taken more than 2 paths', True)
     """

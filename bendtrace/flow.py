@@ -1,4 +1,14 @@
-"""Flow steps: where a model's Python consumed traced values, or walked a tensor."""
+"""Flow steps: where a model's Python consumed traced scalars, or walked a tensor.
+
+>>> import torch, bendtrace as bt
+>>> def total(x):
+...     return sum(row.sum() for row in x) if x.shape[0] > 1 else x.sum()
+>>> for step in bt.trace(total, torch.ones(2, 3)).flow_steps:
+...     print(type(step).__name__, step.text, step.value)
+ShapeFlowStep x.shape[0] 2
+LogicalFlowStep x.shape[0] > 1 True
+LoopFlowStep x 2
+"""
 
 from __future__ import annotations
 
@@ -52,6 +62,18 @@ class FlowStep:
             that nothing depends on yet.
         iteration: for each loop around it that the trace knows, the iteration it was in,
             outermost first, counted from 0.
+
+    Example:
+        >>> import torch, bendtrace as bt
+        >>> def first_above(x, limit=1.0):
+        ...     for row in x:
+        ...         if row.sum() > limit:
+        ...             return row
+        ...     return x[0]
+        >>> trace = bt.trace(first_above, torch.tensor([[0.0, 1.0], [2.0, 3.0]]))
+        >>> step = trace.flow_steps[-1]
+        >>> step.kind, step.text, step.value, step.iteration
+        ('if', 'row.sum() > limit', True, (1,))
     """
 
     name: str
@@ -98,23 +120,63 @@ class FlowStep:
 
 
 class LogicalFlowStep(FlowStep):
-    """A branch: `if`, `while`, a conditional expression, `and`, `or`, `not`, a filter, `match`."""
+    """A branch: `if`, `while`, a conditional expression, `and`, `or`, `not`, a filter, `match`.
+
+    Example:
+        >>> import torch, bendtrace as bt
+        >>> trace = bt.trace(lambda x: -x if x.shape[0] > 1 and x.max() > 1 else x, torch.ones(3))
+        >>> [(step.kind, step.text, step.value) for step in trace.flow_steps]
+        [('shape', 'x.shape[0]', 3), ('and', 'x.shape[0] > 1', True), ('conditional expression',
+         'x.max() > 1', False)]
+    """
 
 
 class AssertFlowStep(LogicalFlowStep):
-    """An `assert`."""
+    """An `assert`.
+
+    Example:
+        >>> import torch, bendtrace as bt
+        >>> def root(x):
+        ...     assert x.min() >= 0, "no root of negative numbers"
+        ...     return x.sqrt()
+        >>> trace = bt.trace(root, torch.ones(3))
+        >>> [(step.text, step.value) for step in trace.flow_steps.of(bt.flow.AssertFlowStep)]
+        [('x.min() >= 0', True)]
+    """
 
 
 class ShapeFlowStep(FlowStep):
-    """A read of a size."""
+    """A read of a size.
+
+    Example:
+        >>> import torch, bendtrace as bt
+        >>> trace = bt.trace(lambda x: x.reshape(x.shape[0] * 2, -1), torch.ones(3, 4))
+        >>> [(step.text, step.value, step.guard) for step in trace.flow_steps]
+        [('x.shape[0]', 3, None)]
+    """
 
 
 class IndexFlowStep(FlowStep):
-    """A traced integer that chose an item, or a part, of a Python container."""
+    """A traced integer that chose an item, or a part, of a Python container.
+
+    Example:
+        >>> import torch, bendtrace as bt
+        >>> scales = [1.0, 10.0, 100.0]
+        >>> trace = bt.trace(lambda x: x * scales[x.argmax()], torch.tensor([0.0, 5.0]))
+        >>> [(step.kind, step.text, step.value) for step in trace.flow_steps]
+        [('index', 'scales[x.argmax()]', 1)]
+    """
 
 
 class EscapeFlowStep(FlowStep):
-    """A traced value that became a plain one: `int()`, `float()`, formatting, hashing, numpy."""
+    """A traced value that became a plain one: `int()`, `float()`, formatting, hashing, numpy.
+
+    Example:
+        >>> import torch, bendtrace as bt
+        >>> trace = bt.trace(lambda x: x * round(float(x.max())), torch.tensor([0.5, 2.0]))
+        >>> [(step.kind, step.text, step.value) for step in trace.flow_steps]
+        [('float', 'float(x.max())', 2.0)]
+    """
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -126,6 +188,19 @@ class LoopFlowStep(FlowStep):
             depends on more than traced values.
         iterations: how often the body was begun. For a loop that was left early: of how many
             iterations anything was recorded.
+
+    Example:
+        >>> import torch, bendtrace as bt
+        >>> def running(x):
+        ...     for i in range(x.shape[0]):
+        ...         if x[i] < 0:
+        ...             break
+        ...         x = x * 2
+        ...     return x
+        >>> trace = bt.trace(running, torch.tensor([1.0, -1.0, 1.0]))
+        >>> loop = trace.flow_steps.of(bt.flow.LoopFlowStep)[0]
+        >>> loop.kind, loop.bound, loop.iterations
+        ('for', 3, 2)
     """
 
     bound: int | None = None
@@ -140,7 +215,20 @@ class LoopFlowStep(FlowStep):
 
 
 class FlowSteps(Sequence[FlowStep]):
-    """The flow steps of a trace: a list that prints as a table."""
+    """The flow steps of a trace: a list that prints as a table.
+
+    Example:
+        >>> import torch, bendtrace as bt
+        >>> def shrink(x):
+        ...     while x.norm() > 1:
+        ...         x = x / 2
+        ...     return x
+        >>> steps = bt.trace(shrink, torch.ones(4)).flow_steps
+        >>> len(steps), [step.value for step in steps[1:]]
+        (3, [True, False])
+        >>> steps.of(bt.flow.LoopFlowStep)[0].iterations
+        1
+    """
 
     def __init__(self, steps: Sequence[FlowStep]) -> None:
         self._steps = list(steps)
@@ -213,12 +301,24 @@ def flow_steps(tape: Tape, names: list[str]) -> FlowSteps:
     Args:
         tape: a finished tape.
         names: name of each op's node.
+
+    Returns:
+        The flow steps, as `Trace.flow_steps` has them.
+
+    Example:
+        >>> import torch, bendtrace as bt
+        >>> trace = bt.trace(lambda x: x + 1 if x.sum() > 0 else x, torch.ones(2))
+        >>> steps = bt.flow.flow_steps(trace.recording.tape, trace.names)
+        >>> [step.text for step in steps]
+        ['x.sum() > 0']
     """
     marks = list(marks_of(tape))
     iterations = Iterations(marks)
     steps: list[FlowStep] = []
     header: _Header | None = None
     for mark in marks:
+        if mark.beside:  # nothing that the model's Python has asked for
+            continue
         if header is not None and mark.element_of is None and not header.holds(mark):
             header = None
         chosen = _class_of(mark, tape)

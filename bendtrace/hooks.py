@@ -1,5 +1,7 @@
 """Hooks on modules, kept in one place: `HookManager` and what it gives.
 
+The names are those of TackleBox, and so is what they mean.
+
 >>> import torch, bendtrace as bt
 >>> model = torch.nn.ReLU()
 >>> manager = bt.hooks.HookManager()

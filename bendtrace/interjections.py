@@ -1,5 +1,7 @@
 """Interjections: user code at nodes, and functions that insert it into a model.
 
+The functions and the interjections that are modules have the names of TorchWatcher.
+
 >>> import torch, bendtrace as bt
 >>> class Tell(bt.interjections.ForwardInterjection):
 ...     def process(self, name, module, output):

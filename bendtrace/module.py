@@ -136,7 +136,18 @@ class BendedModule(ReplayingModule):
 
     @property
     def insertions(self) -> tuple[Insertion, ...]:
-        """What is inserted in the model, in the order in which it was."""
+        """What is inserted in the model, in the order in which it was.
+
+        Example:
+            >>> import torch, bendtrace as bt
+            >>> bended = bt.BendedModule(lambda x: x.relu().exp())
+            >>> handle = bended.interject("relu", torch.zeros_like)
+            >>> bended.insertions
+            (<insertion of zeros_like at 'relu'>,)
+            >>> handle.remove()
+            >>> bended.insertions
+            ()
+        """
         return self._board.insertions
 
     def patch(self, patches: Patches) -> PatchContext:
@@ -225,23 +236,77 @@ class BendedModule(ReplayingModule):
         )
 
     def reset(self, *what: Any) -> None:
-        """Bend no more (see `Bending.reset`)."""
+        """Bend no more (see `Bending.reset`).
+
+        Example:
+            >>> import torch, bendtrace as bt
+            >>> bended = bt.BendedModule(torch.nn.Sequential(torch.nn.ReLU(), torch.nn.Identity()))
+            >>> _ = bended.bend(bt.bends.Scale(2.0), "0$"), bended.bend(bt.bends.Bias(1.0), "1$")
+            >>> bended(torch.ones(1))
+            tensor([3.])
+            >>> bended.reset("1$")
+            >>> bended(torch.ones(1))
+            tensor([2.])
+        """
         self._bending.reset(*what)
 
     def update(self, name: str | None = None, value: Value | None = None) -> None:
-        """Set a parameter of the callbacks, or look anew at what patterns mean."""
+        """Set a parameter of the callbacks, or look anew at what patterns mean.
+
+        Example:
+            >>> import torch, bendtrace as bt
+            >>> bended = bt.BendedModule(torch.nn.Sequential(torch.nn.ReLU()))
+            >>> _ = bended.bend(bt.bends.Scale(bt.bends.BendingParameter("gain", 1.0)), "0$")
+            >>> bended.update("gain", 3.0)
+            >>> bended(torch.ones(2))
+            tensor([3., 3.])
+        """
         self._bending.update(name, value)
 
     def bended_keys(self) -> list[str]:
-        """Return the names of what is bent: node paths, and names of the state dict."""
+        """Return the names of what is bent: node paths, and names of the state dict.
+
+        Example:
+            >>> import torch, bendtrace as bt
+            >>> bended = bt.BendedModule(torch.nn.Sequential(torch.nn.Linear(2, 2)))
+            >>> _ = bended(torch.ones(1, 2)), bended.bend(bt.bends.Scale(2.0), "0.*", "0.weight")
+            >>> bended.bended_keys()
+            ['sub_0', '0.weight']
+        """
         return self._bending.bended_keys()
 
     def bending_config(self, name: str | None = None) -> BendingConfig:
-        """Return what is bent now, or what is kept under a name, as a configuration."""
+        """Return what is bent now, or what is kept under a name, as a configuration.
+
+        Example:
+            >>> import torch, bendtrace as bt
+            >>> bended = bt.BendedModule(torch.nn.Sequential(torch.nn.ReLU()))
+            >>> handle = bended.bend(bt.bends.Scale(2.0), "0$")
+            >>> config = bended.bending_config()
+            >>> config
+            BendingConfig(
+              (Scale(scale=2.0), '0$'),
+            )
+            >>> handle.remove()
+            >>> with bended.bend(config):
+            ...     bended(torch.ones(2))
+            tensor([2., 2.])
+        """
         return self._bending.bending_config(name)
 
     def activation_names(self, flt: Filter = None, exclude: Filter = None) -> list[str]:
-        """Return the names of the activations that patterns of `bend` are matched with."""
+        """Return the names of the activations that patterns of `bend` are matched with.
+
+        Example:
+            >>> import torch, bendtrace as bt
+            >>> model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.ReLU())
+            >>> bended = bt.BendedModule(model)
+            >>> _ = bended(torch.ones(1, 2))
+            >>> bended.activation_names()
+            ['input', 'sub_0', 'sub_1']
+            >>> bended.activation_names(flt="1")
+            ['sub_1']
+        """
         return self._bending.activation_names(flt, exclude)
 
     @property
@@ -252,11 +317,34 @@ class BendedModule(ReplayingModule):
     def print_activations(
         self, flt: Filter = None, exclude: Filter = None, out: Out = None
     ) -> Text:
-        """Print a table of the activations, and return it (see `Bending.print_activations`)."""
+        """Print a table of the activations, and return it (see `Bending.print_activations`).
+
+        Example:
+            >>> import torch, bendtrace as bt
+            >>> model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.ReLU())
+            >>> bended = bt.BendedModule(model)
+            >>> _ = bended(torch.ones(1, 2))
+            >>> _ = bended.print_activations()
+            -----  -----------  ------------------
+            input  placeholder  torch.Size([1, 2])
+            sub_0  call_module  torch.Size([1, 3])
+            sub_1  call_module  torch.Size([1, 3])
+            -----  -----------  ------------------
+        """
         return self._bending.print_activations(flt, exclude, out)
 
     def print_weights(self, flt: Filter = None, exclude: Filter = None, out: Out = None) -> Text:
-        """Print a table of the parameters, and return it (see `Bending.print_weights`)."""
+        """Print a table of the parameters, and return it (see `Bending.print_weights`).
+
+        Example:
+            >>> import torch, bendtrace as bt
+            >>> bended = bt.BendedModule(torch.nn.Sequential(torch.nn.LayerNorm(2)))
+            >>> _ = bended.print_weights()
+            name      shape            dtype            min    max    mean    stddev
+            --------  ---------------  -------------  -----  -----  ------  --------
+            0.weight  torch.Size([2])  torch.float32      1      1       1         0
+            0.bias    torch.Size([2])  torch.float32      0      0       0         0
+        """
         return self._bending.print_weights(flt, exclude, out)
 
     def get_activations(

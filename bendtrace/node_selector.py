@@ -1,10 +1,41 @@
 """Node selectors: which nodes an insertion is for, said as a value.
 
->>> from torch import nn
->>> Activations.ReLU & ~in_loop()
+The families of torch's layers are selectors. Their members are attributes, and are selectors too:
+`Activations`, `Convolutions`, `Distance`, `Dropout`, `Linear`, `Loss`, `Normalization`, `Padding`,
+`Pooling`, `Recurrent`, `Shuffle`, `Sparse`, `Transformer`, `Utility` and `Vision`.
+
+>>> import torch, bendtrace as bt
+>>> trace = bt.trace(lambda x: torch.nn.functional.dropout(x.relu()).tanh(), torch.ones(2))
+>>> bt.node_selector.find(bt.node_selector.Activations, trace)
+[<node relu: relu>, <node tanh: tanh>]
+>>> bt.node_selector.find(bt.node_selector.Activations.ReLU | bt.node_selector.Dropout, trace)
+[<node relu: relu>, <node dropout: dropout>]
+
+Others are `is_module` (calls of modules), `has_parameters` (calls of modules that have parameters
+of their own, and of functions that are given one) and `is_parametrized`, also spelled
+`is_parametrised` (calls of modules with parametrizations).
+
+>>> trace = bt.trace(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU()), torch.ones(1, 2))
+>>> bt.node_selector.find(bt.node_selector.is_module, trace)
+[<node sub_0: Linear>, <node sub_1: ReLU>]
+>>> bt.node_selector.find(bt.node_selector.is_module & ~bt.node_selector.has_parameters, trace)
+[<node sub_1: ReLU>]
+>>> bt.node_selector.is_parametrized
+is_parametrized
+
+The names that TorchWatcher has for families are names of the same selectors: `is_act`, `is_activ`
+and `is_activation` for `Activations`; `is_conv`, `is_convolution` and `is_convolutional` for
+`Convolutions`; `is_dist` and `is_distance` for `Distance`; `is_drop` and `is_dropout` for
+`Dropout`; `is_embed`, `is_embedding` and `is_sparse` for `Sparse`; `is_lin` and `is_linear` for
+`Linear`; `is_loss` for `Loss`; `is_norm`, `is_normalisation` and `is_normalization` for
+`Normalization`; `is_pad` and `is_padding` for `Padding`; `is_pool` and `is_pooling` for `Pooling`;
+`is_recurrent` for `Recurrent`; `is_shuffle` for `Shuffle`; `is_transformer` for `Transformer`;
+`is_util` and `is_utility` for `Utility`; `is_vis`, `is_vision` and `is_visual` for `Vision`.
+
+>>> bt.node_selector.is_conv
+Convolutions
+>>> bt.node_selector.is_activation.is_relu & ~bt.node_selector.in_loop()
 Activations.ReLU & ~in_loop()
->>> first(Convolutions | matches_module_class(nn.Linear))
-first(Convolutions | matches_module_class(Linear))
 """
 
 from __future__ import annotations
@@ -162,6 +193,12 @@ def nth(selector: Any, index: int) -> Selector:
         selector: a selector, or what stands for one.
         index: which one, from 0; negative ones count from the end. Where there are not so many,
             none is meant.
+
+    Example:
+        >>> import torch, bendtrace as bt
+        >>> trace = bt.trace(lambda x: x.relu().tanh().sigmoid(), torch.ones(2))
+        >>> bt.node_selector.find(bt.node_selector.nth(bt.node_selector.Activations, 1), trace)
+        [<node tanh: tanh>]
     """
     return Nth(as_selector(selector), index)
 
@@ -171,6 +208,12 @@ def first(selector: Any) -> Selector:
 
     Args:
         selector: a selector, or what stands for one.
+
+    Example:
+        >>> import torch, bendtrace as bt
+        >>> trace = bt.trace(lambda x: x.exp().relu().tanh(), torch.ones(2))
+        >>> bt.node_selector.find(bt.node_selector.first(bt.node_selector.Activations), trace)
+        [<node relu: relu>]
     """
     return nth(selector, 0)
 
@@ -180,6 +223,12 @@ def last(selector: Any) -> Selector:
 
     Args:
         selector: a selector, or what stands for one.
+
+    Example:
+        >>> import torch, bendtrace as bt
+        >>> trace = bt.trace(lambda x: x.relu().tanh().exp(), torch.ones(2))
+        >>> bt.node_selector.find(bt.node_selector.last(bt.node_selector.Activations), trace)
+        [<node tanh: tanh>]
     """
     return nth(selector, -1)
 
@@ -199,7 +248,12 @@ def match_slice(
         step: how far it is from one to the next.
 
     Example:
-        >>> match_slice(Activations, slice(1, None)) == match_slice(Activations, 1)
+        >>> import torch, bendtrace as bt
+        >>> trace = bt.trace(lambda x: x.relu().tanh().sigmoid(), torch.ones(2))
+        >>> later = bt.node_selector.match_slice(bt.node_selector.Activations, 1)
+        >>> bt.node_selector.find(later, trace)
+        [<node tanh: tanh>, <node sigmoid: sigmoid>]
+        >>> later == bt.node_selector.match_slice(bt.node_selector.Activations, slice(1, None))
         True
     """
     part = start if isinstance(start, slice) else slice(start, stop, step)
@@ -211,6 +265,15 @@ def select_all(selector: Any) -> NodeSelector:
 
     Args:
         selector: a selector, or what stands for one.
+
+    Example:
+        >>> import torch, bendtrace as bt
+        >>> bended = bt.BendedModule(lambda x: x.relu().exp().relu())
+        >>> every = bt.node_selector.select_all(bt.node_selector.Activations)
+        >>> with bended.interject(every, lambda value: value + 1) as handle:
+        ...     _ = bended(torch.ones(2))
+        >>> handle.report().paths
+        ('relu', 'relu_1')
     """
     return as_selector(selector)
 
@@ -225,9 +288,10 @@ def find(selector: Any, trace: Trace) -> list[Candidate]:
     Example:
         >>> import torch, bendtrace as bt
         >>> trace = bt.trace(lambda x: (x.relu() + 1).relu(), torch.ones(2))
-        >>> find(Activations, trace)
+        >>> activations = bt.node_selector.Activations
+        >>> bt.node_selector.find(activations, trace)
         [<node relu: relu>, <node relu_1: relu>]
-        >>> find(has_following(Activations), trace)
+        >>> bt.node_selector.find(bt.node_selector.has_following(activations), trace)
         [<node add: add>]
     """
     graph = candidate_graph(trace.recording, trace.function, trace._registry)

@@ -15,10 +15,10 @@ __all__ = ["PatchableGraph"]
 class PatchableGraph(BendedModule):
     """A model that was run once on an example, and whose values are known by their paths.
 
-    It is called like the model, and is traced and replayed as any `BendedModule`. The example
-    is an ordinary call of the model: random numbers are drawn, and buffers such as those of a
-    batch norm in training mode are brought up to date. Put the model in eval mode first, or
-    seed, if that is not wanted.
+    The name, and that of its `graph`, are those of graphpatch. It is called like the model, and is
+    traced and replayed as any `BendedModule`. The example is an ordinary call of the model: random
+    numbers are drawn, and buffers such as those of a batch norm in training mode are brought up to
+    date. Put the model in eval mode first, or seed, if that is not wanted.
 
     Args:
         model: a module; a plain function works too.
@@ -31,8 +31,7 @@ class PatchableGraph(BendedModule):
 
     Example:
         >>> import torch, bendtrace as bt
-        >>> from bendtrace.patchable import PatchableGraph
-        >>> pg = PatchableGraph(torch.nn.Linear(2, 3), torch.ones(4, 2))
+        >>> pg = bt.PatchableGraph(torch.nn.Linear(2, 3), torch.ones(4, 2))
         >>> pg.graph
         <root>: Graph(5)
         ├─input: Tensor(4, 2)
@@ -56,7 +55,18 @@ class PatchableGraph(BendedModule):
 
     @property
     def graph(self) -> Node:  # type: ignore[override]
-        """The tree of the example: prints, completes, and leads to every value by its path."""
+        """The tree of the example: prints, completes, and leads to every value by its path.
+
+        Example:
+            >>> import torch, bendtrace as bt
+            >>> model = torch.nn.Sequential(torch.nn.Tanh(), torch.nn.ReLU())
+            >>> pg = bt.PatchableGraph(model, torch.ones(1, 2))
+            >>> pg.graph.sub_1.relu
+            relu: Tensor(1, 2)
+            >>> with pg.patch({pg.graph.sub_1.relu: bt.patches.ZeroPatch()}):
+            ...     pg(torch.ones(1, 2))
+            tensor([[0., 0.]])
+        """
         return self._example.root
 
     def _keep(self, example: Tree) -> None:

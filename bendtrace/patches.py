@@ -1,5 +1,7 @@
 """Patches: what is put in the place of the value at a node, in part or as a whole.
 
+The names are those of graphpatch, and so is what they mean.
+
 >>> import torch, bendtrace as bt
 >>> bended = bt.BendedModule(torch.nn.Sequential(torch.nn.ReLU(), torch.nn.Tanh()))
 >>> with bended.patch({"sub_0.output": bt.patches.ZeroPatch(slice=0)}):

@@ -69,6 +69,14 @@ class Stats:
         retraces: calls that led down a path not recorded before, after the first trace.
         resumes: those of them that took over what a replay had computed already.
         live: calls for which the model's own Python ran because no guard could watch it.
+
+    Example:
+        >>> import torch, bendtrace as bt
+        >>> bended = bt.BendedModule(lambda x: x + 1 if x.sum() > 0 else x - 1)
+        >>> for value in (1.0, 2.0, -1.0, -2.0):
+        ...     _ = bended(torch.tensor([value]))
+        >>> bended.stats
+        Stats(traces=2, replays=2, retraces=1, resumes=1, live=0)
     """
 
     traces: int = 0
@@ -85,6 +93,16 @@ class Explanation:
     Attributes:
         serving: traces whose input guards all hold.
         nearest: if there are none: what fails in the trace that comes nearest.
+
+    Example:
+        >>> import torch, bendtrace as bt
+        >>> bended = bt.BendedModule(lambda x: x.mean(0) if x.shape[0] > 2 else x.sum(0))
+        >>> _ = bended(torch.ones(4, 2))
+        >>> bended.explain(torch.ones(3, 2)).serving
+        (<Trace of <lambda>: 5 ops, 2 flow steps>,)
+        >>> print(bended.explain(torch.ones(2, 2)))  # doctest: +ELLIPSIS
+        would be traced anew: conditional expression `x.shape[0] > 2` at ...:1 was True when traced
+        and is False now
     """
 
     serving: tuple[Trace, ...]
@@ -257,6 +275,9 @@ class ReplayingModule(StandIn):
         Returns:
             The `Trace`, or with `_return_out` the trace and the output.
 
+        Raises:
+            InputError: an option of `bendtrace.trace` was given.
+
         Example:
             >>> import torch, bendtrace as bt
             >>> bended = bt.BendedModule(lambda x: x * x.shape[0])
@@ -285,6 +306,21 @@ class ReplayingModule(StandIn):
 
         Raises:
             InputError: if nothing has been traced yet.
+
+        Example:
+            >>> import torch, bendtrace as bt
+            >>> bended = bt.BendedModule(lambda x: x + 1 if x.sum() > 0 else x - 1)
+            >>> _ = bended(torch.ones(2)), bended(-torch.ones(2))
+            >>> print(bended.graph())
+            graph():
+                %x : Tensor(2,) [num_users=2] = placeholder[target=x]
+                %sum : Tensor() [num_users=1] = call_method[target=sum](args = (%x,), kwargs = {})
+                %gt : Tensor() [num_users=1] = call_method[target=gt](args = (%sum, 0), kwargs = {})
+                %bool : bool [num_users=0] = call_method[target=__bool__](args = (%gt,), kwargs =
+            {})
+                %sub : Tensor(2,) [num_users=1] = call_method[target=sub](args = (%x, 1), kwargs =
+            {})
+                return %sub
         """
         if self._latest is None:
             raise InputError("nothing has been traced yet: call the module or its trace() first")
@@ -292,7 +328,15 @@ class ReplayingModule(StandIn):
 
     @property
     def traces(self) -> tuple[Trace, ...]:
-        """All recorded paths."""
+        """All recorded paths.
+
+        Example:
+            >>> import torch, bendtrace as bt
+            >>> bended = bt.BendedModule(lambda x: x + 1 if x.sum() > 0 else -x)
+            >>> _ = bended(torch.ones(2)), bended(-torch.ones(2))
+            >>> [(trace.flow_steps[0].value, trace.names[-1]) for trace in bended.traces]
+            [(True, 'add'), (False, 'neg')]
+        """
         return tuple(
             self._trace_of(recording, program)
             for program in self._tree.programs()
@@ -344,7 +388,17 @@ class ReplayingModule(StandIn):
 
     @property
     def why_live(self) -> tuple[str, ...]:
-        """Why some calls run the model's own Python; empty if none has to."""
+        """Why some calls run the model's own Python; empty if none has to.
+
+        Example:
+            >>> import torch, bendtrace as bt
+            >>> bended = bt.BendedModule(lambda x: x * float(x.numpy().mean()))
+            >>> _ = bended(torch.ones(2))
+            >>> bended.why_live  # doctest: +ELLIPSIS
+            ('numpy at ...:1 hands the content of a tensor to code that cannot be watched',)
+            >>> bended.stats.live
+            1
+        """
         reasons = [reason for trace in self.traces for reason in trace.why_live]
         return tuple(dict.fromkeys(reasons))
 

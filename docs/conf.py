@@ -33,7 +33,11 @@ myst_heading_anchors = 3
 
 # Notebooks are committed without outputs and executed here. `BENDTRACE_DOCS_NOTEBOOKS=off` leaves
 # them as they are, for a look at a page.
-shutil.copytree(ROOT / "notebooks", DOCS / "notebooks", dirs_exist_ok=True)
+shutil.rmtree(DOCS / "notebooks", ignore_errors=True)
+(DOCS / "notebooks").mkdir()
+for notebook in (ROOT / "notebooks").glob("*.ipynb"):
+    text = notebook.read_text("utf-8").replace("](../docs/", "](../")
+    (DOCS / "notebooks" / notebook.name).write_text(text, "utf-8")
 nb_execution_mode = os.environ.get("BENDTRACE_DOCS_NOTEBOOKS", "cache")
 nb_execution_timeout = 120
 nb_execution_raise_on_error = True

@@ -1534,3 +1534,9 @@ def test_the_methods_are_the_functions() -> None:
         bended.from_activations("relu", "fc2", mask=mask, **found),
     ]:
         assert bits(given) == bits(output.detach())
+
+
+def test_inputs_can_be_given_by_name_also_where_the_model_takes_any() -> None:
+    x = torch.tensor([-1.0, 2.0])
+    bended = bt.BendedModule(lambda x, *args, **kwargs: x.relu())
+    assert torch.equal(bended.get_activations("relu", x=x)["relu"], x.relu())

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
 import bendtrace as bt
 from bendtrace import Inputs, Interjection, NodePass
@@ -20,6 +21,9 @@ from tests.promise import assert_promise
 # With something inside, torch's layers do not take the fast path, which gives other bits. So it is
 # with hooks of torch's own.
 NOT_FAST = {"transformer_encoder_layer_fast_path", "multihead_attention_fast_path"}
+
+# Gives a dict with numbers for keys: to take it apart asks for these.
+NUMBERED = {"group_by_traced_label"}
 
 
 class Seeing(Interjection):
@@ -79,3 +83,26 @@ def test_what_keeps_everything_changes_nothing(case: Case, kind: str) -> None:
     nodes = {n.path for trace in bended.traces for n in bt.node_selector.find(where, trace)}
     if kind == "seeing":
         assert set(handles[0].report().paths) >= nodes
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_what_is_inserted_does_not_change_which_iteration_a_flow_step_is_in(case: Case) -> None:
+    if case.name in NOT_FAST:
+        pytest.skip("has another path for models without anything inside")
+    for number, inputs in enumerate(case.paths.values()):
+        steps = []
+        for is_inserted in (False, True):
+            torch.manual_seed(number)
+            model = case.make()
+            bended = bt.BendedModule(model)
+            if is_inserted:
+                bended.interject(lambda node: True, Seeing(), allow_none=True)
+            args, kwargs = inputs()
+            try:
+                trace = bended.trace(*args, **kwargs)
+            except Exception:
+                break  # the model's own error, of which other tests tell
+            steps.append([(step.text, step.iteration) for step in trace.flow_steps])
+        if case.name in NUMBERED:
+            steps = [some[: len(steps[0])] for some in steps]
+        assert steps == steps[:1] * len(steps)

@@ -20,8 +20,7 @@ import torch
 import torch.distributed as dist
 
 import bendtrace as bt
-from bendtrace.distributed import RankDivergenceError
-from bendtrace.errors import InputError
+from bendtrace.errors import InputError, RankDivergenceError
 from bendtrace.recording import agreement as core
 from bendtrace.recording.ranks import Group, Ranks
 

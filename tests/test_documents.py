@@ -12,11 +12,11 @@ from tests.documents import PAGES, ROOT, code_of, is_run, name_of, printed, show
 # Pages that another test runs, in their own way.
 ELSEWHERE = {
     "docs/distributed.md": "tests/test_distributed.py, on two processes",
-    "docs/pictures.md": "docs/make_pictures.py, whose models it is about",
 }
 # Files that a page's code says it makes.
 MADE = {
     "docs/comparisons.md": "reader.svg", "docs/hugging_face.md": "llama.svg",
+    "docs/pictures.md": "gpt2.svg", "docs/tutorial.md": "early_exit.svg",
 }  # fmt: skip
 RUN = [page for page in PAGES if is_run(page) and name_of(page) not in ELSEWHERE]
 

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import bendtrace as bt
-from bendtrace.errors import InputError, NodePathError
-from bendtrace.harvesting import Harvest, HarvestError
+from bendtrace.errors import HarvestError, InputError, NodePathError
+from bendtrace.harvesting import Harvest
 from bendtrace.storage import LoadError, SaveError
 from tests.promise import bits
 

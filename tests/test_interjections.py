@@ -522,6 +522,7 @@ def test_gradients_of_another_kind_are_refused() -> None:
         (lambda grads: torch.ones(5), r"has to return shape \(3,\) for input 0; it returned shape"),
         (lambda grads: (grads, grads), "has to return 1 gradients, one for each input"),
         (lambda grads: "text", "has to return 1 gradients, one for each input; it returned 'text'"),
+        (lambda grads: (grads, grads), "one for each input; it returned a tuple of 2"),
     ]
     for function, message in bad:
 

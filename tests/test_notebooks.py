@@ -7,6 +7,7 @@ import linecache
 from pathlib import Path
 from typing import Any
 
+import matplotlib.pyplot as plt
 import pytest
 
 NOTEBOOKS = sorted((Path(__file__).parent.parent / "notebooks").glob("*.ipynb"))
@@ -25,3 +26,4 @@ def test_runs(path: Path) -> None:
         # As IPython does, so that source text can be found.
         linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
         exec(compile(source, name, "exec"), namespace)
+    plt.close("all")  # the figures of all notebooks would be too many

@@ -1080,3 +1080,12 @@ def test_modules_of_the_model_are_known_in_the_run_that_looks_ahead() -> None:
 def test_the_module_gives_its_names_in_order() -> None:
     assert ns.__all__ == sorted(ns.__all__, key=str)
     assert all(hasattr(ns, name) for name in ns.__all__)
+
+
+def test_a_function_of_a_namespace_without_a_name_is_no_function_of_torch_s() -> None:
+    scope: dict[str, Any] = {}
+    exec("predicate = lambda node: node.shape == (2,)", scope)
+    assert scope["predicate"].__module__ is None
+    trace = bt.trace(lambda x: x.relu() + 1, torch.ones(2))
+    found = bt.node_selector.find(scope["predicate"], trace)
+    assert [node.path for node in found] == ["", "relu", "add"]

@@ -259,7 +259,8 @@ def test_a_frame_holds_the_page_or_is_left_out_where_it_would_be_too_large() -> 
     trace = walk()
     frame = viewer_frame(trace, height=320)
     assert frame is not None
-    ((tag, attributes),) = Elements(frame).found
+    (outer, _), (tag, attributes) = Elements(frame).found
+    assert outer == "div", "IPython warns of what begins with a frame"
     assert (tag, attributes["sandbox"]) == ("iframe", "allow-scripts")
     assert attributes["srcdoc"] == viewer_html(trace, flops=False)
     assert "height:320px" in (attributes["style"] or "")

@@ -35,6 +35,13 @@ class Batch:
     Attributes:
         targets: (batch, ...), the labels; None where none were given.
         samples: (batch,), which samples of the data set they are; None where it was not said.
+
+    Example:
+        >>> import torch, bendtrace as bt
+        >>> targets, samples = torch.tensor([0, 1, 1]), torch.tensor([7, 8, 9])
+        >>> batch = bt.analysis.Batch(targets=targets, samples=samples)
+        >>> batch.select(batch.targets == 1).samples
+        tensor([8, 9])
     """
 
     targets: Tensor | None = None
@@ -79,10 +86,9 @@ class Analyser(Interjection):
 
     Example:
         >>> import re, torch, bendtrace as bt
-        >>> from bendtrace.analysis.streaming.statistic import Count
-        >>> class Rows(Analyser):
+        >>> class Rows(bt.analysis.Analyser):
         ...     def start(self, key):
-        ...         return Count()
+        ...         return bt.analysis.Count()
         ...     def update_state(self, state, value, batch):
         ...         state.update(value)
         ...     def result(self, state):
@@ -188,8 +194,8 @@ class Analyser(Interjection):
             samples: (batch,), which samples of the data set they are.
 
         Example:
-            >>> import torch
-            >>> with Analyser().batch(targets=[0, 1]) as analyser:
+            >>> import torch, bendtrace as bt
+            >>> with bt.analysis.Analyser().batch(targets=[0, 1]) as analyser:
             ...     analyser.targets
             tensor([0, 1])
             >>> analyser.targets is None

@@ -31,9 +31,8 @@ class PerClassAnalyser(Analyser):
         InputError: it is none, or one that does not look at what nodes give or their gradients.
 
     Example:
-        >>> import torch
-        >>> from bendtrace.analysis.features import RunningMean
-        >>> analyser = PerClassAnalyser(RunningMean())
+        >>> import torch, bendtrace as bt
+        >>> analyser = bt.analysis.PerClassAnalyser(bt.analysis.RunningMean())
         >>> analyser.targets = torch.tensor([0, 1, 0])
         >>> analyser.update("fc", torch.tensor([[1.0], [5.0], [3.0]]))
         >>> analyser.to_dict()
@@ -118,9 +117,8 @@ class PerClassVersusAnalyser(PerClassAnalyser):
         analyser: what is done on each side; it serves as a pattern, and sees nothing itself.
 
     Example:
-        >>> import torch
-        >>> from bendtrace.analysis.features import RunningMean
-        >>> analyser = PerClassVersusAnalyser(RunningMean())
+        >>> import torch, bendtrace as bt
+        >>> analyser = bt.analysis.PerClassVersusAnalyser(bt.analysis.RunningMean())
         >>> analyser.targets = torch.tensor([0, 1, 2])
         >>> analyser.update("fc", torch.tensor([[1.0], [5.0], [3.0]]))
         >>> analyser.to_dict()["fc"][0]

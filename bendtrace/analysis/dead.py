@@ -36,7 +36,7 @@ class DeadReLU(UnitAnalyser):
     Example:
         >>> import torch, bendtrace as bt
         >>> bended = bt.BendedModule(torch.nn.ReLU())
-        >>> dead = DeadReLU()
+        >>> dead = bt.analysis.DeadReLU()
         >>> with bended.interject("relu", dead):
         ...     for x in (torch.tensor([[1.0, -1.0]]), torch.tensor([[-2.0, -3.0]])):
         ...         _ = bended(x)

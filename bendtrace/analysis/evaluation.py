@@ -35,6 +35,15 @@ class Evaluated:
         step: how many steps of training there had been.
         epoch: how many epochs of it had been finished.
         results: `analyser.results` then.
+
+    Example:
+        >>> import torch, bendtrace as bt
+        >>> model = torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.ReLU())
+        >>> dead = bt.analysis.DeadReLU()
+        >>> evaluation = bt.analysis.AnalyserEvaluation("1", dead, loader=[torch.eye(2)])
+        >>> found = evaluation.evaluate(model)
+        >>> found.step, found.epoch, found.results["sub_1"]["count"]
+        (0, 0, 2)
     """
 
     step: int
@@ -86,11 +95,10 @@ class AnalyserEvaluation:
         InputError: something given makes no sense.
 
     Example:
-        >>> import torch
-        >>> from bendtrace.analysis.dead import DeadReLU
+        >>> import torch, bendtrace as bt
         >>> model = torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.ReLU())
         >>> data = [(torch.eye(2), torch.tensor([0, 1]))]
-        >>> evaluation = AnalyserEvaluation("1", DeadReLU(), loader=data)
+        >>> evaluation = bt.analysis.AnalyserEvaluation("1", bt.analysis.DeadReLU(), loader=data)
         >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         >>> with evaluation.attached(model):
         ...     for epoch in range(2):

@@ -42,6 +42,18 @@ class UnitAnalyser(Analyser):
 
     Raises:
         InputError: `keep` is none of these.
+
+    Example:
+        >>> import torch, bendtrace as bt
+        >>> x = torch.tensor([[1.0, -1.0], [3.0, 4.0]])
+        >>> for keep in (1, ()):
+        ...     mean = bt.analysis.RunningMean(keep=keep)
+        ...     mean.update("relu", x)
+        ...     print(mean.to_dict()["relu"]["mean"])
+        [2.0, 1.5]
+        1.75
+        >>> isinstance(mean, bt.analysis.UnitAnalyser)
+        True
     """
 
     def __init__(self, *, keep: Keep = 1, per_pass: bool = False) -> None:
@@ -67,7 +79,7 @@ class FeatureStatistics(UnitAnalyser):
     Example:
         >>> import torch, bendtrace as bt
         >>> bended = bt.BendedModule(lambda x: torch.relu(x))
-        >>> statistics = FeatureStatistics()
+        >>> statistics = bt.analysis.FeatureStatistics()
         >>> with bended.interject("relu", statistics, allow_none=True):
         ...     for x in torch.tensor([[[1.0, -1.0]], [[3.0, 4.0]], [[5.0, -1.0]]]):
         ...         _ = bended(x)
@@ -127,9 +139,13 @@ class FeatureStatistics(UnitAnalyser):
 class RunningMean(UnitAnalyser):
     """The mean of each unit: `count`, `mean`.
 
+    Args:
+        keep: which dimensions have results of their own: see `UnitAnalyser`.
+        per_pass: see `Analyser`.
+
     Example:
-        >>> import torch
-        >>> mean = RunningMean()
+        >>> import torch, bendtrace as bt
+        >>> mean = bt.analysis.RunningMean()
         >>> for x in (torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0, 8.0]])):
         ...     mean.update("fc", x)
         >>> mean.to_dict()
@@ -158,8 +174,8 @@ class RunningVariance(UnitAnalyser):
         per_pass: see `Analyser`.
 
     Example:
-        >>> import torch
-        >>> variance = RunningVariance(correction=0)
+        >>> import torch, bendtrace as bt
+        >>> variance = bt.analysis.RunningVariance(correction=0)
         >>> variance.update("fc", torch.tensor([[1.0], [3.0]]))
         >>> variance.to_dict()
         {'fc': {'count': 2, 'mean': [2.0], 'var': [1.0]}}
@@ -193,8 +209,8 @@ class RunningCovariance(UnitAnalyser):
         per_pass: see `Analyser`.
 
     Example:
-        >>> import torch
-        >>> covariance = RunningCovariance()
+        >>> import torch, bendtrace as bt
+        >>> covariance = bt.analysis.RunningCovariance()
         >>> covariance.update("fc", torch.tensor([[1.0, 2.0], [3.0, 6.0]]))
         >>> covariance.to_dict()["fc"]["covariance"]
         [[2.0, 4.0], [4.0, 8.0]]
@@ -220,9 +236,13 @@ class RunningCovariance(UnitAnalyser):
 class RunningMinMax(UnitAnalyser):
     """The smallest and largest value of each unit, in the values' own dtype: `count`, `min`, `max`.
 
+    Args:
+        keep: which dimensions have results of their own: see `UnitAnalyser`.
+        per_pass: see `Analyser`.
+
     Example:
-        >>> import torch
-        >>> extremes = RunningMinMax(keep=())
+        >>> import torch, bendtrace as bt
+        >>> extremes = bt.analysis.RunningMinMax(keep=())
         >>> extremes.update("embedding.input", torch.tensor([[5, 9], [2, 7]]))
         >>> extremes.to_dict()
         {'embedding.input': {'count': 4, 'min': 2, 'max': 9}}
@@ -257,8 +277,8 @@ class RunningQuantile(UnitAnalyser):
         InputError: a rank or the size makes no sense.
 
     Example:
-        >>> import torch
-        >>> quantile = RunningQuantile([0.5], keep=())
+        >>> import torch, bendtrace as bt
+        >>> quantile = bt.analysis.RunningQuantile([0.5], keep=())
         >>> quantile.update("fc", torch.tensor([[1.0, 2.0], [9.0, 3.0]]))
         >>> quantile.to_dict()
         {'fc': {'count': 4, 'quantiles': [2.5], 'rank_error': 0.0}}
@@ -310,8 +330,8 @@ class RunningHistogram(UnitAnalyser):
         InputError: there is no such histogram.
 
     Example:
-        >>> import torch
-        >>> histogram = RunningHistogram(2, 0.0, 1.0, keep=())
+        >>> import torch, bendtrace as bt
+        >>> histogram = bt.analysis.RunningHistogram(2, 0.0, 1.0, keep=())
         >>> histogram.update("sigmoid", torch.tensor([[0.1, 0.5, 0.7]]))
         >>> histogram.to_dict()["sigmoid"]["counts"]
         [1, 2]
@@ -370,8 +390,8 @@ class RunningTopK(UnitAnalyser):
         InputError: k is no positive whole number.
 
     Example:
-        >>> import torch
-        >>> top = RunningTopK(2)
+        >>> import torch, bendtrace as bt
+        >>> top = bt.analysis.RunningTopK(2)
         >>> top.update("fc", torch.tensor([[1.0], [7.0]]), samples=[10, 11])
         >>> top.update("fc", torch.tensor([[3.0], [2.0]]), samples=[12, 13])
         >>> top.to_dict()["fc"]["values"], top.to_dict()["fc"]["samples"]

@@ -55,6 +55,21 @@ class GradientAnalyser(UnitAnalyser):
 
     Raises:
         InputError: `of` is neither.
+
+    Example:
+        >>> import torch, bendtrace as bt
+        >>> class Largest(bt.analysis.GradientAnalyser):
+        ...     def start(self, key):
+        ...         return bt.analysis.MinMax()
+        ...     def update_state(self, state, value, batch):
+        ...         state.update(value.abs())
+        ...     def result(self, state):
+        ...         return {"largest": state.result()["max"]}
+        >>> bended, largest = bt.BendedModule(lambda x: (torch.exp(x) * 3).sum()), Largest()
+        >>> with bended.interject("exp", largest):
+        ...     bended(torch.zeros(2, 1, requires_grad=True)).backward()
+        >>> largest.to_dict()
+        {'exp': {'largest': [3.0]}}
     """
 
     after = Interjection.after  # so that it is not called there
@@ -93,7 +108,7 @@ class GradientAccumulation(GradientAnalyser):
     Example:
         >>> import torch, bendtrace as bt
         >>> bended = bt.BendedModule(lambda x: (torch.exp(x) * torch.tensor([1.0, 3.0])).sum())
-        >>> gradients = GradientAccumulation()
+        >>> gradients = bt.analysis.GradientAccumulation()
         >>> with bended.interject("exp", gradients, allow_none=True):
         ...     for _ in range(2):
         ...         bended(torch.zeros(1, 2, requires_grad=True)).backward()

@@ -30,10 +30,9 @@ class AnalyserList(Analyser):
         InputError: one of them is none.
 
     Example:
-        >>> import torch
-        >>> from bendtrace.analysis.features import RunningMean, RunningMinMax
-        >>> mean, extremes = RunningMean(keep=()), RunningMinMax(keep=())
-        >>> analysers = AnalyserList([mean, extremes])
+        >>> import torch, bendtrace as bt
+        >>> mean, extremes = bt.analysis.RunningMean(keep=()), bt.analysis.RunningMinMax(keep=())
+        >>> analysers = bt.analysis.AnalyserList([mean, extremes])
         >>> analysers.update("relu", torch.tensor([[1.0, 3.0]]))
         >>> analysers.to_dict()["relu"]["RunningMinMax"]
         {'count': 2, 'min': 1.0, 'max': 3.0}

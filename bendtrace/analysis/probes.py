@@ -29,6 +29,9 @@ _MOST_WAITING = 4096
 class LinearProbe(Analyser):
     """Linear probes at nodes, which are trained and scored side by side.
 
+    After Alain and Bengio, "Understanding intermediate layers using linear classifier probes"
+    (2016).
+
     Each node has a linear layer of its own, which is made when its features are first seen, and an
     optimizer of its own. In training mode (`train()`, as it begins) features wait for
     `train_step()`, which makes one step with each probe; one call of the model serves all. In
@@ -78,7 +81,7 @@ class LinearProbe(Analyser):
         >>> import torch, bendtrace as bt
         >>> model = torch.nn.Sequential(torch.nn.Linear(2, 8), torch.nn.ReLU())
         >>> bended = bt.BendedModule(model)
-        >>> probe = LinearProbe(2, torch.optim.Adam)
+        >>> probe = bt.analysis.LinearProbe(2, torch.optim.Adam)
         >>> x = torch.randn(64, 2, generator=torch.Generator().manual_seed(0))
         >>> with bended.interject(torch.nn.ReLU, probe), torch.no_grad():
         ...     probe.targets = (x[:, 0] > 0).long()

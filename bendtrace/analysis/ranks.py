@@ -72,9 +72,8 @@ class Rank(Analyser):
 
     Example:
         >>> import torch, bendtrace as bt
-        >>> from bendtrace.analysis.ranks import Rank
         >>> model = torch.nn.Sequential(torch.nn.Linear(8, 3), torch.nn.Linear(3, 6))
-        >>> bended, rank = bt.BendedModule(model), Rank()
+        >>> bended, rank = bt.BendedModule(model), bt.analysis.Rank()
         >>> with bended.interject("1", rank):
         ...     for _ in range(4):
         ...         _ = bended(torch.randn(16, 8))

@@ -39,8 +39,8 @@ class Spectrum:
         tolerance: singular values up to it count as zero.
 
     Example:
-        >>> import torch
-        >>> found = spectrum(torch.tensor([[3.0, 0.0], [0.0, 4.0], [0.0, 0.0]]))
+        >>> import torch, bendtrace as bt
+        >>> found = bt.analysis.spectrum(torch.tensor([[3.0, 0.0], [0.0, 4.0], [0.0, 0.0]]))
         >>> found
         Spectrum(3 samples x 2 features, rank=2, largest=4, smallest=3)
         >>> found.stable_rank  # (9 + 16) / 16
@@ -171,8 +171,9 @@ def spectrum(
         InputError: it is no matrix of real numbers, or a tolerance is negative.
 
     Example:
-        >>> import torch
-        >>> spectrum(torch.ones(5, 3)).rank, spectrum(torch.ones(5, 3), centred=True).rank
+        >>> import torch, bendtrace as bt
+        >>> matrix = torch.ones(5, 3)
+        >>> bt.analysis.spectrum(matrix).rank, bt.analysis.spectrum(matrix, centred=True).rank
         (1, 0)
     """
     if matrix.dim() != 2 or matrix.is_complex():

@@ -58,8 +58,8 @@ class CovarianceSpectrum(Analyser):
         InputError: one of these makes no sense.
 
     Example:
-        >>> import torch
-        >>> spectrum = CovarianceSpectrum()
+        >>> import torch, bendtrace as bt
+        >>> spectrum = bt.analysis.CovarianceSpectrum()
         >>> spectrum.update("x", torch.tensor([[3.0, 0.0], [-3.0, 0.0]]))
         >>> spectrum.update("x", torch.tensor([[0.0, 1.0], [0.0, -1.0]]))
         >>> spectrum.results["x"]["eigenvalues"]  # 18 / 3 and 2 / 3
@@ -161,6 +161,12 @@ class PowerLaw:
             equal.
         first: the first eigenvalue used, counted from 1.
         last: the last one used.
+
+    Example:
+        >>> import torch, bendtrace as bt
+        >>> fit = bt.analysis.power_law(4.0 / torch.arange(1, 6, dtype=torch.float64))
+        >>> round(fit.exponent, 6), round(fit.scale, 6), fit.first, fit.last
+        (1.0, 4.0, 1, 5)
     """
 
     exponent: float
@@ -192,8 +198,8 @@ def power_law(
         InputError: `first` and `last` make no range.
 
     Example:
-        >>> import torch
-        >>> fit = power_law(5.0 * torch.arange(1, 9, dtype=torch.float64) ** -1.5)
+        >>> import torch, bendtrace as bt
+        >>> fit = bt.analysis.power_law(5.0 * torch.arange(1, 9, dtype=torch.float64) ** -1.5)
         >>> round(fit.exponent, 6), round(fit.scale, 6), round(fit.r_squared, 6)
         (1.5, 5.0, 1.0)
     """

@@ -43,6 +43,17 @@ class WeightRank:
         groups: how many matrices it is, along the first axis; 1 but for grouped convolutions.
         spectrum: the singular values, `samples` x `features` being rows x columns of the matrix.
         shared_with: other names of the same parameter.
+
+    Example:
+        >>> import torch, bendtrace as bt
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 3))
+        >>> with torch.no_grad():
+        ...     _ = model[0].weight.copy_(torch.eye(3, 4))
+        >>> found = bt.analysis.weight_ranks(model)["0.weight"]
+        >>> found, found.module, found.shape
+        (WeightRank('0.weight', 3 x 4, rank=3), 'Linear', (3, 4))
+        >>> found.to_dict()["singular_values"]
+        tensor([1., 1., 1.], dtype=torch.float64)
     """
 
     name: str
@@ -118,11 +129,11 @@ def weight_ranks(
         InputError: there is no such weight, one cannot be read, or a tolerance is negative.
 
     Example:
-        >>> import torch
+        >>> import torch, bendtrace as bt
         >>> model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Conv2d(2, 4, 3, groups=2))
         >>> with torch.no_grad():
         ...     _ = model[0].weight.copy_(torch.ones(3, 4))
-        >>> weight_ranks(model)
+        >>> bt.analysis.weight_ranks(model)
         {'0.weight': WeightRank('0.weight', 3 x 4, rank=1),
          '1.weight': WeightRank('1.weight', 4 x 18, rank=4)}
     """
@@ -151,8 +162,8 @@ class LayerWeightRank(Analyser):
         InputError: a tolerance is negative.
 
     Example:
-        >>> import torch
-        >>> model, ranks = torch.nn.Linear(3, 3), LayerWeightRank()
+        >>> import torch, bendtrace as bt
+        >>> model, ranks = torch.nn.Linear(3, 3), bt.analysis.LayerWeightRank()
         >>> for step in (1, 2):
         ...     with torch.no_grad():
         ...         _ = model.weight.copy_(torch.eye(3))[:step].zero_()

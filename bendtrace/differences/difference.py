@@ -37,6 +37,9 @@ def diff(a: RunLog, b: RunLog, *, rtol: float = 0.0, atol: float = 0.0) -> Diffe
             values are the same if all their bits are.
         atol: absolute tolerance.
 
+    Returns:
+        The `Difference`, which is true if there is one.
+
     Raises:
         InputError: one of them is no trace, or a tolerance is negative.
 
@@ -81,6 +84,18 @@ class Difference:
         first: where the runs first part: the flow step that went otherwise or the layer that one
             run has only, whichever comes first; if both took the same path, the first entry that
             is not the same. None if the runs are the same.
+
+    Example:
+        >>> import torch, bendtrace as bt
+        >>> def shrink(x):
+        ...     while x.norm() > 1:
+        ...         x = x / 2
+        ...     return x
+        >>> difference = bt.diff(bt.trace(shrink, torch.ones(4)), bt.trace(shrink, torch.ones(9)))
+        >>> bool(difference), difference
+        (True, <Difference of shrink: 4 added, 0 removed, 4 changed, 2 in flow, 0 in modules>)
+        >>> [entry.label for entry in difference.added]
+        ['div_1_3:2', 'norm_1_1:3', 'gt_1_2:3', 'bool_1:3']
     """
 
     def __init__(self, a: RunLog, b: RunLog, rtol: float, atol: float) -> None:

@@ -9,11 +9,9 @@ They are traced, replayed and cut into like others; ranks agree before they act 
 
 from bendtrace.distributed.agreeing import Agreement, Traffic, agree, agreement, traffic
 from bendtrace.distributed.tensors import whole
-from bendtrace.errors import RankDivergenceError
 
 __all__ = [
     "Agreement",
-    "RankDivergenceError",
     "Traffic",
     "agree",
     "agreement",

@@ -17,7 +17,16 @@ __all__ = ["Agreement", "Traffic", "agree", "agreement", "traffic"]
 
 
 class Agreement:
-    """What was agreed, until it is taken back: a handle, and a context manager."""
+    """What was agreed, until it is taken back: a handle, and a context manager.
+
+    Example:
+        >>> import bendtrace as bt
+        >>> with bt.distributed.agreement(enabled=False) as setting:
+        ...     print(setting)
+        <ranks do not agree>
+        >>> print(setting)
+        <ranks do not agree, removed>
+    """
 
     def __init__(self, text: str, undo: Callable[[], None]) -> None:
         self._text = text
@@ -51,13 +60,16 @@ def agree(model: Callable[..., Any], group: Any = None) -> Agreement:
         model: a `BendedModule`, a module, or a function.
         group: the process group that has to agree; None for all ranks.
 
+    Returns:
+        A handle, which is also a context manager.
+
     Raises:
         InputError: no process group has been initialised, this rank is not in the group, or
             `model` or `group` is something else.
 
     Example:
         >>> import torch, bendtrace as bt
-        >>> agree(bt.BendedModule(torch.nn.Linear(2, 2)))  # doctest: +ELLIPSIS
+        >>> bt.distributed.agree(bt.BendedModule(torch.nn.Linear(2, 2)))  # doctest: +ELLIPSIS
         Traceback (most recent call last):
         ...
         bendtrace.errors.InputError: ranks can agree only once torch.distributed is initialised: ...
@@ -97,11 +109,15 @@ def agreement(*, enabled: bool | None = None, timeout: float | None = None) -> A
         timeout: after how many seconds a rank that did not come is given up, which is an error
             on all those that wait for it. None leaves it as it is: half an hour.
 
+    Returns:
+        A handle, which is also a context manager: what was set before comes back at its end.
+
     Raises:
         InputError: `timeout` is not a positive number, or `enabled` is no bool.
 
     Example:
-        >>> with agreement(timeout=60.0) as setting:
+        >>> import bendtrace as bt
+        >>> with bt.distributed.agreement(timeout=60.0) as setting:
         ...     setting
         <ranks agree, and wait for 60 s>
         >>> setting
@@ -133,6 +149,12 @@ class Traffic(NamedTuple):
     Attributes:
         meetings: how often ranks have told each other what they are about to do.
         messages: requests to the store for that. Collectives are none among them.
+
+    Example:
+        >>> import torch, bendtrace as bt
+        >>> _ = bt.BendedModule(torch.nn.ReLU())(torch.ones(2))
+        >>> bt.distributed.traffic()  # one process has nobody to agree with
+        Traffic(meetings=0, messages=0)
     """
 
     meetings: int
@@ -143,7 +165,8 @@ def traffic() -> Traffic:
     """Return what agreeing has taken so far, on this rank.
 
     Example:
-        >>> traffic()
+        >>> import bendtrace as bt
+        >>> bt.distributed.traffic()
         Traffic(meetings=0, messages=0)
     """
     if not dist.is_available() or not dist.is_initialized():

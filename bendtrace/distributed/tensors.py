@@ -25,7 +25,8 @@ def whole(value: Any) -> Any:
         The same structure. Gradients flow back to the parts.
 
     Example:
-        >>> whole([torch.ones(2), "as it is"])
+        >>> import torch, bendtrace as bt
+        >>> bt.distributed.whole([torch.ones(2), "as it is"])
         [tensor([1., 1.]), 'as it is']
     """
     module = sys.modules.get("torch.distributed.tensor")

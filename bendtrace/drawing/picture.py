@@ -197,9 +197,8 @@ def draw(
 
     Example:
         >>> import torch, bendtrace as bt
-        >>> from bendtrace.drawing.picture import draw
         >>> trace = bt.trace(torch.nn.Linear(3, 2), torch.ones(1, 3))
-        >>> print(draw(trace).svg.splitlines()[1])
+        >>> print(trace.draw().svg.splitlines()[1])
         <title>Linear</title>
     """
     chosen = format

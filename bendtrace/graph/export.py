@@ -39,15 +39,11 @@ def to_node_link(graph: Graph) -> dict[str, Any]:
         graph: the mirror of a trace.
 
     Example:
-        >>> import json, torch, bendtrace as bt
-        >>> from bendtrace.graph.export import from_node_link, to_node_link
+        >>> import json, networkx as nx, torch, bendtrace as bt
         >>> graph = bt.trace(lambda x: x + 1, torch.ones(2)).graph
-        >>> text = json.dumps(to_node_link(graph))
-        >>> print(from_node_link(json.loads(text)))
-        graph():
-            %x : Tensor(2,) [num_users=1] = placeholder[target=x]
-            %add : Tensor(2,) [num_users=1] = call_method[target=add](args = (%x, 1), kwargs = {})
-            return %add
+        >>> data = json.loads(json.dumps(bt.graph.to_node_link(graph)))
+        >>> nx.node_link_graph(data, edges="edges").nodes["add"]["args"]
+        [{'$node': 'x'}, 1]
     """
     codec = GRAPH_CODEC
     about = {key: codec.encode(graph.graph[key]) for key in graph.graph if key not in _PRIVATE}
@@ -116,9 +112,8 @@ def to_graphml(graph: Graph) -> str:
 
     Example:
         >>> import networkx as nx, torch, bendtrace as bt
-        >>> from bendtrace.graph.export import to_graphml
         >>> graph = bt.trace(lambda x: x.relu() + 1, torch.ones(2)).graph
-        >>> nx.parse_graphml(to_graphml(graph)).nodes["relu"]["shape"]
+        >>> nx.parse_graphml(bt.graph.to_graphml(graph)).nodes["relu"]["shape"]
         '(2,)'
     """
     flat: nx.MultiDiGraph[str] = nx.MultiDiGraph()
@@ -192,9 +187,8 @@ def to_dot(graph: Graph, *, modules: bool = True, control: bool = True) -> str:
 
     Example:
         >>> import torch, bendtrace as bt
-        >>> from bendtrace.graph.export import to_dot
         >>> graph = bt.trace(lambda x: x.relu(), torch.ones(2)).graph
-        >>> print(to_dot(graph), end="")
+        >>> print(bt.graph.to_dot(graph), end="")
         digraph {
           node [shape=box, fontname="Helvetica", fontsize=10];
           edge [fontname="Helvetica", fontsize=9];

@@ -40,6 +40,19 @@ class Graph(nx.MultiDiGraph):  # type: ignore[type-arg]  # not generic when runn
     to (`args[0]`, `kwargs['dim']`, `args[0][1]`), "control" with `step`, the number of the flow
     step under whose condition the target ran, or "memory" from an op that wrote into a tensor, in
     place or through a view, to those that read it afterwards under another node's name.
+
+    Example:
+        >>> import torch, bendtrace as bt
+        >>> def model(x):
+        ...     h = x.relu()
+        ...     return h + 1 if h.sum() > 0 else h
+        >>> graph = bt.trace(model, torch.ones(2)).graph
+        >>> graph
+        <Graph: 7 nodes, 6 data edges, 1 control edge>
+        >>> graph.nodes["add"]["args"], graph.nodes["add"]["shape"], graph.nodes["add"]["text"]
+        ((%relu, 1), (2,), 'h + 1')
+        >>> list(graph.data_edges())[:2], list(graph.control_edges())
+        ([('x', 'relu', 'args[0]'), ('relu', 'sum', 'args[0]')], [('bool', 'add', 0)])
     """
 
     @property
@@ -80,7 +93,9 @@ class Graph(nx.MultiDiGraph):  # type: ignore[type-arg]  # not generic when runn
 
     def __repr__(self) -> str:
         data, control = len(list(self.data_edges())), len(list(self.control_edges()))
-        return f"<Graph: {len(self)} nodes, {data} data edges, {control} control edges>"
+        counts = {"node": len(self), "data edge": data, "control edge": control}
+        told = (f"{n} {what}" if n == 1 else f"{n} {what}s" for what, n in counts.items())
+        return f"<Graph: {', '.join(told)}>"
 
     def __str__(self) -> str:
         lines = ["graph():"]

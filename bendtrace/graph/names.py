@@ -12,7 +12,21 @@ __all__ = ["NodeRef", "base_name", "base_name_of", "node_names", "target_name"]
 
 
 class NodeRef:
-    """Stands in a node's arguments for the value of another node."""
+    """Stands in a node's arguments for the value of another node.
+
+    Args:
+        name: the name of that node.
+
+    Attributes:
+        name: the name of that node.
+
+    Example:
+        >>> import torch, bendtrace as bt
+        >>> graph = bt.trace(lambda x: x.relu() + 1, torch.ones(2)).graph
+        >>> reference, one = graph.nodes["add"]["args"]
+        >>> reference, reference.name, reference == bt.graph.NodeRef("relu"), one
+        (%relu, 'relu', True, 1)
+    """
 
     __slots__ = ("name",)
 

@@ -1,18 +1,20 @@
 """Activations of a data set, streamed to files.
 
-Example:
-    >>> from bendtrace.harvesting import Harvest
-    >>> Harvest.open  # doctest: +ELLIPSIS
-    <bound method Harvest.open of <class '...Harvest'>>
+>>> import tempfile, torch, bendtrace as bt
+>>> data = torch.arange(4.0).reshape(2, 2, 1)
+>>> with tempfile.TemporaryDirectory() as directory:
+...     _ = bt.harvest(torch.exp, data, where="exp", out=directory, progress=False)
+...     bt.harvesting.Harvest.open(directory)
+Harvest of 4 samples in 1 shard
+  <exp: float32[4, 1]>
 """
 
 from __future__ import annotations
 
-from bendtrace.errors import HarvestError
 from bendtrace.harvesting.column import Column
 from bendtrace.harvesting.harvest import harvest
 from bendtrace.harvesting.paths import Condition, Path
 from bendtrace.harvesting.reading import Harvest
 from bendtrace.harvesting.taken import Taken
 
-__all__ = ["Column", "Condition", "Harvest", "HarvestError", "Path", "Taken", "harvest"]
+__all__ = ["Column", "Condition", "Harvest", "Path", "Taken", "harvest"]

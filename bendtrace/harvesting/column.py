@@ -48,6 +48,15 @@ class Column:
         name: the node, as in the files.
         dtype: of the elements.
         per_sample: whether there is a row for each sample, or one for each batch.
+
+    Example:
+        >>> import tempfile, torch, bendtrace as bt
+        >>> data = torch.arange(6.0).reshape(3, 2, 1)
+        >>> with tempfile.TemporaryDirectory() as directory:
+        ...     found = bt.harvest(torch.neg, data, where="neg", out=directory, progress=False)
+        ...     column = found["neg"]
+        ...     column, len(column), column[2:4].flatten()
+        (<neg: float32[6, 1]>, 6, tensor([-2., -3.]))
     """
 
     def __init__(

@@ -43,6 +43,16 @@ class Condition:
         module: qualified name of the module whose forward was running.
         iteration: in which iteration of each loop around it, counted from 0, outermost first.
         is_loop: whether it is a loop as a whole.
+
+    Example:
+        >>> import tempfile, torch, bendtrace as bt
+        >>> def halved(x):
+        ...     return x / 2 if x.norm() > 1 else x
+        >>> data = [torch.tensor([4.0]), torch.tensor([0.5])]
+        >>> with tempfile.TemporaryDirectory() as directory:
+        ...     found = bt.harvest(halved, data, where=(), out=directory, progress=False)
+        ...     [(c.text, c.outcome) for path in found.paths for c in path.conditions]
+        [('x.norm() > 1', True), ('x.norm() > 1', False)]
     """
 
     kind: str
@@ -85,6 +95,18 @@ class Path:
     Attributes:
         name: 12 hexadecimal digits, the same in each process and harvest of the same source.
         conditions: what led there, in order.
+
+    Example:
+        >>> import tempfile, torch, bendtrace as bt
+        >>> def halved(x):
+        ...     while x.norm() > 1:
+        ...         x = x / 2
+        ...     return x
+        >>> data = [torch.tensor([4.0]), torch.tensor([0.5])]
+        >>> with tempfile.TemporaryDirectory() as directory:
+        ...     found = bt.harvest(halved, data, where=(), out=directory, progress=False)
+        ...     [(str(path), found.counts[path.name]) for path in found.paths]
+        [('while x.norm() > 1: 2 iterations', 1), ('while x.norm() > 1: 0 iterations', 1)]
     """
 
     name: str

@@ -5,10 +5,16 @@ from __future__ import annotations
 import importlib
 import sys
 import time
+import warnings
 from types import TracebackType
 from typing import Any
 
-from tqdm.auto import tqdm
+from tqdm import TqdmWarning
+
+with warnings.catch_warnings():
+    # In a notebook without its widgets, it would say that there are none.
+    warnings.simplefilter("ignore", TqdmWarning)
+    from tqdm.auto import tqdm
 
 __all__ = ["Progress", "peak_memory"]
 

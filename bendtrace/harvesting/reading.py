@@ -57,11 +57,10 @@ class Harvest:
 
     Example:
         >>> import tempfile, torch, bendtrace as bt
-        >>> from bendtrace.harvesting import Harvest
         >>> data = torch.arange(4.0).reshape(2, 2, 1)
         >>> with tempfile.TemporaryDirectory() as directory:
         ...     _ = bt.harvest(torch.exp, data, where="exp", out=directory, progress=False)
-        ...     found = Harvest.open(directory)
+        ...     found = bt.harvesting.Harvest.open(directory)
         ...     len(found), found["exp"].shape, found.ids
         (4, (4, 1), [0, 1, 2, 3])
     """

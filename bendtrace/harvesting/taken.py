@@ -25,6 +25,19 @@ class Taken:
         positions: where they are in the harvest: int64 of shape (samples,).
         batches: which batches these are, counted from 0: int64 of shape (batches,).
         per_sample: whether all these batches are of one sample.
+
+    Example:
+        >>> import tempfile, torch, bendtrace as bt
+        >>> def model(x):
+        ...     return x.exp() if x.sum() > 0 else x
+        >>> data = [torch.tensor([4.0]), torch.tensor([-0.5]), torch.tensor([2.0])]
+        >>> with tempfile.TemporaryDirectory() as directory:
+        ...     found = bt.harvest(model, data, where="exp", out=directory, progress=False)
+        ...     taken = found.took("x.sum() > 0", True)
+        ...     taken, taken.positions, taken.per_sample
+        ...     found["exp"][taken].shape
+        (<2 samples of 2 batches: 0, 2>, tensor([0, 2]), True)
+        torch.Size([2])
     """
 
     ids: list[Any]

@@ -127,6 +127,17 @@ class LayerEntry:
         saved: what was kept of its value; see `tensor_contents`.
         unsaved: why what was kept could not be stored, for a log that was loaded.
         gradient: what was kept of its gradient; see `grad_contents`.
+
+    Example:
+        >>> import torch, bendtrace as bt
+        >>> model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.ReLU())
+        >>> entry = bt.trace(model, torch.ones(4, 2), save="all")["linear_1"]
+        >>> entry
+        <op linear_1_1 (4, 3)>
+        >>> entry.shape, entry.module, entry.parents, entry.children
+        ((4, 3), '0', ['input_1_0'], ['relu_1_2'])
+        >>> [used.name for used in entry.state], entry.flops, entry.tensor_contents.shape
+        (['0.bias', '0.weight'], 48, torch.Size([4, 3]))
     """
 
     kind: EntryKind

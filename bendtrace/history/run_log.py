@@ -107,7 +107,18 @@ class RunLog:
 
     @property
     def tree(self) -> Node:
-        """The tree of node paths: `history.tree.features.sub_6.conv2d`."""
+        """The tree of node paths: `history.tree.features.sub_6.conv2d`.
+
+        Example:
+            >>> import torch, bendtrace as bt
+            >>> model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.ReLU())
+            >>> tree = bt.trace(model, torch.ones(4, 2)).tree
+            >>> tree.sub_1
+            sub_1: Graph(3)
+            ├─input: Tensor(4, 3)
+            ├─relu: Tensor(4, 3)
+            └─output: Tensor(4, 3)
+        """
         return self._tree.root
 
     @property
@@ -164,7 +175,14 @@ class RunLog:
         return entry_text(entry, self._log, self._lookup)
 
     def keys_of(self, entry: LayerEntry) -> list[str]:
-        """Return the keys that find just this entry."""
+        """Return the keys that find just this entry.
+
+        Example:
+            >>> import torch, bendtrace as bt
+            >>> history = bt.trace(torch.nn.Sequential(torch.nn.Linear(2, 3)), torch.ones(4, 2))
+            >>> history.keys_of(history["linear_1"])
+            ['-2', '1', '0', '0:1', 'linear_1_1', 'linear_1_1:1']
+        """
         return self._lookup.keys_of(entry)
 
     def to_text(self, layers: int | None = _MOST) -> str:
@@ -179,6 +197,16 @@ class RunLog:
         """Return a networkx graph with a node for each layer, whatever the number of its passes.
 
         Its edges carry `back`, whether they lead from one pass to a later one.
+
+        Example:
+            >>> import torch, bendtrace as bt
+            >>> def shrink(x):
+            ...     while x.norm() > 1:
+            ...         x = x / 2
+            ...     return x
+            >>> graph = bt.trace(shrink, torch.full((4,), 3.0)).rolled_graph()
+            >>> [(source, target) for source, target, back in graph.edges(data="back") if back]
+            [('div_1_3', 'norm_1_1'), ('div_1_3', 'div_1_3')]
         """
         return rolled_graph(self.entries_without_state())
 
@@ -187,6 +215,22 @@ class RunLog:
 
         Args:
             most: how many to list; None for all.
+
+        Example:
+            >>> import torch, bendtrace as bt
+            >>> def shrink(x):
+            ...     while x.norm() > 1:
+            ...         x = x / 2
+            ...     return x
+            >>> print(bt.trace(shrink, torch.full((4,), 3.0)).rolled())
+            layer       passes    shapes    module    from
+            ----------  --------  --------  --------  ---------------------------------------
+            input_1_0   1         (4,)
+            norm_1_1    4         ()                  input_1_0, div_1_3 (of the pass before)
+            gt_1_2      4         ()                  norm_1_1
+            bool_1      4                             gt_1_2
+            div_1_3     3         (4,)                input_1_0, div_1_3 (of the pass before)
+            output_1_4  1         (4,)                div_1_3
         """
         return rolled_table(self.entries_without_state(), most)
 
@@ -199,6 +243,12 @@ class RunLog:
 
         Raises:
             ImportError: pandas is not installed.
+
+        Example:
+            >>> import torch, bendtrace as bt
+            >>> history = bt.trace(torch.nn.Sequential(torch.nn.Linear(2, 3)), torch.ones(4, 2))
+            >>> history.to_pandas()["shape"].to_dict()
+            {'input_1_0': (4, 2), 'linear_1_1': (4, 3), 'output_1_2': (4, 3)}
         """
         return data_frame(self._lookup.layers)
 

@@ -65,6 +65,18 @@ class Activations(dict[str, Any]):
     A node that was executed several times has a path for each pass: `relu:1`, `relu:2`. What
     gave a container is here as such a container. Whatever else a node was asked for by, as a
     key finds it too, if it is the only one.
+
+    Example:
+        >>> import torch, bendtrace as bt
+        >>> def model(x):
+        ...     for _ in range(2):
+        ...         x = torch.relu(x - 1)
+        ...     return x
+        >>> found = bt.BendedModule(model).get_activations("relu", args=(torch.tensor([3.0]),))
+        >>> found
+        {'relu:1': tensor([2.]), 'relu:2': tensor([1.])}
+        >>> found.passes("relu")
+        [tensor([2.]), tensor([1.])]
     """
 
     def __init__(self, values: Mapping[str, Any], names: Mapping[str, list[str]]) -> None:

@@ -32,6 +32,16 @@ class Candidate:
         shape: shape of the first tensor that it gave; None where that is not known yet.
         dtype: dtype of that tensor.
         uses_parameter: for functions, whether a parameter is among what they are given.
+
+    Example:
+        >>> import torch, bendtrace as bt
+        >>> model = torch.nn.Sequential(torch.nn.Linear(2, 100), torch.nn.ReLU())
+        >>> trace = bt.trace(model, torch.ones(1, 2))
+        >>> linear = bt.node_selector.find(torch.nn.Linear, trace)[0]
+        >>> linear, linear.path, linear.qualified_name, linear.shape
+        (<node sub_0: Linear>, 'sub_0', '0', (1, 100))
+        >>> bt.node_selector.find(lambda node: node.shape == (1, 100) and not node.is_module, trace)
+        [<node sub_0.linear: linear>, <node sub_1.relu: relu>]
     """
 
     path: str
@@ -91,6 +101,18 @@ class CandidateGraph:
 
     Attributes:
         nodes: the nodes by path.
+
+    Example:
+        >>> import dataclasses, torch, bendtrace as bt
+        >>> @dataclasses.dataclass(frozen=True)
+        ... class Used(bt.node_selector.Selector):
+        ...     times: int
+        ...     looks_ahead = True
+        ...     def select(self, graph):
+        ...         return {node.path for node in graph if len(graph.followers(node)) == self.times}
+        >>> trace = bt.trace(lambda x: (x := x.relu()).exp() + x.tanh(), torch.ones(2))
+        >>> bt.node_selector.find(Used(2), trace)
+        [<node relu: relu>]
     """
 
     def __init__(

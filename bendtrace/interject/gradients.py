@@ -11,6 +11,7 @@ from torch import Tensor
 from bendtrace.errors import InterjectionError
 from bendtrace.interject.interjection import NodePass
 from bendtrace.interject.plan import Entry
+from bendtrace.interject.structure import describe
 
 __all__ = ["ALIAS", "Through"]
 
@@ -124,7 +125,7 @@ class Through:
         return tuple(result)
 
     def _error(self, entry: Entry, expected: str, got: Any) -> InterjectionError:
-        shown = f"shape {tuple(got.shape)}" if isinstance(got, Tensor) else repr(got)
+        shown = f"shape {tuple(got.shape)}" if isinstance(got, Tensor) else describe(got)
         path = self._at.path
         return InterjectionError(
             f"{entry.what.label} at {path or '<root>'}: process_backward has to return {expected}; "

@@ -101,6 +101,16 @@ class Insertion:
         where: the nodes, as given.
         passes: in which passes of them it is called.
         runs: paths that calls took while it was there, the first ones.
+
+    Example:
+        >>> import torch, bendtrace as bt
+        >>> bended = bt.BendedModule(lambda x: torch.relu(x) + 1)
+        >>> handle = bended.interject("relu", torch.zeros_like)
+        >>> bended(torch.ones(2)), handle.active
+        (tensor([1., 1.]), True)
+        >>> handle.remove()
+        >>> bended(torch.ones(2)), handle
+        (tensor([2., 2.]), <insertion of zeros_like at 'relu', removed>)
     """
 
     def __init__(

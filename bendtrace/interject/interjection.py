@@ -14,8 +14,23 @@ __all__ = ["Inputs", "Interjection", "NodePass"]
 class Inputs(tuple[Any, ...]):
     """What a node was given: the positional arguments, as a tuple.
 
+    Args:
+        args: the positional arguments.
+        kwargs: the keyword arguments; None for none.
+
     Attributes:
         kwargs: the keyword arguments.
+
+    Example:
+        >>> import torch, bendtrace as bt
+        >>> class Halved(bt.Interjection):
+        ...     def before(self, at, inputs):
+        ...         print(inputs[1:], inputs.kwargs)
+        ...         return bt.Inputs((inputs[0] / 2, *inputs[1:]), inputs.kwargs)
+        >>> bended = bt.BendedModule(lambda x: torch.softmax(x, -1, dtype=torch.float64))
+        >>> with bended.interject("softmax", Halved()):
+        ...     _ = bended(torch.ones(2))
+        (-1,) {'dtype': torch.float64}
     """
 
     kwargs: dict[str, Any]
@@ -39,6 +54,20 @@ class NodePass:
         scope: qualified name of the module in whose code it happens.
         place: where in the source it happens, calls around it included: the same text for the same
             node in other processes. "" for parameters and the like.
+
+    Example:
+        >>> import torch, bendtrace as bt
+        >>> def model(x):
+        ...     for _ in range(2):
+        ...         x = torch.relu(x - 1)
+        ...     return x
+        >>> bended = bt.BendedModule(model)
+        >>> def tell(value, at):
+        ...     print(at.path, at.number, at.function.__name__)
+        >>> with bended.interject("relu", tell):
+        ...     _ = bended(torch.ones(2))
+        relu 0 relu
+        relu 1 relu
     """
 
     path: str
@@ -66,6 +95,21 @@ class Interjection:
             Otherwise, where the model's forward assigns attributes whose names are in its code,
             calls are run live, since a replay assigns them at its end.
         label: what reports and graphs call it.
+
+    Example:
+        >>> import torch, bendtrace as bt
+        >>> class Clipped(bt.Interjection):
+        ...     def after(self, at, inputs, output):
+        ...         return output.clamp(max=1)
+        ...     def backward(self, at, grad_input, grad_output):
+        ...         print(at.path, [grad.tolist() for grad in grad_output])
+        >>> bended = bt.BendedModule(lambda x: torch.exp(x) * 2)
+        >>> with bended.interject("exp", Clipped()):
+        ...     out = bended(torch.tensor([-1.0, 1.0], requires_grad=True))
+        >>> out.detach()
+        tensor([0.7358, 2.0000])
+        >>> out.sum().backward()
+        exp [[2.0, 0.0]]
     """
 
     observes: bool = False

@@ -58,8 +58,7 @@ class ForwardInterjection(_Module):
 
     Example:
         >>> import torch, bendtrace as bt
-        >>> from bendtrace.interjections import ForwardInterjection
-        >>> class Doubled(ForwardInterjection):
+        >>> class Doubled(bt.interjections.ForwardInterjection):
         ...     def process(self, name, module, inputs):
         ...         return inputs * 2
         >>> bended = bt.BendedModule(lambda x: x.relu() + 1)
@@ -94,8 +93,7 @@ class WrappedForwardInterjection(_Module):
 
     Example:
         >>> import torch, bendtrace as bt
-        >>> from bendtrace.interjections import WrappedForwardInterjection
-        >>> class Residual(WrappedForwardInterjection):
+        >>> class Residual(bt.interjections.WrappedForwardInterjection):
         ...     def process(self, name, module, inputs, outputs):
         ...         return inputs + outputs
         >>> bended = bt.BendedModule(lambda x: x.relu())
@@ -136,8 +134,7 @@ class WrappedForwardBackwardInterjection(_Module):
 
     Example:
         >>> import torch, bendtrace as bt
-        >>> from bendtrace.interjections import WrappedForwardBackwardInterjection
-        >>> class Halved(WrappedForwardBackwardInterjection):
+        >>> class Halved(bt.interjections.WrappedForwardBackwardInterjection):
         ...     def process_backward(self, name, module, grad_input, grad_output):
         ...         return grad_input / 2
         >>> bended = bt.BendedModule(lambda x: x.relu() + x)

@@ -43,6 +43,20 @@ class Report:
         where: where.
         rows: the nodes at which it was called.
         notes: why it was not called elsewhere, one line each.
+
+    Example:
+        >>> import torch, bendtrace as bt
+        >>> bended = bt.BendedModule(lambda x: torch.relu(x) + x.exp())
+        >>> handle = bended.interject(["relu", "exp"], lambda value: value.clamp(max=5))
+        >>> for value in (1.0, 2.0):
+        ...     _ = bended(torch.tensor([value]))
+        >>> report = handle.report()
+        >>> report
+        function at 'relu', 'exp': called 4 times at 2 nodes
+          relu: 2 times, no change
+          exp: 2 times, changed the value once
+        >>> report.fired, report.changed, report.paths
+        (4, True, ('relu', 'exp'))
     """
 
     label: str

@@ -104,9 +104,8 @@ def replace(
 
     Example:
         >>> import torch, bendtrace as bt
-        >>> from bendtrace.interject.rewriting import replace
         >>> bended = bt.BendedModule(lambda x: torch.relu(x) + 1)
-        >>> with replace(bended, "relu", torch.abs):
+        >>> with bt.rewriting.replace(bended, "relu", torch.abs):
         ...     bended(torch.tensor([-2.0]))
         tensor([3.])
     """
@@ -148,9 +147,8 @@ def remove(
 
     Example:
         >>> import torch, bendtrace as bt
-        >>> from bendtrace.interject.rewriting import remove
         >>> bended = bt.BendedModule(lambda x: x.relu() + x * 2)
-        >>> with remove(bended, "relu"), remove(bended, "add", keep=1):
+        >>> with bt.rewriting.remove(bended, "relu"), bt.rewriting.remove(bended, "add", keep=1):
         ...     bended(torch.tensor([-2.0]))
         tensor([-4.])
     """
@@ -193,12 +191,11 @@ def between(
 
     Example:
         >>> import torch, bendtrace as bt
-        >>> from bendtrace.interject.rewriting import between
         >>> def twice_used(x):
         ...     h = x.relu()
         ...     return h * 10 + h
         >>> bended = bt.BendedModule(twice_used)
-        >>> with between(bended, "relu", "mul", torch.zeros_like):
+        >>> with bt.rewriting.between(bended, "relu", "mul", torch.zeros_like):
         ...     bended(torch.ones(2))
         tensor([1., 1.])
     """
@@ -255,12 +252,11 @@ def splice(
 
     Example:
         >>> import torch, bendtrace as bt
-        >>> from bendtrace.interject.rewriting import splice
         >>> bended = bt.BendedModule(lambda x: x.relu() + 1)
-        >>> with splice(bended, "relu", torch.round) as handle:
+        >>> with bt.rewriting.splice(bended, "relu", torch.round) as handle:
         ...     bended(torch.tensor([0.75])), handle.error
         (tensor([2.]), tensor([-0.2500]))
-        >>> with splice(bended, "relu", torch.round, keep_error=True):
+        >>> with bt.rewriting.splice(bended, "relu", torch.round, keep_error=True):
         ...     bended(torch.tensor([0.75]))
         tensor([1.7500])
     """

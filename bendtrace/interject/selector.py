@@ -16,6 +16,16 @@ class NodeSelector:
         looks_ahead: whether the whole graph has to be known to tell. Such selectors are decided
             by a run of the model without insertions on the same inputs.
         needs_output: whether the output has to be known to tell.
+
+    Example:
+        >>> import torch, bendtrace as bt
+        >>> class OfMatrices(bt.node_selector.NodeSelector):
+        ...     needs_output = True
+        ...     def matches(self, node):
+        ...         return node.shape is not None and len(node.shape) == 2
+        >>> trace = bt.trace(lambda x: x.relu().sum(0).exp(), torch.ones(2, 3))
+        >>> bt.node_selector.find(OfMatrices(), trace)
+        [<node relu: relu>]
     """
 
     looks_ahead: bool = False

@@ -51,8 +51,9 @@ def opaque(function: Callable[..., Any]) -> Callable[..., Any]:
     For what torch does not let a tracer see: foreign kernels, numpy code that makes tensors, C++
     extensions. The function is called anew by each replay, with the tensors and numbers of that
     call; what it changes in them, it changes again. The op is guarded by what it returns: numbers
-    as traced numbers, other plain values by value, tensors not at all. Nothing inside it becomes
-    a node or a flow step, and what it reads besides its arguments is not guarded.
+    as traced scalars, other plain values by value, tensors not at all. Nothing inside it becomes
+    a node or a flow step, and of what it reads besides its arguments only numbers in globals and
+    closures are guarded.
 
     Args:
         function: any callable; usable as a decorator, also of methods.

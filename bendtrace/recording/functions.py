@@ -204,6 +204,8 @@ def is_torchs_function(function: object) -> bool:
         return False
     if isinstance(module, str):
         return module.split(".")[0] in ("torch", "builtins", "_VariableFunctions")
+    if isinstance(function, (types.FunctionType, types.MethodType)):
+        return False  # made in a namespace without a name
     return owner is not None or module is None or isinstance(function, type(Tensor.add))
 
 

@@ -18,6 +18,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from types import CodeType
 
+from bendtrace.recording.functions import is_gate
 from bendtrace.recording.sites import Place, Site, Span
 from bendtrace.recording.statements import Role, decides, leaves_loop, role_of
 from bendtrace.recording.syntax import Loop
@@ -34,6 +35,8 @@ __all__ = [
 
 Order = tuple[int, int]
 _PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
+_OF_RESULTS = ("", "metadata")  # guards on what an op gives, not on what was asked of it
+_ASKED = (Test.TRUTH, Test.VALUE)
 _COMPREHENSIONS = frozenset({"<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>"})
 
 
@@ -51,6 +54,8 @@ class Mark:
         scope: the module call whose forward contains the place.
         element_of: for an op that takes an element out of a result, the number of the op that
             gave the result. It happens where the element is first used, under the other's place.
+        beside: for what was put in besides the model's own ops, whether that was "before" the op
+            at the same place or "after" it; "" for all else.
     """
 
     order: Order
@@ -61,6 +66,7 @@ class Mark:
     outer: object
     scope: ModuleCall
     element_of: int | None
+    beside: str
 
 
 def user_code(scope: ModuleCall, site: Site) -> tuple[Place, object, ModuleCall]:
@@ -166,8 +172,18 @@ def marks_of(tape: Tape) -> Iterator[Mark]:
                 outer = (id(owner), found.chain[level + 2 :])
             yield Mark(
                 order, record, place, role_of(place), activation, outer, scope,
-                _element_of(tape, record),
+                _element_of(tape, record), _beside(tape, record),
             )  # fmt: skip
+
+
+def _beside(tape: Tape, record: Op | Guard) -> str:
+    op = tape.ops[record.index]
+    if isinstance(record, Guard):
+        if record.test in _ASKED and record.how not in _OF_RESULTS:
+            return ""  # Python has asked for the value, wherever it is from
+        while op.kind is OpKind.SCALAR and _is_element(op):
+            op = tape.ops[op.args[0].index]
+    return (getattr(op.target, "role", "") or "after") if is_gate(op) else ""
 
 
 def _element_of(tape: Tape, record: Op | Guard) -> int | None:
@@ -217,11 +233,19 @@ class Iterations:
         self._running: dict[object, _Running] = defaultdict(_Running)
         self._heads: dict[tuple[object, Loop], Order] = {}
         self._entered: set[tuple[object, Loop]] = set()
+        waiting: dict[object, list[Order]] = defaultdict(list)
         for mark in marks:
             if mark.element_of is not None:
                 self._at[mark.order] = self._at.get((mark.element_of, 0), ())
+            elif mark.beside:
+                state = self._running[mark.activation]
+                self._at[mark.order] = (*state.around, *state.at.values())
+                if mark.beside == "before":  # the iteration is that of the op to come
+                    waiting[mark.activation].append(mark.order)
             else:
                 self._follow(mark)
+                for order in waiting.pop(mark.activation, ()):
+                    self._at[order] = self._at[mark.order]
 
     def at(self, order: Order) -> tuple[int, ...]:
         """Return the iteration of each loop around a mark, outermost first, from 0."""
@@ -297,7 +321,7 @@ class Iterations:
             head = self._heads.get((activation, loop)) or self._heads.get((mark.outer, loop))
             if head is not None:
                 self._counts[head] = max(self._counts[head], state.at[loop] + 1)
-        if not isinstance(guard, Guard) or guard.how in ("", "metadata"):
+        if not isinstance(guard, Guard) or guard.how in _OF_RESULTS:
             return
         if role.heads is not None:
             self._heads[activation, role.heads] = mark.order

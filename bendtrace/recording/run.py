@@ -29,7 +29,7 @@ class Signature:
         function: the module or function that is called.
 
     Attributes:
-        parameters: the names in its signature.
+        parameters: the names in its signature that an argument can be given by.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -40,7 +40,8 @@ class Signature:
             parameters = list(inspect.signature(called).parameters.values())
         except (TypeError, ValueError):  # a builtin: positions have no names
             parameters = []
-        self.parameters = frozenset(p.name for p in parameters)
+        gathering = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+        self.parameters = frozenset(p.name for p in parameters if p.kind not in gathering)
         self._order = {p.name: position for position, p in enumerate(parameters)}
         self._positional = [p.name for p in parameters if p.kind in _POSITIONAL]
         self._rest = next((p.name for p in parameters if p.kind is p.VAR_POSITIONAL), "args")

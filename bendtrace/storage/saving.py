@@ -34,11 +34,10 @@ def save(history: RunLog, directory: str | os.PathLike[str]) -> None:
 
     Example:
         >>> import tempfile, torch, bendtrace as bt
-        >>> from bendtrace.storage import load, save
         >>> history = bt.trace(torch.nn.ReLU(), torch.tensor([-1.0, 1.0]), save="all")
         >>> with tempfile.TemporaryDirectory() as directory:
-        ...     save(history, directory)
-        ...     load(directory)["relu_1"].tensor_contents
+        ...     history.save(directory)
+        ...     bt.load(directory)["relu_1"].tensor_contents
         tensor([0., 1.])
     """
     encode = GRAPH_CODEC.encode

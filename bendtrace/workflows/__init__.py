@@ -1,12 +1,13 @@
 """Research workflows: patching, tracing causes, ablation, steering, lenses.
 
->>> import torch
->>> out, cache = run_with_cache(torch.nn.Sequential(torch.nn.ReLU()), torch.tensor([-1.0, 2.0]))
+>>> import torch, bendtrace as bt
+>>> model = torch.nn.Sequential(torch.nn.ReLU(), torch.nn.Tanh())
+>>> out, cache = bt.workflows.run_with_cache(model, torch.tensor([-1.0, 2.0]))
 >>> cache["0.output"]
 tensor([0., 2.])
 """
 
-from bendtrace.errors import SiteError
+from bendtrace.calls import Call
 from bendtrace.workflows.ablation import AblationStudy, ablate, ablation_study
 from bendtrace.workflows.aliases import Alias, Aliases, transformer_lens_aliases
 from bendtrace.workflows.attribution import Attribution, attribution_patching
@@ -28,6 +29,7 @@ __all__ = [
     "Aliases",
     "Attribution",
     "BendingSession",
+    "Call",
     "CausalTrace",
     "LatentEdit",
     "LensResult",
@@ -37,7 +39,6 @@ __all__ = [
     "Reach",
     "ReceptiveField",
     "RidgeProbe",
-    "SiteError",
     "SplicedAutoencoder",
     "Steering",
     "SteeringVectors",

@@ -57,7 +57,8 @@ def ablate(
             - "mean": the mean over the axes `over`, of what the node gives for `reference`, or if
               there is none in the present call, by itself for each node and pass;
             - "resample": what the node gives for another sample (axis 0): of the present call, in
-              a cycle of all of them, so that none gets its own; or of `reference`;
+              a cycle of all of them, so that none gets its own; or of `reference` (Chan et al.,
+              "Causal Scrubbing", 2022);
             - a number or a tensor, which is broadcast to the part;
             - a function of the whole value, which gives another one of the same shape.
         heads: how many heads the value consists of, along `head_axis`.
@@ -88,18 +89,17 @@ def ablate(
 
     Example:
         >>> import torch, bendtrace as bt
-        >>> from bendtrace.workflows.ablation import ablate
         >>> bended = bt.BendedModule(lambda x: torch.relu(x) + 1)
         >>> x = torch.tensor([[1.0, 2.0], [3.0, 6.0]])
-        >>> with ablate(bended, "relu", channels=1):
+        >>> with bt.workflows.ablate(bended, "relu", channels=1):
         ...     bended(x)
         tensor([[2., 1.],
                 [4., 1.]])
-        >>> with ablate(bended, "relu", "mean"):
+        >>> with bt.workflows.ablate(bended, "relu", "mean"):
         ...     bended(x)
         tensor([[3., 5.],
                 [3., 5.]])
-        >>> with ablate(bended, "relu", "resample", channels=0):
+        >>> with bt.workflows.ablate(bended, "relu", "resample", channels=0):
         ...     bended(x)
         tensor([[4., 3.],
                 [2., 7.]])
@@ -164,11 +164,30 @@ class _InputAblation(_Ablation):
 class AblationStudy(Grid):
     """What ablating one thing after the other has shown.
 
-    `positions` are the channels, if they were told apart.
-
     Attributes:
+        values: the metric with each cell ablated, in shape (sites, channels), or (sites, channels,
+            heads) where heads were told apart; float64, nan where something is missing.
+        sites: names of the sites.
+        positions: the channels: ints, slices, groups of ints; (None,) where they were not told
+            apart.
+        heads: the numbers of the heads; None where they were not told apart.
         base: the metric of the model as it is.
         how: what took the place of values.
+        missing: why cells are nan, by name of the site.
+
+    Example:
+        >>> import torch, bendtrace as bt
+        >>> def model(x):
+        ...     return torch.relu(x) * torch.tensor([1.0, 10.0])
+        >>> study = bt.workflows.ablation_study(
+        ...     model, torch.ones(1, 2), ["relu"], torch.sum, channels="each"
+        ... )
+        >>> study
+        AblationStudy (zero): base 11; change of the metric
+                     0        1
+          relu  -1.000  -10.000
+        >>> study.base, study.effect
+        (11.0, tensor([[ -1., -10.]], dtype=torch.float64))
     """
 
     base: float
@@ -235,10 +254,9 @@ def ablation_study(
 
     Example:
         >>> import torch, bendtrace as bt
-        >>> from bendtrace.workflows.ablation import ablation_study
         >>> def model(x):
         ...     return torch.relu(x) * 10 + torch.tanh(x)
-        >>> ablation_study(model, torch.ones(1, 2), ["relu", "mul", "tanh"], torch.sum)
+        >>> bt.workflows.ablation_study(model, torch.ones(1, 2), ["relu", "mul", "tanh"], torch.sum)
         AblationStudy (zero): base 21.52; change of the metric
           relu  -20.000
           mul   -20.000

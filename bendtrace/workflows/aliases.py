@@ -22,6 +22,15 @@ class Alias:
         where: a module's path with `.output` or `.input`, or a node path.
         pick: makes of that value the one that is meant; None for the value as it is.
         why: why the two are the same.
+
+    Example:
+        >>> import torch, bendtrace as bt
+        >>> first = bt.workflows.Alias("0.output", pick=lambda value: value[0])
+        >>> model = torch.nn.Sequential(torch.nn.ReLU(), torch.nn.Tanh())
+        >>> x = torch.ones(1, 2)
+        >>> _, cache = bt.workflows.run_with_cache(model, x, aliases={"first": first})
+        >>> cache["0.output"].shape, cache["first"].shape
+        (torch.Size([1, 2]), torch.Size([2]))
     """
 
     where: str
@@ -41,7 +50,10 @@ class Aliases(Mapping[str, Alias]):
         InputError: something given is no name.
 
     Example:
-        >>> mine = Aliases({"residual": "layers.0.output"}, {r"residual_\d+": "there is one"})
+        >>> import bendtrace as bt
+        >>> mine = bt.workflows.Aliases(
+        ...     {"residual": "layers.0.output"}, {r"residual_\d+": "there is one"}
+        ... )
         >>> mine["residual"].where
         'layers.0.output'
         >>> mine.why_not("residual_7")
@@ -107,8 +119,8 @@ def transformer_lens_aliases(model: Any) -> Aliases:
         model: the model. For others than those, no name is known.
 
     Example:
-        >>> import torch
-        >>> transformer_lens_aliases(torch.nn.Linear(2, 2))
+        >>> import torch, bendtrace as bt
+        >>> bt.workflows.transformer_lens_aliases(torch.nn.Linear(2, 2))
         <Aliases: 0 names>
     """
     if not isinstance(model, nn.Module):

@@ -32,15 +32,30 @@ Gradients = dict[Key, dict[int, Tensor]]
 class Attribution(Grid):
     """What attribution patching has shown.
 
-    `values` has nan where a site has no such position.
-
     Attributes:
+        values: the estimated change of the metric, in shape (sites, positions), or (sites,
+            positions, heads) where heads were told apart; float64, nan where a site has no such
+            position, or something is missing.
+        sites: names of the sites.
+        positions: along the axis: ints, slices, groups of ints; (None,) where the whole was meant.
+        heads: the numbers of the heads; None where they were not told apart.
         clean: the metric of the clean run.
         corrupted: the metric of the corrupted run.
         direction: "denoise" or "noise".
         total: for each site the sum over all that it gives, in shape (sites,).
         tensors: for each site, by name, what there is of each element of its value, with a tensor
             for each pass of each of its nodes; None unless it was asked for.
+        missing: why cells are nan, by name of the site.
+
+    Example:
+        >>> import torch, bendtrace as bt
+        >>> found = bt.workflows.attribution_patching(
+        ...     lambda x: (x * 2).sin() * 3, torch.full((2,), 0.1), torch.zeros(2), None, torch.sum
+        ... )
+        >>> [(site, round(total, 3)) for site, total in found.top(2)]
+        [('mul', 1.2), ('sin', 1.192)]
+        >>> round(found.clean - found.corrupted, 3)
+        1.192
     """
 
     clean: float
@@ -134,10 +149,9 @@ def attribution_patching(
 
     Example:
         >>> import torch, bendtrace as bt
-        >>> from bendtrace.workflows.attribution import attribution_patching
         >>> def model(x):
         ...     return (x * 2).sin() * 3
-        >>> attribution_patching(
+        >>> bt.workflows.attribution_patching(
         ...     model, torch.full((1, 2), 0.1), torch.zeros(1, 2), None, metric=torch.sum,
         ...     positions="each",
         ... )

@@ -28,6 +28,19 @@ class LatentEdit:
 
     Attributes:
         change: a function of the latents.
+
+    Example:
+        >>> import torch, bendtrace as bt
+        >>> bended = bt.BendedModule(torch.nn.Sequential(torch.nn.Identity()))
+        >>> spliced = bt.workflows.splice_autoencoder(
+        ...     bended, "0", torch.nn.Identity(), encode=torch.neg, decode=torch.neg
+        ... )
+        >>> edit = spliced.edit(lambda latents: latents * 10)
+        >>> bended(torch.ones(2)), edit.active
+        (tensor([10., 10.]), True)
+        >>> edit.remove()
+        >>> bended(torch.ones(2)), edit.active
+        (tensor([1., 1.]), False)
     """
 
     def __init__(self, edits: list[LatentEdit], change: Callable[[Tensor], Any]) -> None:
@@ -179,6 +192,23 @@ class SplicedAutoencoder:
     Attributes:
         model: the `BendedModule` to call.
         autoencoder: as given.
+
+    Example:
+        >>> import torch, bendtrace as bt
+        >>> bended = bt.BendedModule(torch.nn.Sequential(torch.nn.Identity()))
+        >>> spliced = bt.workflows.splice_autoencoder(
+        ...     bended, "0", torch.nn.Identity(), encode=torch.round, decode=lambda latents: latents
+        ... )
+        >>> bended(torch.tensor([0.75, 2.0]))
+        tensor([1., 2.])
+        >>> spliced.latent, spliced.error
+        (tensor([1., 2.]), tensor([-0.2500,  0.0000]))
+        >>> with spliced.set(1, 5.0):
+        ...     bended(torch.tensor([0.75, 2.0]))
+        tensor([1., 5.])
+        >>> spliced.remove()
+        >>> spliced
+        <Identity spliced in at '0', removed>
     """
 
     def __init__(
@@ -340,7 +370,7 @@ def splice_autoencoder(
         ...         return z[..., :2] - z[..., 2:]
         >>> bended = bt.BendedModule(torch.nn.Sequential(torch.nn.Identity()))
         >>> x = torch.tensor([[1.0, -2.0]])
-        >>> with splice_autoencoder(bended, "0", Sae()) as spliced:
+        >>> with bt.workflows.splice_autoencoder(bended, "0", Sae()) as spliced:
         ...     bended(x), spliced.latent
         ...     with spliced.ablate(3):
         ...         bended(x)

@@ -30,6 +30,17 @@ class Sweep:
         values: those that it was set to.
         outputs: what the model gave for each.
         traces: how many paths were traced for it.
+
+    Example:
+        >>> import torch, bendtrace as bt
+        >>> bended = bt.BendedModule(torch.nn.Sequential(torch.nn.ReLU()))
+        >>> gain = bt.bends.BendingParameter("gain", 1.0)
+        >>> _ = bended.bend(bt.bends.Scale(gain), "0$")
+        >>> found = bt.workflows.sweep(bended, torch.tensor([3.0]), gain, [0.0, 0.5, 2.0])
+        >>> found
+        Sweep(parameter='gain', values=(0.0, 0.5, 2.0), traces=1)
+        >>> dict(found)[0.5], found.stack().shape
+        (tensor([1.5000]), torch.Size([3, 1]))
     """
 
     parameter: str
@@ -88,7 +99,7 @@ def sweep(
         >>> bended = bt.BendedModule(torch.nn.Sequential(torch.nn.ReLU()))
         >>> gain = bt.bends.BendingParameter("gain", 1.0)
         >>> _ = bended.bend(bt.bends.Scale(gain), "0$")
-        >>> sweep(bended, torch.tensor([3.0]), gain, [0.0, 0.5, 2.0]).stack().flatten()
+        >>> bt.workflows.sweep(bended, torch.tensor([3.0]), gain, [0.0, 0.5, 2.0]).stack().flatten()
         tensor([0.0000, 1.5000, 6.0000])
         >>> gain.value
         1.0
@@ -134,6 +145,19 @@ class BendingSession:
     Attributes:
         model: the `BendedModule`.
         parameters: the parameters of its bends, by name.
+
+    Example:
+        >>> import torch, bendtrace as bt
+        >>> gain = bt.bends.BendingParameter("gain", 1.0)
+        >>> model = torch.nn.Sequential(torch.nn.ReLU())
+        >>> with bt.workflows.bending_session(model, {"0$": bt.bends.Scale(gain)}) as session:
+        ...     print(session)
+        ...     session.set(gain=3.0)
+        ...     session(torch.ones(2))
+        <BendingSession: 1 bend, gain=1.0>
+        tensor([3., 3.])
+        >>> session.model(torch.ones(2))
+        tensor([1., 1.])
     """
 
     def __init__(
@@ -197,7 +221,8 @@ class BendingSession:
 
     def __repr__(self) -> str:
         shown = ", ".join(f"{name}={p.value!r}" for name, p in self.parameters.items())
-        return f"<BendingSession: {len(self._handles)} bends, {shown or 'no parameters'}>"
+        bends = "1 bend" if len(self._handles) == 1 else f"{len(self._handles)} bends"
+        return f"<BendingSession: {bends}, {shown or 'no parameters'}>"
 
 
 def bending_session(model: Callable[..., Any], bends: Mapping[Any, Any]) -> BendingSession:
@@ -209,7 +234,7 @@ def bending_session(model: Callable[..., Any], bends: Mapping[Any, Any]) -> Bend
     Args:
         model: a `BendedModule`, or a module; then `.model` of what is returned is to be called.
         bends: for each pattern of names (see `BendedModule.bend`), or anything else that says
-            where, a callback, or several, whose numbers can be `BendingParameter`s.
+            where, a callback, or several; each number in it can be a `BendingParameter`.
 
     Returns:
         A `BendingSession`.
@@ -222,7 +247,7 @@ def bending_session(model: Callable[..., Any], bends: Mapping[Any, Any]) -> Bend
         >>> import torch, bendtrace as bt
         >>> amount = bt.bends.BendingParameter("amount", 0.0, range=(0, 1))
         >>> model = torch.nn.Sequential(torch.nn.Identity(), torch.nn.Tanh())
-        >>> with bending_session(model, {"0$": bt.bends.Bias(amount)}) as session:
+        >>> with bt.workflows.bending_session(model, {"0$": bt.bends.Bias(amount)}) as session:
         ...     for value in (0.0, 0.5, 1.0):
         ...         session.set(amount=value)
         ...         print(round(session(torch.zeros(1)).item(), 4))

@@ -43,6 +43,17 @@ class ActivationCache(dict[str, Any]):
 
     Attributes:
         aliases: other names.
+
+    Example:
+        >>> import torch, bendtrace as bt
+        >>> model = torch.nn.Sequential(torch.nn.ReLU(), torch.nn.Tanh())
+        >>> out, cache = bt.workflows.run_with_cache(
+        ...     model, torch.ones(2), aliases={"rectified": "0.output"}
+        ... )
+        >>> cache["sub_0"], cache["0.output"], cache["rectified"]
+        (tensor([1., 1.]), tensor([1., 1.]), tensor([1., 1.]))
+        >>> cache["output.input"].shape, torch.equal(cache["output"], out)
+        (torch.Size([2]), True)
     """
 
     def __init__(
@@ -101,6 +112,8 @@ def run_with_cache(
 ) -> tuple[Any, ActivationCache]:
     """Call a model, and return its output and what its nodes gave.
 
+    The name is that of TransformerLens.
+
     Args:
         model: a module, a function or a `BendedModule`; what is inserted in it is called.
         inputs: what it is called with; see `Call.of`.
@@ -126,7 +139,7 @@ def run_with_cache(
     Example:
         >>> import torch, bendtrace as bt
         >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU())
-        >>> out, cache = run_with_cache(model, torch.ones(1, 2))
+        >>> out, cache = bt.workflows.run_with_cache(model, torch.ones(1, 2))
         >>> sorted(cache)
         ['output', 'output.input', 'sub_0', 'sub_0.input', 'sub_0.linear', 'sub_1', 'sub_1.input',
          'sub_1.relu']

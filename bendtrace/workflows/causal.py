@@ -23,15 +23,35 @@ __all__ = ["CausalTrace", "causal_tracing"]
 
 @dataclass(frozen=True, repr=False, eq=False)
 class CausalTrace(Grid):
-    """What causal tracing has shown. `values` are means over the samples of noise.
+    """What causal tracing has shown.
 
     Attributes:
+        values: the metric with each cell restored, in the mean over the samples of noise: in shape
+            (sites, positions), or (sites, positions, heads) where heads were told apart; float64,
+            nan where something is missing.
+        sites: names of the sites.
+        positions: along the axis: ints, slices, groups of ints; (None,) where the whole was meant.
+        heads: the numbers of the heads; None where they were not told apart.
         clean: the metric of the clean run.
         corrupted: that of the corrupted runs, in the mean.
         corrupted_samples: that of each of them, in shape (samples,).
         samples: that of each cell with each noise, in shape (samples, sites, positions[, heads]).
         noise: standard deviation of the noise.
         window: how many sites were restored together.
+        missing: why cells are nan, by name of the site.
+
+    Example:
+        >>> import torch, bendtrace as bt
+        >>> embedding = torch.nn.Embedding.from_pretrained(torch.eye(4))
+        >>> model = torch.nn.Sequential(embedding, torch.nn.Tanh())
+        >>> tokens = torch.tensor([[0, 1, 2]])
+        >>> found = bt.workflows.causal_tracing(
+        ...     model, tokens, 1, ["1"], lambda out: out[0, 1, 1], where="0", samples=2
+        ... )
+        >>> found.effect
+        tensor([[0., 1., 0.]], dtype=torch.float64)
+        >>> found.sites, found.positions, found.samples.shape
+        (('1',), (0, 1, 2), torch.Size([2, 1, 3]))
     """
 
     clean: float
@@ -138,10 +158,9 @@ def causal_tracing(
 
     Example:
         >>> import torch, bendtrace as bt
-        >>> from bendtrace.workflows.causal import causal_tracing
         >>> embedding = torch.nn.Embedding.from_pretrained(torch.eye(4))
         >>> model = torch.nn.Sequential(embedding, torch.nn.ReLU())
-        >>> found = causal_tracing(
+        >>> found = bt.workflows.causal_tracing(
         ...     model, torch.tensor([[0, 1, 2]]), 1, ["1"], lambda out: out[0, 1, 1],
         ...     where="0", samples=2,
         ... )

@@ -30,6 +30,17 @@ class LensResult:
         logits: for each site, of shape (examples, positions, classes), or (examples, classes).
         final: what the model gave, of the same shape.
         decode: makes a text of a class; None for its number.
+
+    Example:
+        >>> import torch, bendtrace as bt
+        >>> _ = torch.manual_seed(0)
+        >>> layers = torch.nn.Linear(3, 3), torch.nn.ReLU(), torch.nn.Linear(3, 5)
+        >>> model = torch.nn.Sequential(*layers)
+        >>> found = bt.workflows.logit_lens(model, torch.ones(2, 3), ["0", "1"], unembed=["2"])
+        >>> found.sites, found["sub_0"].shape, found.final.shape
+        (('sub_0', 'sub_1'), torch.Size([2, 5]), torch.Size([2, 5]))
+        >>> found.top(3)["sub_1"].shape, found.kl()["sub_1"]
+        (torch.Size([2, 3]), tensor([0., 0.]))
     """
 
     sites: tuple[str, ...]
@@ -151,11 +162,11 @@ def logit_lens(
         NodePathError: there is no such site.
 
     Example:
-        >>> import torch
+        >>> import torch, bendtrace as bt
         >>> from collections import OrderedDict
         >>> layers = OrderedDict(a=torch.nn.Linear(3, 3), b=torch.nn.ReLU())
         >>> model = torch.nn.Sequential(layers | {"head": torch.nn.Linear(3, 5)})
-        >>> found = logit_lens(model, torch.ones(2, 3), ["a", "b"], unembed=["head"])
+        >>> found = bt.workflows.logit_lens(model, torch.ones(2, 3), ["a", "b"], unembed=["head"])
         >>> torch.equal(found["b"], found.final)
         True
         >>> found.entropy()["a"].shape
@@ -289,11 +300,11 @@ class TunedLens(nn.Module):
         NodePathError: there is no such site.
 
     Example:
-        >>> import torch
+        >>> import torch, bendtrace as bt
         >>> _ = torch.manual_seed(0)
         >>> model = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(3)))
         >>> batches = [torch.randn(8, 4) for _ in range(20)]
-        >>> lens = TunedLens(model, ["0", "1"], "2", batches[0])
+        >>> lens = bt.workflows.TunedLens(model, ["0", "1"], "2", batches[0])
         >>> losses = lens.fit(batches, lr=0.1)
         >>> losses[-1]["sub_0"] < losses[0]["sub_0"]
         True

@@ -25,9 +25,31 @@ class Patching(Grid):
     """What activation patching has shown.
 
     Attributes:
+        values: the metric with each cell patched, in shape (sites, positions), or (sites,
+            positions, heads) where heads were told apart; float64, nan where something is missing.
+        sites: names of the sites.
+        positions: along the axis: ints, slices, groups of ints; (None,) where the whole was meant.
+        heads: the numbers of the heads; None where they were not told apart.
         clean: the metric of the clean run.
         corrupted: the metric of the corrupted run.
         direction: "denoise", values of the clean run in the corrupted one, or "noise".
+        missing: why cells are nan, by name of the site.
+
+    Example:
+        >>> import torch, bendtrace as bt
+        >>> def model(x):
+        ...     return torch.relu(x) * torch.tensor([1.0, 3.0])
+        >>> found = bt.workflows.activation_patching(
+        ...     model, torch.ones(1, 2), torch.zeros(1, 2), ["relu"], torch.sum, positions="each"
+        ... )
+        >>> found
+        Patching (denoise): clean 4, corrupted 0; effect (0 none, 1 all)
+                    0      1
+          relu  0.250  0.750
+        >>> found.values
+        tensor([[1., 3.]], dtype=torch.float64)
+        >>> list(found.rows())[1]
+        {'site': 'relu', 'position': '1', 'value': 3.0, 'effect': 0.75}
     """
 
     clean: float
@@ -81,6 +103,10 @@ def activation_patching(
 ) -> Patching:
     """Put what nodes gave for one input into the run of another, one cell of a grid at a time.
 
+    After Vig et al., "Investigating Gender Bias in Language Models Using Causal Mediation Analysis"
+    (2020); the directions are called as in Heimersheim and Nanda, "How to use and interpret
+    activation patching" (2024).
+
     The model is called twice to begin with, and once for each cell; all calls go along the same
     traces. Each call is given copies of the inputs, and begins with the same random numbers and
     buffers, which are put back in the end. Gradients are recorded if the caller has them on.
@@ -120,10 +146,9 @@ def activation_patching(
 
     Example:
         >>> import torch, bendtrace as bt
-        >>> from bendtrace.workflows.patching import activation_patching
         >>> def model(x):
         ...     return torch.relu(x) * torch.tensor([1.0, 10.0, 100.0])
-        >>> activation_patching(
+        >>> bt.workflows.activation_patching(
         ...     model, torch.ones(1, 3), torch.zeros(1, 3), ["relu"],
         ...     metric=torch.sum, positions="each",
         ... )

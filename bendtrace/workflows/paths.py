@@ -44,6 +44,21 @@ class PathPatching:
         corrupted: the metric of the corrupted run.
         direction: "denoise" or "noise".
         missing: why cells are nan.
+
+    Example:
+        >>> import torch, bendtrace as bt
+        >>> def model(x):
+        ...     h = torch.relu(x)
+        ...     return h.exp() + h * 3
+        >>> found = bt.workflows.path_patching(
+        ...     model, torch.ones(1), torch.zeros(1), ["relu"], ["exp", "mul"], torch.sum
+        ... )
+        >>> found
+        PathPatching (denoise): clean 5.718, corrupted 1; effect (0 none, 1 all)
+                to exp  to mul
+          relu   0.364   0.636
+        >>> found.edges, next(found.rows())["receiver"]
+        (tensor([[1, 1]]), 'exp')
     """
 
     values: Tensor
@@ -171,11 +186,10 @@ def path_patching(
 
     Example:
         >>> import torch, bendtrace as bt
-        >>> from bendtrace.workflows.paths import path_patching
         >>> def model(x):
         ...     h = torch.relu(x)
         ...     return h.exp() + h * 3
-        >>> path_patching(
+        >>> bt.workflows.path_patching(
         ...     model, torch.ones(1), torch.zeros(1), ["relu"], ["exp", "mul", "add"], torch.sum,
         ...     paths="all",
         ... ).values

@@ -25,6 +25,14 @@ class ProbeData:
     Attributes:
         features: what nodes gave, by path: (samples, size).
         labels: one for each sample: (samples,) or (samples, numbers).
+
+    Example:
+        >>> import torch, bendtrace as bt
+        >>> model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.ReLU())
+        >>> batches = [(torch.ones(4, 3), torch.tensor([0, 1, 0, 1]))]
+        >>> data = bt.workflows.probe_data(model, batches, ["0", "1"])
+        >>> data["sub_1"].shape, data.labels
+        (torch.Size([4, 2]), tensor([0, 1, 0, 1]))
     """
 
     features: Mapping[str, Tensor] = field(repr=False)
@@ -46,6 +54,16 @@ class RidgeProbe:
         weight: (numbers, size); in double precision.
         bias: (numbers,).
         classes: the labels that the numbers stand for; None for a regression.
+
+    Example:
+        >>> import torch, bendtrace as bt
+        >>> features = torch.tensor([[0.0], [1.0], [2.0], [3.0]])
+        >>> labels = torch.tensor([4, 4, 7, 7])
+        >>> probe = bt.workflows.fit_ridge(features, labels)
+        >>> probe.classes, probe.weight.shape
+        (tensor([4, 7]), torch.Size([2, 1]))
+        >>> probe.predict(torch.tensor([[-1.0], [5.0]])), probe.accuracy(features, labels)
+        (tensor([4, 7]), 1.0)
     """
 
     weight: Tensor = field(repr=False)
@@ -98,10 +116,10 @@ def probe_data(
         NodePathError: there are no such nodes.
 
     Example:
-        >>> import torch
+        >>> import torch, bendtrace as bt
         >>> model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.ReLU())
         >>> batches = [(torch.randn(4, 3), torch.tensor([0, 1, 0, 1])) for _ in range(3)]
-        >>> probe_data(model, batches, ["0", "1"])
+        >>> bt.workflows.probe_data(model, batches, ["0", "1"])
         <ProbeData: 12 samples, sub_0: (12, 2), sub_1: (12, 2)>
     """
     if reduce not in ("mean", "last", "flatten") and not callable(reduce):
@@ -180,13 +198,16 @@ def fit_ridge(features: Tensor, labels: Tensor, *, ridge: float = 1e-3) -> Ridge
             (samples,) or (samples, numbers), for a regression.
         ridge: how much weights are held back; 0 for none.
 
+    Returns:
+        A `RidgeProbe`, in double precision.
+
     Raises:
         InputError: the shapes do not fit, there is only one class, or something is not finite.
 
     Example:
-        >>> import torch
+        >>> import torch, bendtrace as bt
         >>> features = torch.tensor([[0.0], [1.0], [2.0], [3.0]])
-        >>> probe = fit_ridge(features, torch.tensor([0, 0, 1, 1]))
+        >>> probe = bt.workflows.fit_ridge(features, torch.tensor([0, 0, 1, 1]))
         >>> probe.accuracy(features, torch.tensor([0, 0, 1, 1]))
         1.0
     """

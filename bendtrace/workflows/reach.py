@@ -42,6 +42,16 @@ class Reach:
         under: nodes that run because of these decisions, and are not reached otherwise.
         deciding: for decisions: nodes that their conditions come from, and are not reached
             otherwise.
+
+    Example:
+        >>> import torch, bendtrace as bt
+        >>> def model(x, y):
+        ...     return {"a": x.relu() + 1, "b": y * 2}
+        >>> found = bt.workflows.influence(bt.trace(model, torch.ones(2), torch.ones(2)), "relu")
+        >>> found
+        Reach(of=('relu',), inputs=(), outputs=('output.a',), decisions=())
+        >>> found.nodes, "mul" in found
+        (('add',), False)
     """
 
     of: tuple[str, ...]
@@ -83,7 +93,7 @@ def ancestry(trace: Any, node: Any, inputs: Any = None) -> Reach:
         ...     if y.sum() > 0:
         ...         h = h * 2
         ...     return h
-        >>> found = ancestry(bt.trace(model, torch.ones(2), torch.ones(2)), "mul")
+        >>> found = bt.workflows.ancestry(bt.trace(model, torch.ones(2), torch.ones(2)), "mul")
         >>> found.inputs, [step.text for step in found.decisions], found.deciding
         (('x',), ['y.sum() > 0'], ('y', 'sum', 'gt', 'bool'))
     """
@@ -133,7 +143,7 @@ def influence(trace: Any, node: Any, inputs: Any = None) -> Reach:
         >>> import torch, bendtrace as bt
         >>> def model(x, y):
         ...     return {"a": x + y, "b": y * 2 if y.sum() > 0 else y}
-        >>> found = influence(bt.trace(model, torch.ones(2), torch.ones(2)), "y")
+        >>> found = bt.workflows.influence(bt.trace(model, torch.ones(2), torch.ones(2)), "y")
         >>> found.outputs, [step.text for step in found.decisions], found.under
         (('output.a', 'output.b'), ['y.sum() > 0'], ())
     """
@@ -177,6 +187,15 @@ class ReceptiveField:
             exact along the recorded path.
         decisions: the branches and loops that decide whether the value is computed, and that
             depend on values of the inputs; they are not in the masks.
+
+    Example:
+        >>> import torch, bendtrace as bt
+        >>> model = torch.nn.Conv1d(1, 1, 3, dilation=2)
+        >>> field = bt.workflows.receptive_field(model, torch.zeros(1, 1, 8), (0, 0, 1))
+        >>> field
+        <ReceptiveField of conv1d: input: 3 of 8 elements, block (1, 1, 5)>
+        >>> field.mask.int().flatten(), field.bounds()[2]
+        (tensor([0, 1, 0, 1, 0, 1, 0, 0], dtype=torch.int32), slice(1, 6, None))
     """
 
     node: str
@@ -257,10 +276,10 @@ def receptive_field(
         InputError: something given makes no sense.
 
     Example:
-        >>> import torch
+        >>> import torch, bendtrace as bt
         >>> model = torch.nn.Sequential(torch.nn.Conv1d(1, 2, 3), torch.nn.ReLU(),
         ...                             torch.nn.Conv1d(2, 1, 3, stride=2))
-        >>> field = receptive_field(model, torch.zeros(1, 1, 16), (0, 0, 2))
+        >>> field = bt.workflows.receptive_field(model, torch.zeros(1, 1, 16), (0, 0, 2))
         >>> field.bounds()
         (slice(0, 1, None), slice(0, 1, None), slice(4, 9, None))
     """

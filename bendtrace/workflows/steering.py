@@ -36,6 +36,16 @@ class SteeringVectors:
         positive: the mean over the positive examples, in double precision.
         negative: that over the negative ones.
         counts: how many examples there were of each, positive first.
+
+    Example:
+        >>> import torch, bendtrace as bt
+        >>> model = torch.nn.Sequential(torch.nn.Identity(), torch.nn.Linear(2, 1))
+        >>> one, other = torch.tensor([[1.0, 3.0], [3.0, 3.0]]), torch.zeros(4, 2)
+        >>> found = bt.workflows.steering_vector(model, one, other, "0", position=None)
+        >>> found
+        <SteeringVectors of 2 and 4 examples: sub_0: norm 3.606>
+        >>> found["sub_0"], found.positive["sub_0"], found.counts
+        (tensor([2., 3.]), tensor([2., 3.], dtype=torch.float64), (2, 4))
     """
 
     vectors: dict[str, Tensor]
@@ -98,10 +108,10 @@ def steering_vector(
         InputError: an option makes no sense, a set is empty, or what a node gives does not fit.
 
     Example:
-        >>> import torch
+        >>> import torch, bendtrace as bt
         >>> model = torch.nn.Sequential(torch.nn.Identity(), torch.nn.Linear(2, 1))
         >>> one, other = torch.tensor([[1.0, 3.0], [3.0, 3.0]]), torch.zeros(4, 2)
-        >>> found = steering_vector(model, one, other, "0", position=None)
+        >>> found = bt.workflows.steering_vector(model, one, other, "0", position=None)
         >>> found.vector
         tensor([2., 3.])
     """
@@ -379,6 +389,19 @@ class Steering:
 
     Attributes:
         model: the `BendedModule` to call.
+
+    Example:
+        >>> import torch, bendtrace as bt
+        >>> bended = bt.BendedModule(torch.nn.Sequential(torch.nn.Identity(), torch.nn.ReLU()))
+        >>> steering = bt.workflows.steer(bended, torch.tensor([1.0, -1.0]), "0")
+        >>> steering(torch.zeros(1, 2))
+        tensor([[1., 0.]])
+        >>> steering.reports()
+        [steer at '0': called once at 1 node
+          sub_0: once, changed the value once]
+        >>> steering.remove()
+        >>> steering, bended(torch.zeros(1, 2))
+        (<Steering at '0', removed>, tensor([[0., 0.]]))
     """
 
     def __init__(
@@ -472,7 +495,7 @@ def steer(
         >>> import torch, bendtrace as bt
         >>> bended = bt.BendedModule(torch.nn.Sequential(torch.nn.Identity(), torch.nn.ReLU()))
         >>> x = torch.zeros(1, 3, 2)
-        >>> with steer(bended, torch.tensor([1.0, -1.0]), "0", scale=2, positions=-1):
+        >>> with bt.workflows.steer(bended, torch.tensor([1.0, -1.0]), "0", scale=2, positions=-1):
         ...     bended(x)
         tensor([[[0., 0.],
                  [0., 0.],

@@ -15,8 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import bendtrace as bt
-from bendtrace.distributed import RankDivergenceError
-from bendtrace.errors import DivergenceError, InputError
+from bendtrace.errors import DivergenceError, InputError, RankDivergenceError
 from tests.distributed.common import MLP, Branching, everywhere, rank, seeded
 
 UP, DOWN = (1.0, 1.0), (-1.0, -1.0)

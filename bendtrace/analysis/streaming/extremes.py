@@ -24,8 +24,8 @@ class MinMax(Statistic):
         count: how many rows there were.
 
     Example:
-        >>> import torch
-        >>> extremes = MinMax()
+        >>> import torch, bendtrace as bt
+        >>> extremes = bt.analysis.MinMax()
         >>> extremes.update(torch.tensor([[1, 5], [2, 3]]))
         >>> extremes.result()
         {'min': tensor([1, 3]), 'max': tensor([2, 5])}
@@ -38,7 +38,7 @@ class MinMax(Statistic):
         self._max: Tensor | None = None
 
     def update(self, rows: Tensor) -> None:
-        """Take in rows, (n, *shape).
+        """Take in rows, `(n, *shape)`.
 
         Raises:
             InputError: they are of another shape than the ones before.
@@ -94,8 +94,8 @@ class TopK(Statistic):
         InputError: k is no positive whole number.
 
     Example:
-        >>> import torch
-        >>> top = TopK(2)
+        >>> import torch, bendtrace as bt
+        >>> top = bt.analysis.TopK(2)
         >>> top.update(torch.tensor([[1.0], [5.0], [2.0]]))
         >>> top.update(torch.tensor([[5.0], [3.0]]))
         >>> top.result()["values"].T, top.result()["samples"].T
@@ -117,9 +117,9 @@ class TopK(Statistic):
         """Take in rows.
 
         Args:
-            rows: (n, *shape).
+            rows: `(n, *shape)`.
             samples: (n,) which sample each is of, from 0 on; None for those that count on.
-            positions: (n,) or (n, *shape), where in its sample each is; None for 0.
+            positions: (n,) or `(n, *shape)`, where in its sample each is; None for 0.
 
         Raises:
             InputError: the shapes do not fit, or a number of a sample is negative.
@@ -226,7 +226,7 @@ class TopK(Statistic):
         self.count += other.count
 
     def result(self) -> dict[str, Any]:
-        """Return `values`, `samples` and `positions`, (k, *shape), in order.
+        """Return `values`, `samples` and `positions`, `(k, *shape)`, in order.
 
         There are fewer than k where there were fewer rows. Where nan left too few, values are nan,
         and the number of the sample is -1.

@@ -48,8 +48,8 @@ class Histogram(Statistic):
         InputError: the edges are not ascending, or not finite.
 
     Example:
-        >>> import torch
-        >>> histogram = Histogram([0.0, 1.0, 2.0])
+        >>> import torch, bendtrace as bt
+        >>> histogram = bt.analysis.Histogram([0.0, 1.0, 2.0])
         >>> histogram.update(torch.tensor([0.0, 1.0, 2.0, -3.0, float("nan")]))
         >>> histogram.result()["counts"], histogram.result()["below"]
         (tensor([1, 2]), tensor(1))
@@ -67,7 +67,7 @@ class Histogram(Statistic):
         self._counts: Tensor | None = None  # (units, bins + 3): below, bins, above, nan
 
     def update(self, rows: Tensor) -> None:
-        """Take in rows, (n, *shape).
+        """Take in rows, `(n, *shape)`.
 
         Raises:
             InputError: they are of another shape than the ones before.
@@ -105,7 +105,7 @@ class Histogram(Statistic):
             self._add(other._counts.clone(), other.count)
 
     def result(self) -> dict[str, Any]:
-        """Return `counts`, (bins, *shape), `below`, `above` and `nan`, (*shape), all int64."""
+        """Return `counts`, `(bins, *shape)`, `below`, `above` and `nan`, `(*shape)`, all int64."""
         shape, bins = self._shape or (), len(self.edges) - 1
         if self._counts is None:
             found = torch.zeros((bins + 3,), dtype=torch.int64)

@@ -61,8 +61,8 @@ class Moments(Statistic):
         InputError: another order.
 
     Example:
-        >>> import torch
-        >>> moments = Moments()
+        >>> import torch, bendtrace as bt
+        >>> moments = bt.analysis.Moments()
         >>> for rows in torch.tensor([[[1.0], [2.0]], [[3.0], [6.0]]]):
         ...     moments.update(rows)
         >>> moments.mean, moments.variance()
@@ -83,7 +83,7 @@ class Moments(Statistic):
         return None if self._shift is None else tuple(self._shift.shape)
 
     def update(self, rows: Tensor) -> None:
-        """Take in rows, (n, *shape).
+        """Take in rows, `(n, *shape)`.
 
         Raises:
             InputError: they are of another shape than the ones before.
@@ -218,8 +218,8 @@ class Mean(Moments):
     """The mean of each unit.
 
     Example:
-        >>> import torch
-        >>> mean = Mean()
+        >>> import torch, bendtrace as bt
+        >>> mean = bt.analysis.Mean()
         >>> mean.update(torch.tensor([[1, 4], [3, 4]]))
         >>> mean.result()
         tensor([2., 4.], dtype=torch.float64)
@@ -240,8 +240,8 @@ class Variance(Moments):
         correction: see `Moments.variance`.
 
     Example:
-        >>> import torch
-        >>> variance = Variance()
+        >>> import torch, bendtrace as bt
+        >>> variance = bt.analysis.Variance()
         >>> variance.update(torch.tensor([1e9, 1e9 + 1, 1e9 + 2], dtype=torch.float64))
         >>> variance.result()
         tensor(1., dtype=torch.float64)
@@ -269,8 +269,8 @@ class Covariance(Statistic):
         count: how many rows there were.
 
     Example:
-        >>> import torch
-        >>> covariance = Covariance()
+        >>> import torch, bendtrace as bt
+        >>> covariance = bt.analysis.Covariance()
         >>> covariance.update(torch.tensor([[1.0, 2.0], [3.0, 6.0]]))
         >>> covariance.result()
         tensor([[2., 4.],
@@ -284,7 +284,7 @@ class Covariance(Statistic):
         self._sum = self._products = torch.zeros(())
 
     def update(self, rows: Tensor) -> None:
-        """Take in rows, (n, *shape).
+        """Take in rows, `(n, *shape)`.
 
         Raises:
             InputError: they have another number of units than the ones before.
@@ -359,8 +359,8 @@ class Tally(Statistic):
         count: how many rows there were.
 
     Example:
-        >>> import torch
-        >>> tally = Tally()
+        >>> import torch, bendtrace as bt
+        >>> tally = bt.analysis.Tally()
         >>> tally.update(torch.tensor([[True, False], [True, True]]))
         >>> tally.result()
         tensor([2, 1])
@@ -371,7 +371,7 @@ class Tally(Statistic):
         self._true: Tensor | None = None
 
     def update(self, rows: Tensor) -> None:
-        """Take in rows of truth values, (n, *shape).
+        """Take in rows of truth values, `(n, *shape)`.
 
         Raises:
             InputError: they are of another shape than the ones before.

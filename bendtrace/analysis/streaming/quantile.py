@@ -42,8 +42,8 @@ class Quantiles(Statistic):
         InputError: the size is no whole number from 2 on.
 
     Example:
-        >>> import torch
-        >>> quantiles = Quantiles(size=64)
+        >>> import torch, bendtrace as bt
+        >>> quantiles = bt.analysis.Quantiles(size=64)
         >>> for rows in torch.arange(10000.0).reshape(100, 100):
         ...     quantiles.update(rows)
         >>> low, high = quantiles.at([0.5])[0].item() + 10000 * torch.tensor([-1, 1]) * (
@@ -58,7 +58,7 @@ class Quantiles(Statistic):
         self.size = size
         self.count = 0
         self._shape: tuple[int, ...] | None = None
-        self._levels: list[Tensor] = []  # (m, *shape); each value counts 2**level times
+        self._levels: list[Tensor] = []  # `(m, *shape)`; each value counts 2**level times
         self._takes_second: list[bool] = []
         self._error = 0
         self._ends: list[Tensor] = []  # smallest, largest, whether there is a nan
@@ -72,7 +72,7 @@ class Quantiles(Statistic):
         return self._error / self.count if self.count else 0.0
 
     def update(self, rows: Tensor) -> None:
-        """Take in rows, (n, *shape).
+        """Take in rows, `(n, *shape)`.
 
         Raises:
             InputError: they are of another shape than the ones before.
@@ -139,7 +139,7 @@ class Quantiles(Statistic):
         self._compact()
 
     def at(self, ranks: Sequence[float] | Tensor) -> Tensor:
-        """Return the values at some ranks, (len(ranks), *shape), float64; nan without rows.
+        """Return the values at some ranks, `(len(ranks), *shape)`, float64; nan without rows.
 
         Between two values it is interpolated linearly, as `numpy.quantile` does.
 
@@ -181,7 +181,7 @@ class Quantiles(Statistic):
         return ordered.gather(0, position)[0]
 
     def result(self) -> dict[str, Any]:
-        """Return the quartiles, (5, *shape), with smallest and largest, and the bound."""
+        """Return the quartiles, `(5, *shape)`, with smallest and largest, and the bound."""
         ranks = [0.0, 0.25, 0.5, 0.75, 1.0]
         return {"quantiles": self.at(ranks), "rank_error": self.rank_error}
 

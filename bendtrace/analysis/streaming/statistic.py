@@ -21,8 +21,8 @@ class Statistic:
     they are given before they change anything.
 
     Example:
-        >>> import torch
-        >>> class Largest(Statistic):
+        >>> import torch, bendtrace as bt
+        >>> class Largest(bt.analysis.Statistic):
         ...     def __init__(self):
         ...         self.value = float("-inf")
         ...     def update(self, rows):
@@ -48,7 +48,7 @@ class Statistic:
         """Take in rows.
 
         Args:
-            rows: (n, *shape); one row for each sample, n may be 0.
+            rows: `(n, *shape)`; one row for each sample, n may be 0.
         """
         raise NotImplementedError
 
@@ -80,8 +80,8 @@ class Count(Statistic):
     """How many rows there were.
 
     Example:
-        >>> import torch
-        >>> count = Count()
+        >>> import torch, bendtrace as bt
+        >>> count = bt.analysis.Count()
         >>> count.update(torch.zeros(3, 2))
         >>> count.result()
         3
@@ -91,7 +91,7 @@ class Count(Statistic):
         self.count = 0
 
     def update(self, rows: Tensor) -> None:
-        """Take in rows, (n, *shape)."""
+        """Take in rows, `(n, *shape)`."""
         self.count += rows.shape[0]
 
     def merge(self, other: Self) -> None:

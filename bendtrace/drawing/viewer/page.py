@@ -51,7 +51,7 @@ def viewer_html(history: RunLog, *, flops: bool = True) -> str:
 
     Example:
         >>> import torch, bendtrace as bt
-        >>> page = viewer_html(bt.trace(torch.nn.Linear(2, 2), torch.ones(1, 2)))
+        >>> page = bt.trace(torch.nn.Linear(2, 2), torch.ones(1, 2)).to_html()
         >>> page.startswith("<!DOCTYPE html>")
         True
     """
@@ -93,8 +93,10 @@ def viewer_frame(history: RunLog, *, height: int = 600, most: int = 3_000_000) -
         return None
     look = f"width:100%;height:{height}px;border:1px solid #8884;border-radius:6px"
     title = escape(f"Run of {history.name}")
+    # In a `div`: IPython warns of what begins with a frame.
     return (
-        f'<iframe title="{title}" sandbox="allow-scripts" style="{look}" srcdoc="{page}"></iframe>'
+        f'<div><iframe title="{title}" sandbox="allow-scripts" style="{look}" srcdoc="{page}">'
+        "</iframe></div>"
     )
 
 

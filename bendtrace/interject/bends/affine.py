@@ -21,9 +21,12 @@ class Bias(Bend):
     Args:
         bias: a number, a parameter, or a tensor that goes with what is bent.
 
+    Raises:
+        InputError: something given is no number, parameter or tensor.
+
     Example:
-        >>> import torch
-        >>> Bias(1.0)(torch.zeros(2))
+        >>> import torch, bendtrace as bt
+        >>> bt.bends.Bias(1.0)(torch.zeros(2))
         tensor([1., 1.])
     """
 
@@ -44,9 +47,12 @@ class Scale(Bend):
     Args:
         scale: a number, a parameter, or a tensor that goes with what is bent.
 
+    Raises:
+        InputError: something given is no number, parameter or tensor.
+
     Example:
-        >>> import torch
-        >>> Scale(-2.0)(torch.ones(2))
+        >>> import torch, bendtrace as bt
+        >>> bt.bends.Scale(-2.0)(torch.ones(2))
         tensor([-2., -2.])
     """
 
@@ -68,9 +74,12 @@ class Affine(Bend):
         bias: what to add.
         scale: what to multiply with, before that.
 
+    Raises:
+        InputError: something given is no number, parameter or tensor.
+
     Example:
-        >>> import torch
-        >>> Affine(bias=1.0, scale=3.0)(torch.ones(2))
+        >>> import torch, bendtrace as bt
+        >>> bt.bends.Affine(bias=1.0, scale=3.0)(torch.ones(2))
         tensor([4., 4.])
     """
 

@@ -29,12 +29,11 @@ class Bend(Interjection):
     complex numbers in it is bent; other tensors, and what is no tensor, stay as they are. To be
     saved in files and shown, a callback keeps each argument of its constructor as an attribute
     of that name. One that looks at nothing of the model but the tensor says so by
-    `self_contained = True` (see `Interjection`).
+    `self_contained = True` (see `Interjection`). Called by itself, it bends a value right away.
 
-    Called by itself, it bends a value right away:
-
-        >>> import torch
-        >>> class Square(Bend):
+    Example:
+        >>> import torch, bendtrace as bt
+        >>> class Square(bt.bends.Bend):
         ...     def bend(self, tensor, at):
         ...         return tensor * tensor
         >>> Square()(torch.tensor([1.0, 3.0]))
@@ -136,6 +135,17 @@ class CallbackChain(Bend):
 
     Attributes:
         callbacks: the callbacks in the order in which they bend.
+
+    Raises:
+        InputError: one of them is no bending callback.
+
+    Example:
+        >>> import torch, bendtrace as bt
+        >>> chain = bt.bends.Scale(2.0) >> bt.bends.Bias(1.0)
+        >>> chain
+        Scale(scale=2.0) >> Bias(bias=1.0)
+        >>> chain(torch.ones(2)), len(chain.callbacks)
+        (tensor([3., 3.]), 2)
     """
 
     def __init__(self, *callbacks: Bend) -> None:

@@ -50,6 +50,19 @@ class Bending:
     Attributes:
         versions: the versions of the model's weights.
         configs: configurations by name.
+
+    Example:
+        >>> import torch, bendtrace as bt
+        >>> bended = bt.BendedModule(torch.nn.Sequential(torch.nn.ReLU(), torch.nn.Tanh()))
+        >>> gain = bt.bends.BendingParameter("gain", 2.0)
+        >>> _ = bended.bend(bt.bends.Scale(gain), "0$")
+        >>> bended.bending.controllables, bended.bending.bended_keys()
+        ({'gain': BendingParameter('gain', 2.0)}, ['0'])
+        >>> bended.bending.save_config_as("louder")
+        >>> bended.bending.reset()
+        >>> with bended.bending.set_config("louder"):
+        ...     bended(torch.tensor([0.5]))
+        tensor([0.7616])
     """
 
     def __init__(self, owner: Owner, known: Known) -> None:
@@ -144,6 +157,9 @@ class Bending:
 
         Args:
             *callbacks: which ones; without any, all that bend the model.
+
+        Raises:
+            InputError: one of them captures nothing of this model.
         """
         found = [c for callback in self.callbacks for c in _captures(callback)]
         for callback in callbacks:
@@ -250,7 +266,11 @@ class Bending:
     # Configurations
 
     def bending_config(self, name: str | None = None) -> BendingConfig:
-        """Return what is bent now, or what is kept under a name, as a configuration."""
+        """Return what is bent now, or what is kept under a name, as a configuration.
+
+        Raises:
+            InputError: there is no configuration of that name.
+        """
         if name is None:
             return BendingConfig(*(source.spec for source in self._sources))
         if name not in self.configs:

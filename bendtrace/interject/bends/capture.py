@@ -24,8 +24,8 @@ class Capture(Bend):
         captured: for each node path, snapshots of what it gave, in order.
 
     Example:
-        >>> import torch
-        >>> seen = Capture()
+        >>> import torch, bendtrace as bt
+        >>> seen = bt.bends.Capture()
         >>> with seen.capture():
         ...     _ = seen(torch.ones(1, 2), "layer"), seen(torch.zeros(1, 2), "layer")
         >>> seen.captures["layer"]
@@ -94,9 +94,12 @@ class InterpolationFromCapture(Capture):
             so that they can be handed in in its place.
         softmax: whether to take the softmax of each row of weights.
 
+    Raises:
+        InputError: the weights are neither.
+
     Example:
-        >>> import torch
-        >>> mix = InterpolationFromCapture(torch.tensor([0.5, 0.5]), softmax=False)
+        >>> import torch, bendtrace as bt
+        >>> mix = bt.bends.InterpolationFromCapture(torch.tensor([0.5, 0.5]), softmax=False)
         >>> with mix.capture():
         ...     _ = mix(torch.tensor([[2.0], [4.0]]))
         >>> mix(torch.tensor([[9.0]]))

@@ -26,8 +26,10 @@ class BendingConfig:
         *bends: tuples of a callback and one or more patterns.
 
     Example:
-        >>> from bendtrace.interject.bends.affine import Bias, Scale
-        >>> BendingConfig((Scale(2.0), r"conv\d$"), (Bias(1.0), "linear.weight"))
+        >>> import bendtrace as bt
+        >>> bt.bends.BendingConfig(
+        ...     (bt.bends.Scale(2.0), r"conv\d$"), (bt.bends.Bias(1.0), "linear.weight")
+        ... )
         BendingConfig(
           (Scale(scale=2.0), 'conv\\d$'),
           (Bias(bias=1.0), 'linear.weight'),

@@ -20,9 +20,12 @@ class Lambda(Bend):
     Args:
         fn: given the tensor, returns what it becomes. It can use parameters like numbers.
 
+    Raises:
+        InputError: `fn` cannot be called.
+
     Example:
-        >>> import torch
-        >>> Lambda(lambda x: x.clamp(0, 1))(torch.tensor([-1.0, 0.5, 2.0]))
+        >>> import torch, bendtrace as bt
+        >>> bt.bends.Lambda(lambda x: x.clamp(0, 1))(torch.tensor([-1.0, 0.5, 2.0]))
         tensor([0.0000, 0.5000, 1.0000])
     """
 

@@ -24,9 +24,12 @@ class InterpolateActivation(Bend):
             leaves the batch as it is. The attribute can be set between calls.
         softmax: whether to take the softmax of each row of weights.
 
+    Raises:
+        InputError: the weights are neither.
+
     Example:
-        >>> import torch
-        >>> InterpolateActivation(torch.tensor([0.25, 0.75]))(torch.tensor([[4.0], [8.0]]))
+        >>> import torch, bendtrace as bt
+        >>> bt.bends.InterpolateActivation(torch.tensor([0.25, 0.75]))(torch.tensor([[4.0], [8.0]]))
         tensor([[7.]])
     """
 

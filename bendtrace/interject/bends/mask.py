@@ -31,9 +31,12 @@ class Mask(DrawingBend):
         dim: dimensions along which to choose, so that whole channels are kept or zero; other
             sizes may change then. None chooses each element, and the shape has to stay.
 
+    Raises:
+        InputError: something given makes no sense, such as a share beyond 0 and 1.
+
     Example:
-        >>> import torch
-        >>> Mask(0.5, seed=3, dim=-2)(torch.ones(4, 2))
+        >>> import torch, bendtrace as bt
+        >>> bt.bends.Mask(0.5, seed=3, dim=-2)(torch.ones(4, 2))
         tensor([[0., 0.],
                 [0., 0.],
                 [0., 0.],
@@ -71,9 +74,12 @@ class OrderedMask(Mask):
         seed: makes the choice the same for all nodes, and each time.
         dim: dimensions along which to choose; None for each element by itself.
 
+    Raises:
+        InputError: something given makes no sense, such as a share beyond 0 and 1.
+
     Example:
-        >>> import torch
-        >>> OrderedMask(0.5)(torch.ones(100)).sum()
+        >>> import torch, bendtrace as bt
+        >>> bt.bends.OrderedMask(0.5)(torch.ones(100)).sum()
         tensor(50.)
     """
 
@@ -96,9 +102,12 @@ class ThresholdActivation(Bend):
         dim: the dimension of the channels. None compares all elements of the tensor.
         invert: whether to keep those that are least.
 
+    Raises:
+        InputError: something given makes no sense, such as a share beyond 0 and 1.
+
     Example:
-        >>> import torch
-        >>> ThresholdActivation(0.5, dim=-1)(torch.tensor([[1.0, 4.0, 3.0, 2.0]]))
+        >>> import torch, bendtrace as bt
+        >>> bt.bends.ThresholdActivation(0.5, dim=-1)(torch.tensor([[1.0, 4.0, 3.0, 2.0]]))
         tensor([[0., 4., 3., 0.]])
     """
 

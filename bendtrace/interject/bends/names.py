@@ -204,4 +204,6 @@ def near(pattern: str, names: Iterable[str]) -> str:
     close += [ends[end] for end in get_close_matches(plain, list(ends), n=3, cutoff=0.6)]
     if close:
         return "did you mean " + ", ".join(map(repr, dict.fromkeys(close))) + "?"
+    if not known:
+        return "nor anything else"
     return "there are " + ", ".join(map(repr, known[:10])) + (", ..." if len(known) > 10 else "")

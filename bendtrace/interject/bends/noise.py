@@ -31,9 +31,12 @@ class Normal(DrawingBend):
         fresh: whether noise is drawn each time. If not, it is drawn once for each node; other
             sizes than those along `dim` may change then, and without `dim` none.
 
+    Raises:
+        InputError: something given makes no sense.
+
     Example:
-        >>> import torch
-        >>> noise = Normal(0.1, seed=4)
+        >>> import torch, bendtrace as bt
+        >>> noise = bt.bends.Normal(0.1, seed=4)
         >>> first, second = noise(torch.zeros(2)), noise(torch.zeros(2))
         >>> noise.reset()
         >>> torch.equal(noise(torch.zeros(2)), first), torch.equal(first, second)

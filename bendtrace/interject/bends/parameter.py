@@ -204,7 +204,8 @@ class BendingParameter(Expression):
         InputError: for a value that is not a number, or not in the range.
 
     Example:
-        >>> amount = BendingParameter("amount", 0.5, range=(0, 1))
+        >>> import bendtrace as bt
+        >>> amount = bt.bends.BendingParameter("amount", 0.5, range=(0, 1))
         >>> amount.value = 0.75
         >>> amount
         BendingParameter('amount', 0.75, range=(0, 1))

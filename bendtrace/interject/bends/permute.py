@@ -23,9 +23,12 @@ class Permute(DrawingBend):
         dim: the dimension of the channels; all other sizes may change.
         seed: makes the order the same for all nodes, and each time.
 
+    Raises:
+        InputError: `dim` is no int.
+
     Example:
-        >>> import torch
-        >>> Permute(-1, seed=1)(torch.arange(4.0))
+        >>> import torch, bendtrace as bt
+        >>> bt.bends.Permute(-1, seed=1)(torch.arange(4.0))
         tensor([2., 3., 0., 1.])
     """
 
@@ -55,9 +58,12 @@ class ThresholdPermute(DrawingBend):
         invert: whether those that are least change places.
         seed: makes the places the same for all nodes, and each time.
 
+    Raises:
+        InputError: something given makes no sense.
+
     Example:
-        >>> import torch
-        >>> ThresholdPermute(0.5, dim=-1, seed=1)(torch.tensor([1.0, 8.0, 2.0, 9.0]))
+        >>> import torch, bendtrace as bt
+        >>> bt.bends.ThresholdPermute(0.5, dim=-1, seed=1)(torch.tensor([1.0, 8.0, 2.0, 9.0]))
         tensor([1., 9., 2., 8.])
     """
 

@@ -55,8 +55,8 @@ class HookFunction:
         module_to_handle: the handles by module.
 
     Example:
-        >>> import bendtrace as bt
-        >>> linear, manager = nn.Linear(1, 1), bt.HookManager()
+        >>> import torch, bendtrace as bt
+        >>> linear, manager = torch.nn.Linear(1, 1), bt.HookManager()
         >>> hook = manager.register_forward_hook(print, hook_fn_name="show", first=linear)
         >>> hook
         <HookFunction show: forward_hook on first>

@@ -31,7 +31,7 @@ class HookHandle:
 
     Example:
         >>> import torch, bendtrace as bt
-        >>> linear, manager = nn.Linear(1, 1), bt.HookManager()
+        >>> linear, manager = torch.nn.Linear(1, 1), bt.HookManager()
         >>> def show(module, inputs, outputs):
         ...     print(module.name, tuple(outputs[0].shape))
         >>> _ = manager.register_forward_hook(show, hook_fn_name="show", first=linear)

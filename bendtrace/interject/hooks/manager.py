@@ -37,14 +37,18 @@ class HookManager:
     `module.name` is the name that the module was registered under, unless the module has a
     `name` of its own.
 
-    The manager is a context, at the end of which all its hooks are removed.
+    The manager is a context, at the end of which all its hooks are removed. The names are those of
+    TackleBox.
 
     Args:
         model: modules that are given without a name are called by their names in this.
 
+    Raises:
+        InputError: `model` is no module.
+
     Example:
         >>> import torch, bendtrace as bt
-        >>> model = nn.Sequential(nn.Linear(2, 3), nn.ReLU(inplace=True))
+        >>> model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.ReLU(inplace=True))
         >>> def show(module, inputs, outputs):
         ...     print(module.name, *(tuple(tensor.shape) for tensor in outputs))
         >>> with bt.HookManager() as manager:
@@ -103,6 +107,16 @@ class HookManager:
 
         Raises:
             InputError: if something has another name already, or a name is taken.
+
+        Example:
+            >>> import torch, bendtrace as bt
+            >>> relu, manager = torch.nn.ReLU(), bt.HookManager()
+            >>> def doubled(module, inputs, outputs):
+            ...     return (outputs[0] * 2,)
+            >>> manager.register_forward_hook(doubled, hook_fn_name="doubled", first=relu)
+            <HookFunction doubled: forward_hook on first>
+            >>> relu(torch.ones(2))
+            tensor([2., 2.])
         """
         return self._register(
             "forward_hook", function, modules, hook_fn_name, activate, named_modules
@@ -120,6 +134,18 @@ class HookManager:
         """Register a function to be called with `(module, inputs)` before the forward of modules.
 
         Everything else is as with `register_forward_hook`.
+
+        Example:
+            >>> import torch, bendtrace as bt
+            >>> relu = torch.nn.ReLU()
+            >>> def raised(module, inputs):
+            ...     return (inputs[0] + 1,)
+            >>> with bt.HookManager() as manager:
+            ...     _ = manager.register_forward_pre_hook(raised, relu=relu)
+            ...     relu(torch.zeros(2))
+            tensor([1., 1.])
+            >>> relu(torch.zeros(2))
+            tensor([0., 0.])
         """
         return self._register(
             "forward_pre_hook", function, modules, hook_fn_name, activate, named_modules
@@ -138,6 +164,17 @@ class HookManager:
 
         It sees the calls that begin, and their backward passes as far as they end, while it is
         active. Everything else is as with `register_forward_hook`.
+
+        Example:
+            >>> import torch, bendtrace as bt
+            >>> relu, x = torch.nn.ReLU(), torch.ones(2, requires_grad=True)
+            >>> with bt.HookManager() as manager:
+            ...     _ = manager.register_backward_hook(
+            ...         lambda module, grad_in, grad_out: (grad_out[0] * 10,), relu=relu
+            ...     )
+            ...     relu(x).sum().backward()
+            >>> x.grad
+            tensor([10., 10.])
         """
         return self._register(
             "backward_hook", function, modules, hook_fn_name, activate, named_modules
@@ -174,8 +211,8 @@ class HookManager:
             InputError: if it is not registered.
 
         Example:
-            >>> import bendtrace as bt
-            >>> linear, manager = nn.Linear(1, 1), bt.HookManager()
+            >>> import torch, bendtrace as bt
+            >>> linear, manager = torch.nn.Linear(1, 1), bt.HookManager()
             >>> _ = manager.register_forward_hook(print, first=linear)
             >>> manager.name_of(linear)
             'first'
@@ -202,7 +239,17 @@ class HookManager:
     def deactivate_all_hooks(
         self, *, hook_types: HookTypes = None, category: Filter = "all"
     ) -> None:
-        """Deactivate hooks on all modules; the arguments are those of `activate_all_hooks`."""
+        """Deactivate hooks on all modules; the arguments are those of `activate_all_hooks`.
+
+        Example:
+            >>> import torch, bendtrace as bt
+            >>> relu, manager = torch.nn.ReLU(), bt.HookManager()
+            >>> _ = manager.register_forward_hook(lambda *_: print("called"), relu=relu)
+            >>> _ = relu(torch.ones(2))
+            called
+            >>> manager.deactivate_all_hooks(category="forward_hook")
+            >>> _ = relu(torch.ones(2))
+        """
         for handle in self._registry.select(None, hook_types, category):
             handle.deactivate()
 
@@ -235,6 +282,17 @@ class HookManager:
         """Return a context in which hooks are active; arguments as for `activate_all_hooks`.
 
         At its end each of them is what it was before: one that was active stays so.
+
+        Example:
+            >>> import torch, bendtrace as bt
+            >>> relu, manager = torch.nn.ReLU(), bt.HookManager()
+            >>> def tell(module, inputs, outputs):
+            ...     print("called")
+            >>> _ = manager.register_forward_hook(tell, activate=False, relu=relu)
+            >>> _ = relu(torch.ones(2))
+            >>> with manager.hook_all_context():
+            ...     _ = relu(torch.ones(2))
+            called
         """
         self._registry.select(None, hook_types, category)
         return HookContext(self, lambda: self._registry.select(None, hook_types, category))
@@ -252,7 +310,11 @@ class HookManager:
     # Removing
 
     def remove_hook(self, handle: HookHandle) -> None:
-        """Remove a function from a module."""
+        """Remove a function from a module.
+
+        Raises:
+            InputError: it is not one of this manager.
+        """
         if self.name_to_hookhandle[handle.name] is not handle:
             raise InputError(f"{handle!r} is not one of this manager")
         handle.remove()
@@ -262,6 +324,16 @@ class HookManager:
 
         Raises:
             KeyError: if there is none of that name.
+
+        Example:
+            >>> import torch, bendtrace as bt
+            >>> relu, tanh, manager = torch.nn.ReLU(), torch.nn.Tanh(), bt.HookManager()
+            >>> _ = manager.register_forward_hook(print, hook_fn_name="show", relu=relu, tanh=tanh)
+            >>> list(manager.name_to_hookhandle)
+            ['show[relu]', 'show[tanh]']
+            >>> manager.remove_hook_by_name("show[relu]")
+            >>> list(manager.name_to_hookhandle)
+            ['show[tanh]']
         """
         self.name_to_hookhandle[name].remove()
 

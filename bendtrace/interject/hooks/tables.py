@@ -21,7 +21,7 @@ class NameTable(Mapping[str, _T]):
         >>> table._things["layer1"] = 1
         >>> table["layer2"]
         Traceback (most recent call last):
-        bendtrace.interject.hooks.tables.HookNameError: no module is registered as 'layer2'; \
+        bendtrace.errors.HookNameError: no module is registered as 'layer2'; \
 there is 'layer1'
     """
 

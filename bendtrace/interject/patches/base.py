@@ -29,8 +29,7 @@ class Patch(Interjection, Generic[Target]):
 
     Example:
         >>> import torch, bendtrace as bt
-        >>> from bendtrace.interject.patches.base import Patch
-        >>> class Doubled(Patch):
+        >>> class Doubled(bt.patches.Patch):
         ...     def op(self, original_output):
         ...         return original_output * 2
         >>> Doubled().op(torch.ones(2))

@@ -30,8 +30,9 @@ class CustomPatch(Patch[Any]):
             for functions that only read or compute anew.
 
     Example:
-        >>> import torch
-        >>> CustomPatch(custom_op=lambda x: x.flip(0), slice=slice(1, None)).op(torch.arange(4))
+        >>> import torch, bendtrace as bt
+        >>> patch = bt.patches.CustomPatch(custom_op=lambda x: x.flip(0), slice=slice(1, None))
+        >>> patch.op(torch.arange(4))
         tensor([0, 3, 2, 1])
     """
 

@@ -25,8 +25,8 @@ class ProbePatch(Patch[Any]):
         activation: a copy of the value as it came up last; None before there was one.
 
     Example:
-        >>> import torch
-        >>> probe = ProbePatch()
+        >>> import torch, bendtrace as bt
+        >>> probe = bt.patches.ProbePatch()
         >>> _ = probe.op(torch.ones(2))
         >>> probe.activation
         tensor([1., 1.])
@@ -57,8 +57,8 @@ class RecordPatch(Patch[Any]):
         activations: copies of the values, in the order in which they came up.
 
     Example:
-        >>> import torch
-        >>> record = RecordPatch()
+        >>> import torch, bendtrace as bt
+        >>> record = bt.patches.RecordPatch()
         >>> for value in (1.0, 2.0):
         ...     _ = record.op(torch.tensor(value))
         >>> record

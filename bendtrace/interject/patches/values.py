@@ -32,8 +32,8 @@ class ZeroPatch(Patch[Patchable]):
             for `2:4`; all of it if None.
 
     Example:
-        >>> import torch
-        >>> ZeroPatch(slice=(slice(None), 0)).op(torch.ones(2, 3))
+        >>> import torch, bendtrace as bt
+        >>> bt.patches.ZeroPatch(slice=(slice(None), 0)).op(torch.ones(2, 3))
         tensor([[0., 1., 1.],
                 [0., 1., 1.]])
     """
@@ -62,8 +62,9 @@ class AddPatch(Patch[Patchable]):
         slice: the part, as for `ZeroPatch`.
 
     Example:
-        >>> import torch
-        >>> AddPatch(value=torch.tensor([1., 2.]), slice=(0, slice(1, None))).op(torch.ones(2, 3))
+        >>> import torch, bendtrace as bt
+        >>> patch = bt.patches.AddPatch(value=torch.tensor([1., 2.]), slice=(0, slice(1, None)))
+        >>> patch.op(torch.ones(2, 3))
         tensor([[1., 2., 3.],
                 [1., 1., 1.]])
     """
@@ -97,8 +98,8 @@ class ReplacePatch(Patch[Patchable]):
         slice: the part, as for `ZeroPatch`.
 
     Example:
-        >>> import torch
-        >>> ReplacePatch(value=3, slice=0).op(torch.ones(2, 3))
+        >>> import torch, bendtrace as bt
+        >>> bt.patches.ReplacePatch(value=3, slice=0).op(torch.ones(2, 3))
         tensor([[3., 3., 3.],
                 [1., 1., 1.]])
     """

@@ -25,9 +25,9 @@ class Selector(NodeSelector):
     they are made alike.
 
     Example:
-        >>> import dataclasses
+        >>> import dataclasses, bendtrace as bt
         >>> @dataclasses.dataclass(frozen=True)
-        ... class DeeperThan(Selector):
+        ... class DeeperThan(bt.node_selector.Selector):
         ...     levels: int
         ...     def matches(self, node):
         ...         return node.path.count(".") >= self.levels
@@ -96,8 +96,23 @@ class Selector(NodeSelector):
 def as_selector(what: Any) -> NodeSelector:
     """Return the selector that something stands for.
 
+    Args:
+        what: a selector; a node path; a regular expression, for node paths and qualified names; a
+            module; a class of modules; a torch function; a predicate of the `Candidate`; a node of
+            a tree of paths; or a list of these, for any of them.
+
+    Returns:
+        The selector.
+
     Raises:
         InputError: it stands for none.
+
+    Example:
+        >>> import torch, bendtrace as bt
+        >>> bt.node_selector.as_selector(torch.nn.Linear)
+        matches_module_class(Linear)
+        >>> bt.node_selector.as_selector([torch.relu, "fc.linear"])
+        matches_function(relu) | matches_path('fc.linear')
     """
     raise InputError(
         f"{what!r} says not which nodes are meant: give a selector, a node path, a compiled "

@@ -22,9 +22,16 @@ def has_following(selector: Any, *, within: int | None = 1) -> Selector:
         within: how many steps the way may have at most. 1: the node itself uses the value. Each
             op on the way is a step; None for any number.
 
+    Raises:
+        InputError: `within` is no positive whole number.
+
     Example:
-        >>> has_following("output.softmax", within=None)
-        has_following(matches_path('output.softmax'), within=None)
+        >>> import torch, bendtrace as bt
+        >>> trace = bt.trace(lambda x: x.relu().exp().sum(), torch.ones(2))
+        >>> bt.node_selector.find(bt.node_selector.has_following("sum"), trace)
+        [<node exp: exp>]
+        >>> bt.node_selector.find(bt.node_selector.has_following("sum", within=None), trace)
+        [<node relu: relu>, <node exp: exp>]
     """
     return Near(as_selector(selector), _steps(within), forward=True)
 
@@ -36,6 +43,17 @@ def has_preceding(selector: Any, *, within: int | None = 1) -> Selector:
         selector: means that node: a selector, or what stands for one.
         within: how many steps the way may have at most. 1: the value is used as it is. Each op on
             the way is a step; None for any number.
+
+    Raises:
+        InputError: `within` is no positive whole number.
+
+    Example:
+        >>> import torch, bendtrace as bt
+        >>> trace = bt.trace(lambda x: x.relu().exp().sum(), torch.ones(2))
+        >>> bt.node_selector.find(bt.node_selector.has_preceding("relu"), trace)
+        [<node exp: exp>]
+        >>> bt.node_selector.find(bt.node_selector.has_preceding("relu", within=None), trace)
+        [<node exp: exp>, <node sum: sum>]
     """
     return Near(as_selector(selector), _steps(within), forward=False)
 
@@ -50,8 +68,13 @@ def between(start: Any, end: Any) -> Selector:
         end: means where they go to.
 
     Example:
-        >>> between("embed", "head")
-        between(matches_path('embed'), matches_path('head'))
+        >>> import torch, bendtrace as bt
+        >>> def model(x):
+        ...     h = x.relu()
+        ...     return (h.exp() + 1).sum(), h.tanh()
+        >>> trace = bt.trace(model, torch.ones(2))
+        >>> bt.node_selector.find(bt.node_selector.between("relu", "sum"), trace)
+        [<node exp: exp>, <node add: add>]
     """
     return Between(as_selector(start), as_selector(end))
 

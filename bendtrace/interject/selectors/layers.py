@@ -31,6 +31,17 @@ class Layers(Selector):
     Attributes:
         family: the family they are of.
         members: their names.
+
+    Example:
+        >>> import torch, bendtrace as bt
+        >>> relu = bt.node_selector.Activations.is_relu
+        >>> relu.family, relu.members, relu.classes
+        ('Activations', ('ReLU',), (<class 'torch.nn.modules.activation.ReLU'>,))
+        >>> trace = bt.trace(torch.nn.Sequential(torch.nn.ReLU(), torch.nn.Tanh()), torch.ones(2))
+        >>> bt.node_selector.find(relu, trace)
+        [<node sub_0: ReLU>]
+        >>> bt.node_selector.find(relu, bt.trace(lambda x: x.relu().tanh(), torch.ones(2)))
+        [<node relu: relu>]
     """
 
     family: str
@@ -70,11 +81,15 @@ class Layers(Selector):
 class Family(Layers):
     """A family of layers: itself a selector for all of them, with the members as attributes.
 
+    Args:
+        family: the name of the family: "Activations", "Convolutions", ...
+
     Example:
-        >>> activations = Family("Activations")
+        >>> import bendtrace as bt
+        >>> activations = bt.node_selector.Family("Activations")
         >>> activations.ReLU, activations.is_relu, activations
         (Activations.ReLU, Activations.ReLU, Activations)
-        >>> Family("Normalization").is_batch_norm.members
+        >>> bt.node_selector.Family("Normalization").is_batch_norm.members
         ('BatchNorm1d', 'BatchNorm2d', 'BatchNorm3d', 'SyncBatchNorm')
     """
 

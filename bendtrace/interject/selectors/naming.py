@@ -39,9 +39,16 @@ def matches_name(name: str | re.Pattern[str]) -> Selector:
     Args:
         name: the name, or a regular expression that is searched for in it.
 
+    Raises:
+        InputError: `name` is neither.
+
     Example:
-        >>> matches_name("relu_1") | matches_name(re.compile("^conv"))
-        matches_name('relu_1') | matches_name(re.compile('^conv'))
+        >>> import re, torch, bendtrace as bt
+        >>> trace = bt.trace(lambda x: (x.relu() + 1).relu().tanh(), torch.ones(2))
+        >>> bt.node_selector.find(bt.node_selector.matches_name("relu_1"), trace)
+        [<node relu_1: relu>]
+        >>> bt.node_selector.find(bt.node_selector.matches_name(re.compile("^relu|tanh")), trace)
+        [<node relu: relu>, <node relu_1: relu>, <node tanh: tanh>]
     """
     return Text("name", _text_or_pattern(name))
 
@@ -51,6 +58,19 @@ def matches_path(path: str | re.Pattern[str]) -> Selector:
 
     Args:
         path: the path, as the tree prints it, or a regular expression that is searched for in it.
+
+    Raises:
+        InputError: it is the path of one pass, or of a part of what a node gives; selectors mean
+            whole nodes.
+
+    Example:
+        >>> import re, torch, bendtrace as bt
+        >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU())
+        >>> trace = bt.trace(model, torch.ones(1, 2))
+        >>> bt.node_selector.find(bt.node_selector.matches_path("sub_0.linear"), trace)
+        [<node sub_0.linear: linear>]
+        >>> bt.node_selector.find(bt.node_selector.matches_path(re.compile("^sub_1")), trace)
+        [<node sub_1: ReLU>, <node sub_1.relu: relu>]
     """
     path = _text_or_pattern(path)
     if isinstance(path, str) and re.search(r"[|:\[]|(^|\.)\d", path):
@@ -68,6 +88,18 @@ def matches_qualified_name(name: str | re.Pattern[str]) -> Selector:
 
     Args:
         name: the name, or a regular expression that is searched for in it.
+
+    Raises:
+        InputError: `name` is neither.
+
+    Example:
+        >>> import torch, bendtrace as bt
+        >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU())
+        >>> trace = bt.trace(model, torch.ones(1, 2))
+        >>> bt.node_selector.find(bt.node_selector.matches_qualified_name("0"), trace)
+        [<node sub_0: Linear>]
+        >>> bt.node_selector.find(bt.node_selector.matches_qualified_name("1.relu"), trace)
+        [<node sub_1.relu: relu>]
     """
     return Text("qualified_name", _text_or_pattern(name))
 
@@ -78,6 +110,17 @@ def source_text(text: str | re.Pattern[str]) -> Selector:
     Args:
         text: the whole expression, with white space folded, or a regular expression that is
             searched for in it.
+
+    Raises:
+        InputError: `text` is neither.
+
+    Example:
+        >>> import re, torch, bendtrace as bt
+        >>> trace = bt.trace(lambda x: x.exp() * 2 + x.exp() * 3, torch.ones(2))
+        >>> bt.node_selector.find(bt.node_selector.source_text("x.exp() * 3"), trace)
+        [<node mul_1: mul>]
+        >>> bt.node_selector.find(bt.node_selector.source_text(re.compile("[*] [23]$")), trace)
+        [<node mul: mul>, <node mul_1: mul>, <node add: add>]
     """
     return Text("text", _text_or_pattern(text))
 
@@ -88,9 +131,16 @@ def matches_module_class(*classes: type[nn.Module]) -> Selector:
     Args:
         *classes: one or several classes.
 
+    Raises:
+        InputError: one of them is no class of modules, or there are none.
+
     Example:
-        >>> matches_module_class(nn.Conv2d, nn.Linear)
-        matches_module_class(Conv2d, Linear)
+        >>> import torch, bendtrace as bt
+        >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU(), torch.nn.Tanh())
+        >>> trace = bt.trace(model, torch.ones(1, 2))
+        >>> layers = bt.node_selector.matches_module_class(torch.nn.Linear, torch.nn.Tanh)
+        >>> bt.node_selector.find(layers, trace)
+        [<node sub_0: Linear>, <node sub_2: Tanh>]
     """
     for cls in classes:
         if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
@@ -103,6 +153,17 @@ def matches_module(*modules: nn.Module) -> Selector:
 
     Args:
         *modules: one or several modules of the model.
+
+    Raises:
+        InputError: one of them is no module, or there are none.
+
+    Example:
+        >>> import torch, bendtrace as bt
+        >>> shared = torch.nn.ReLU()
+        >>> model = torch.nn.Sequential(shared, torch.nn.Tanh(), shared, torch.nn.ReLU())
+        >>> trace = bt.trace(model, torch.ones(2))
+        >>> bt.node_selector.find(bt.node_selector.matches_module(shared), trace)
+        [<node sub_0: ReLU>]
     """
     for module in modules:
         if not isinstance(module, nn.Module):
@@ -116,8 +177,17 @@ def matches_module_lambda(predicate: Callable[[nn.Module], Any]) -> Selector:
     Args:
         predicate: is asked about modules.
 
+    Raises:
+        InputError: `predicate` cannot be called.
+
     Example:
-        >>> wide = matches_module_lambda(lambda module: getattr(module, "out_features", 0) > 64)
+        >>> import torch, bendtrace as bt
+        >>> wide = bt.node_selector.matches_module_lambda(
+        ...     lambda module: getattr(module, "out_features", 0) > 64
+        ... )
+        >>> model = torch.nn.Sequential(torch.nn.Linear(2, 100), torch.nn.Linear(100, 3))
+        >>> bt.node_selector.find(wide, bt.trace(model, torch.ones(1, 2)))
+        [<node sub_0: Linear>]
     """
     return Predicate(_callable(predicate, "matches_module_lambda"), of_module=True)
 
@@ -127,6 +197,16 @@ def node_lambda(predicate: Callable[[Candidate], Any]) -> Selector:
 
     Args:
         predicate: is asked about nodes, as `Candidate`.
+
+    Raises:
+        InputError: `predicate` cannot be called.
+
+    Example:
+        >>> import torch, bendtrace as bt
+        >>> trace = bt.trace(lambda x: x.relu().sum(0).exp().sum(), torch.ones(2, 3))
+        >>> small = bt.node_selector.node_lambda(lambda node: node.shape == (3,))
+        >>> bt.node_selector.find(small, trace)
+        [<node sum: sum>, <node exp: exp>]
     """
     return Predicate(_callable(predicate, "node_lambda"))
 
@@ -138,10 +218,17 @@ def matches_function(*functions: Callable[..., Any] | str) -> Selector:
         *functions: the functions (`F.relu`, `torch.Tensor.view`), or names under which any torch
             function, method or operator is meant (`"relu"`).
 
+    Raises:
+        InputError: one of them is neither, or there are none.
+
     Example:
-        >>> import torch
-        >>> matches_function(torch.nn.functional.relu, torch.Tensor.view, "add_")
-        matches_function(relu, view, 'add_')
+        >>> import torch, bendtrace as bt
+        >>> trace = bt.trace(lambda x: torch.relu(x.relu()).exp(), torch.ones(2))
+        >>> matches = bt.node_selector.matches_function
+        >>> bt.node_selector.find(matches(torch.relu), trace)
+        [<node relu_1: relu>]
+        >>> bt.node_selector.find(matches("relu", torch.Tensor.exp), trace)
+        [<node relu: relu>, <node relu_1: relu>, <node exp: exp>]
     """
     for function in functions:
         if not callable(function) and not isinstance(function, str):

@@ -48,9 +48,21 @@ def under_branch(
         side: True for what runs if it is true, False for what runs if not; None for both.
         file: the source file, or the end of its path.
 
+    Raises:
+        InputError: something given makes no sense.
+
     Example:
-        >>> under_branch("x.norm() > 3", side=True) & under_branch(side=False)
-        under_branch('x.norm() > 3', side=True) & under_branch(side=False)
+        >>> import torch, bendtrace as bt
+        >>> def model(x):
+        ...     if x.norm() > 3:
+        ...         return x / 2
+        ...     return x.exp()
+        >>> large, small = bt.trace(model, torch.full((4,), 2.0)), bt.trace(model, torch.ones(4))
+        >>> under = bt.node_selector.under_branch
+        >>> bt.node_selector.find(under("x.norm() > 3", side=True), large)
+        [<node div: div>]
+        >>> bt.node_selector.find(under(side=False), small)
+        [<node exp: exp>]
     """
     if side not in (None, True, False):
         raise InputError(f"under_branch() takes True, False or None as side=, not {side!r}")
@@ -70,9 +82,23 @@ def in_loop(
             expression that is searched for in it, the line, `"model.py:41"`, or None for any loop.
         file: the source file, or the end of its path.
 
+    Raises:
+        InputError: something given makes no sense.
+
     Example:
-        >>> in_loop() & ~in_loop("range(3)")
-        in_loop() & ~in_loop('range(3)')
+        >>> import torch, bendtrace as bt
+        >>> def model(x):
+        ...     for _ in range(2):
+        ...         x = x.relu()
+        ...     while x.sum() > 1:
+        ...         x = x / 2
+        ...     return x.exp()
+        >>> trace = bt.trace(model, torch.ones(4))
+        >>> in_loop = bt.node_selector.in_loop
+        >>> bt.node_selector.find(in_loop("range(2)"), trace)
+        [<node relu: relu>]
+        >>> bt.node_selector.find(in_loop() & ~in_loop("range(2)"), trace)
+        [<node sum: sum>, <node gt: gt>, <node div: div>]
     """
     return InLoop(mark(loop, file, "in_loop"))
 
@@ -87,8 +113,18 @@ def at_line(line: int | str, file: str | None = None) -> Selector:
         line: the line, counted from 1, or `"model.py:41"`.
         file: the source file, or the end of its path; None for any.
 
+    Raises:
+        InputError: `line` is no such thing.
+
     Example:
-        >>> at_line("model.py:41")
+        >>> import torch, bendtrace as bt
+        >>> def model(x):
+        ...     x = x.relu()
+        ...     return x.exp() + 1
+        >>> trace = bt.trace(model, torch.ones(2))
+        >>> bt.node_selector.find(bt.node_selector.at_line(3), trace)
+        [<node exp: exp>, <node add: add>]
+        >>> bt.node_selector.at_line("model.py:41")
         at_line(41, file='model.py')
     """
     found = mark(line, file, "at_line")

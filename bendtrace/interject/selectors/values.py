@@ -25,10 +25,18 @@ def with_shape(*sizes: Size | tuple[Size, ...] | Callable[[tuple[int, ...]], Any
         *sizes: its sizes, with None for one of any size and `...` for any number of them; or a
             predicate of the shape.
 
+    Raises:
+        InputError: these are no sizes, or `...` is there twice.
+
     Example:
-        >>> with_shape(None, 64), with_shape(..., 3, 3), with_shape()
-        (with_shape(None, 64), with_shape(..., 3, 3), with_shape())
-        >>> image = with_shape(lambda shape: len(shape) == 4 and shape[2] == shape[3])
+        >>> import torch, bendtrace as bt
+        >>> trace = bt.trace(lambda x: x.relu().T.sum(), torch.ones(2, 3))
+        >>> bt.node_selector.find(bt.node_selector.with_shape(None, 3), trace)
+        [<node relu: relu>]
+        >>> bt.node_selector.find(bt.node_selector.with_shape(..., 2), trace)
+        [<node T: T>]
+        >>> bt.node_selector.find(bt.node_selector.with_shape(lambda shape: not shape), trace)
+        [<node sum: sum>]
     """
     given = sizes
     if len(given) == 1:
@@ -54,9 +62,17 @@ def with_dtype(*dtypes: torch.dtype | Callable[[torch.dtype], Any]) -> Selector:
     Args:
         *dtypes: one or several dtypes, or a predicate of the dtype.
 
+    Raises:
+        InputError: one of them is neither, or there are none.
+
     Example:
-        >>> with_dtype(torch.float16, torch.bfloat16)
-        with_dtype(torch.float16, torch.bfloat16)
+        >>> import torch, bendtrace as bt
+        >>> trace = bt.trace(lambda x: (x * 2).half().relu().argmax(), torch.ones(2))
+        >>> with_dtype = bt.node_selector.with_dtype
+        >>> bt.node_selector.find(with_dtype(torch.float16), trace)
+        [<node half: half>, <node relu: relu>]
+        >>> bt.node_selector.find(with_dtype(lambda dtype: dtype.is_floating_point), trace)
+        [<node mul: mul>, <node half: half>, <node relu: relu>]
     """
     if len(dtypes) == 1 and callable(dtypes[0]):
         return Dtype(dtypes[0])
