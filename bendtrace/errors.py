@@ -190,7 +190,14 @@ class ConversionError(BendtraceError, ValueError):
     """
 
 
-class NodePathError(BendtraceError, KeyError):
+class _NothingThereError(BendtraceError, KeyError):
+    """There is nothing under a name."""
+
+    def __str__(self) -> str:  # KeyError would show it quoted
+        return str(self.args[0])
+
+
+class NodePathError(_NothingThereError):
     """A node path names no node, or none that can be used there.
 
     Attributes:
@@ -216,11 +223,8 @@ class NodePathError(BendtraceError, KeyError):
         self.path = path
         self.completions = completions
 
-    def __str__(self) -> str:  # KeyError would show it quoted
-        return str(self.args[0])
 
-
-class LayerKeyError(BendtraceError, KeyError):
+class LayerKeyError(_NothingThereError):
     """A log has nothing under a key.
 
     Attributes:
@@ -244,11 +248,8 @@ class LayerKeyError(BendtraceError, KeyError):
         self.key = key
         self.near = near
 
-    def __str__(self) -> str:  # KeyError would show it quoted
-        return str(self.args[0])
 
-
-class HookNameError(BendtraceError, KeyError):
+class HookNameError(_NothingThereError):
     """A hook manager has nothing of a name.
 
     Attributes:
@@ -272,9 +273,6 @@ class HookNameError(BendtraceError, KeyError):
         super().__init__(message)
         self.name = name
         self.near = near
-
-    def __str__(self) -> str:  # KeyError would show it quoted
-        return str(self.args[0])
 
 
 class NoLayerError(InputError, AttributeError):

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
 DOCS = Path(__file__).parent
 ROOT = DOCS.parent
@@ -54,3 +56,18 @@ napoleon_use_ivar = True
 napoleon_use_rtype = False
 default_role = "code"
 add_module_names = False
+
+_FENCE = re.compile(r"^```([^\n]*)\n(.*?)^```$", flags=re.DOTALL | re.MULTILINE)
+
+
+def _mark_what_is_printed(app: Any, name: str, source: list[str]) -> None:
+    """Have blocks without a mark shown as they are, not coloured as Python."""
+    source[0] = _FENCE.sub(lambda m: m[0] if m[1] else f"```text\n{m[2]}```", source[0])
+
+
+def setup(app: Any) -> None:
+    """Connect what changes pages as they are read."""
+    app.connect("source-read", _mark_what_is_printed)
+    app.connect(
+        "include-read", lambda app, path, name, source: _mark_what_is_printed(app, name, source)
+    )
