@@ -232,3 +232,17 @@ def test_what_an_opaque_function_gives_besides_tensors_is_guarded(
     for wanted in results(x.relu()):
         assert bits(bended(x)) == bits(wanted)
         calls += 1
+
+
+def test_an_opaque_function_of_a_namespace_without_a_name_is_guarded_like_others() -> None:
+    scope: dict[str, Any] = {}
+    exec("def f(x): return (x, 'up' if x.sum() > 0 else 'down')", scope)
+    assert scope["f"].__module__ is None
+    function = bt.opaque(scope["f"])
+
+    def model(x: Tensor) -> Tensor:
+        value, which = function(x)
+        return value * (2 if which == "up" else 3)
+
+    calls = [lambda sign=sign: ((torch.full((2,), sign),), {}) for sign in (1.0, 1.0, -1.0, 1.0)]
+    assert_promise(lambda: model, calls)
