@@ -64,6 +64,7 @@ class Browser:
         self._session = attached["sessionId"]
         for domain in ("Page", "Runtime", "Log", "Network"):
             self.send(f"{domain}.enable")
+        self.send("Page.setLifecycleEventsEnabled", enabled=True)
         # Frames that may do less than their page are processes of their own.
         self.send(
             "Target.setAutoAttach", autoAttach=True, waitForDebuggerOnStart=False, flatten=True
@@ -102,13 +103,21 @@ class Browser:
 
     def open(self, address: str) -> None:
         """Go to an address, and wait until the page is loaded and painted."""
+        self._load("about:blank")  # The same file with another fragment would not be loaded anew.
         self.events.clear()
-        self.send("Page.navigate", url="about:blank")
-        self.events.clear()
-        self.send("Page.navigate", url=address)
-        while not any(event["method"] == "Page.loadEventFired" for event in self.events):
-            self._next()
+        self._load(address)
         self.evaluate("new Promise(done => requestAnimationFrame(() => setTimeout(done, 5)))")
+
+    def _load(self, address: str) -> None:
+        """Wait for this very document: the one before it can still tell that it is loaded."""
+        loader = self.send("Page.navigate", url=address)["loaderId"]
+        while not any(
+            event["method"] == "Page.lifecycleEvent"
+            and event["params"]["name"] == "load"
+            and event["params"]["loaderId"] == loader
+            for event in self.events
+        ):
+            self._next()
 
     def evaluate(self, expression: str, *, frame: bool = False) -> Any:
         """Return the value of an expression as JSON; promises are waited for.
