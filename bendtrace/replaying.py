@@ -33,7 +33,7 @@ from bendtrace.recording.run import Signature, record, uninitialized_in
 from bendtrace.recording.serving import call_itself, serving
 from bendtrace.recording.watcher import current_watcher
 from bendtrace.replay.ambience import Ambience
-from bendtrace.replay.explain import Mismatch, explain_check, explain_divergence
+from bendtrace.replay.explain import Mismatch, explain_check, explain_divergence, explain_guard
 from bendtrace.replay.program import Divergence, Finished, Program
 from bendtrace.replay.tree import TraceTree
 from bendtrace.stand_in import StandIn
@@ -245,6 +245,9 @@ class ReplayingModule(StandIn):
         if program is None:
             return self._record_new(_Call(args, kwargs, names, arguments, plan, tree))
         if program.live_only:
+            if tree.looks_again(program):
+                call = _Call(args, kwargs, names, arguments, plan, tree)
+                return self._look_again(call, program)
             self.stats.live += 1
             tree.ran_live(program)
             if plan is None:
@@ -463,6 +466,27 @@ class ReplayingModule(StandIn):
         self.stats.traces += 1
         self.stats.live += program.live_only
         self.last_mismatch = mismatch
+        return self._kept(recording, program)
+
+    def _look_again(self, call: _Call, live: Program) -> Any:
+        """Record a call whose like could only be run live: it may go another way."""
+        ambience = Ambience.current()
+        try:
+            recording = self._recorded(call)
+        except Exception as error:
+            call.tree.failed(error)
+            raise
+        if recording.tape.blockers or recording.is_transient:
+            self.stats.live += 1
+            call.tree.ran_live(live)
+            return recording.result
+        program, leaves = call.tree.replace(call.names, live, recording, ambience)
+        self.stats.retraces += 1
+        self.stats.traces += 1
+        self.last_mismatch = None
+        if leaves is not None:
+            before, now = live.recording, recording.tape.guards[leaves[0]].expected
+            self.last_mismatch = explain_guard(before.tape, leaves[0], now, _steps_of(before))
         return self._kept(recording, program)
 
     def _settled(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Recording | None:

@@ -6,9 +6,12 @@ is in the blocks without a mark, in order. Whatever else is in a fence has anoth
 
 from __future__ import annotations
 
+import atexit
+import functools
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 __all__ = ["PAGES", "ROOT", "code_of", "is_run", "name_of", "printed", "shown_in"]
@@ -53,11 +56,55 @@ def printed(page: Path, folder: Path) -> list[str]:
         AssertionError: if it fails.
     """
     name = _SCRIPTS.get(page.name, f"{page.stem}.py")
-    (folder / name).write_text(code_of(page), "utf-8")
-    done = subprocess.run(
-        [sys.executable, "-P", name],
-        cwd=folder, capture_output=True, encoding="utf-8", check=False,
-        env={"PYTHONPATH": str(ROOT), "PATH": "", "PYTHONIOENCODING": "utf-8", "HOME": str(folder)},
+    code = code_of(page)
+    (folder / name).write_text(code, "utf-8")
+    failed = _server("torch", *re.findall(r"^(?:import|from) (transformers)\b", code, re.M)[:1])(
+        folder, name
+    )
+    assert not failed, (folder / "stderr").read_text("utf-8")
+    text = (folder / "stdout").read_text("utf-8")
+    return [line.rstrip() for line in text.replace(f"{folder}/", "").splitlines()]
+
+
+# Importing torch takes longer than most pages do. So one process imports it, and each page is run
+# in a fork of that, which is else as `python -P page.py` in a folder of its own.
+_SERVING = """
+import importlib, multiprocessing.process, os, runpy, sys, traceback
+for name in sys.argv[1:]:
+    importlib.import_module(name)
+for line in sys.stdin:
+    folder, name = line.rstrip("\\n").split("\\t")
+    pid = os.fork()
+    if pid:
+        print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
+        continue
+    os.chdir(folder)
+    for number, stream in ((1, "stdout"), (2, "stderr")):
+        os.dup2(os.open(stream, os.O_WRONLY | os.O_CREAT), number)
+    os.environ["HOME"] = multiprocessing.process.ORIGINAL_DIR = folder
+    sys.argv, sys.stdin = [name], open(os.devnull)
+    runpy.run_path(name, run_name="__main__")
+    break
+"""
+
+
+@functools.cache
+def _server(*modules: str) -> Callable[[Path, str], int]:
+    """Return what runs a script in a folder, in a process where some modules are imported."""
+    process = subprocess.Popen(
+        [sys.executable, "-P", "-c", _SERVING, *modules],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, encoding="utf-8",
+        env={"PYTHONPATH": str(ROOT), "PATH": "", "PYTHONIOENCODING": "utf-8"},
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return [line.rstrip() for line in done.stdout.replace(f"{folder}/", "").splitlines()]
+    assert process.stdin is not None
+    assert process.stdout is not None
+    requests, answers = process.stdin, process.stdout
+
+    def run(folder: Path, name: str) -> int:
+        requests.write(f"{folder}\t{name}\n")
+        requests.flush()
+        return int(answers.readline())
+
+    atexit.register(process.wait)
+    atexit.register(requests.close)  # after which it ends; called first
+    return run

@@ -47,6 +47,14 @@ def signs(*each: int) -> Tensor:
 INPUTS = [signs(*each) for each in [(1, 1), (-1, 1), (1, -1), (-1, -1), (1,), (-1, 1, -1)]]
 
 
+@pytest.fixture(autouse=True)
+def _interruptible() -> Iterator[None]:
+    """Let interrupts come, also where a shell started the tests with SIGINT ignored (`&`)."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.fixture
 def _often() -> Iterator[None]:
     """Let threads take turns as often as Python can."""

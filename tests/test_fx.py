@@ -372,8 +372,13 @@ def test_another_branch_is_a_divergence_that_says_where() -> None:
     with pytest.raises(DivergenceError) as caught:
         module(-torch.ones(2))
     assert str(caught.value) == (
-        f"the value at {__file__}:{line} was True when traced and is False now"
+        f"conditional expression `x.sum() > 0` at {__file__}:{line} "
+        "was True when traced and is False now"
     )
+    sized = bt.trace(lambda x: x * x.shape[0], torch.ones(2)).to_fx()
+    assert torch.equal(sized(torch.ones(3)), torch.full((3,), 3.0))
+    with pytest.raises(DivergenceError, match=r"the number of items at .* was 1 when traced"):
+        sized(torch.ones(2, 2))
 
 
 @pytest.mark.parametrize("fold", [False, True], ids=["ops", "leaf modules"])

@@ -451,6 +451,34 @@ def test_a_name_under_a_branch_not_taken_is_said_to_be_perhaps_there() -> None:
         bended.interject("sigmoid", lambda v: v)
 
 
+def test_a_name_behind_a_branch_that_leaves_is_said_to_be_perhaps_there() -> None:
+    def leaving(x: Tensor) -> Tensor:
+        if x.sum() > 0:
+            return x.relu()
+        y = x.exp()
+        return y.tanh()
+
+    bended = bt.BendedModule(leaving)
+    bended(torch.ones(2))
+    for name in ("exp", "tanh"):
+        with pytest.raises(NodePathError, match=r"test_insertions.py:\d+ `x.sum\(\) > 0`"):
+            bended.interject(name, lambda v: v)
+    with pytest.raises(NodePathError) as caught:
+        bended.interject("sinh", lambda v: v)
+    assert "branch" not in str(caught.value)
+
+
+def test_a_wrong_name_is_answered_by_what_all_runs_have() -> None:
+    bended = bt.BendedModule(lambda x: x.exp() if x.sum() > 0 else x.tanh())
+    bended(torch.ones(2))
+    bended(-torch.ones(2))
+    for wrong, right, other in (("exb", "exp", "tanh"), ("tahn", "tanh", "exp")):
+        with pytest.raises(NodePathError, match=f"did you mean '{right}'") as caught:
+            bended.interject(wrong, lambda v: v)
+        assert f"in other runs there is '{other}'" in str(caught.value)
+        assert {right, other} < set(caught.value.completions)
+
+
 def test_a_name_is_looked_for_before_the_first_call_does_anything() -> None:
     model = nn.Sequential(nn.BatchNorm1d(2), nn.Dropout())
     bended = bt.BendedModule(model)
@@ -689,6 +717,122 @@ def test_an_insertion_that_never_fired_warns_and_names_the_branch() -> None:
     ):
         bended(SMALL)
     assert caught[0].filename == __file__
+
+
+class Staged(nn.Module):
+    """A loop of so many rounds, and two branches, one behind the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell, self.high, self.low = (nn.Linear(2, 2, bias=False) for _ in range(3))
+        for linear in (self.cell, self.high, self.low):
+            nn.init.eye_(linear.weight)
+
+    def forward(self, x: Tensor, rounds: Tensor) -> Tensor:
+        for _ in range(rounds.item()):
+            x = self.cell(x)
+        if x[0] > 5:
+            x = x * 2
+        if x[1] > 5:
+            return self.high(x).tanh()
+        return self.low(x).exp()
+
+
+@pytest.mark.parametrize("where", ["high", "high.linear", "tanh", re.compile("^high$"), "high$"])
+def test_the_branch_that_is_named_is_the_one_that_the_node_is_under(where: Any) -> None:
+    """Not that at which the run first differs from those that came by the node."""
+    bended = bt.BendedModule(Staged())
+    bended(torch.tensor([9.0, 9.0]), torch.tensor(3))
+    bended(torch.tensor([1.0, 1.0]), torch.tensor(2))
+    if where == "high$":
+        inserted: Any = bended.bend(bt.bends.Scale(2.0), where)
+    else:
+        inserted = bended.interject(where, torch.zeros_like)
+    bended(torch.tensor([1.0, 1.0]), torch.tensor(5))
+    (note,) = inserted.report().notes
+    assert re.fullmatch(
+        r"branch at test_insertions.py:\d+ `x\[1\] > 5` was not taken for this input", note
+    )
+
+
+def test_a_branch_that_was_taken_and_left_is_named_for_what_follows_it() -> None:
+    bended = bt.BendedModule(Staged())
+    bended(torch.tensor([1.0, 1.0]), torch.tensor(1))
+    handle = bended.interject("exp", torch.zeros_like)
+    bended(torch.tensor([9.0, 9.0]), torch.tensor(2))
+    (note,) = handle.report().notes
+    assert re.search(r"`x\[1\] > 5` was taken for this input$", note)
+
+
+def test_a_loop_that_ended_earlier_is_named() -> None:
+    bended = bt.BendedModule(Staged())
+    bended(torch.tensor([1.0, 1.0]), torch.tensor(2))
+    handle = bended.interject("cell", torch.zeros_like)
+    bended(torch.tensor([1.0, 1.0]), torch.tensor(0))
+    (note,) = handle.report().notes
+    assert re.search(r"`(range\()?rounds.item\(\)\)?` came to 0 for this input$", note)
+
+
+def test_of_a_module_that_no_run_came_by_it_is_said_where_it_may_be() -> None:
+    model = Staged()
+    bended = bt.BendedModule(model)
+    for where in (model.high, "high"):
+        handle = bended.interject(where, torch.zeros_like)
+        bended(torch.tensor([1.0, 1.0]), torch.tensor(1))
+        (note,) = handle.report().notes
+        assert re.match(r"it may be under a branch of which that side was not .*`x\[1\] > 5`", note)
+        handle.remove()
+
+
+def test_a_report_says_if_only_the_passes_or_the_backward_pass_were_missing() -> None:
+    class Told(bt.Interjection):
+        def backward(self, at: bt.NodePass, grad_input: Any, grad_output: Any) -> None: ...
+
+    bended = bt.BendedModule(lambda x: x.relu())
+    x = torch.ones(2, requires_grad=True)
+    late = bended.interject("relu", torch.zeros_like, passes=1)
+    told = bended.interject("relu", Told())
+    out = bended(x)
+    assert late.report().notes == (
+        "'relu' had one pass, none of which counts (passes [1], from 0)",
+    )
+    assert told.report().notes == ("no backward pass came by 'relu'",)
+    out.sum().backward()
+    assert told.report().notes == ()
+    assert told.report().rows[0].backward == 1
+
+
+def test_what_stands_instead_counts_as_a_change_only_if_it_is_one() -> None:
+    class Same(bt.Interjection):
+        def instead(self, at: bt.NodePass, call: Any, inputs: bt.Inputs) -> Any:
+            return call(*inputs, **inputs.kwargs)
+
+    class OfMore(bt.Interjection):
+        def instead(self, at: bt.NodePass, call: Any, inputs: bt.Inputs) -> Any:
+            return call(inputs[0] * 2, **inputs.kwargs)
+
+    class Written(bt.Interjection):
+        def instead(self, at: bt.NodePass, call: Any, inputs: bt.Inputs) -> Any:
+            return call(*inputs, **inputs.kwargs).mul_(2)
+
+    class WrittenBefore(bt.Interjection):
+        def instead(self, at: bt.NodePass, call: Any, inputs: bt.Inputs) -> Any:
+            inputs[0].add_(1)
+            return call(*inputs, **inputs.kwargs)
+
+    class Without(bt.Interjection):
+        def instead(self, at: bt.NodePass, call: Any, inputs: bt.Inputs) -> Any:
+            return torch.zeros(2)
+
+    bended = bt.BendedModule(lambda x: torch.softmax(x.relu(), dim=-1))
+    for kind, changes in (
+        (Same, False), (OfMore, True), (Written, True), (WrittenBefore, True), (Without, True)
+    ):  # fmt: skip
+        with bended.interject("softmax", kind()) as handle:
+            for _ in range(2):
+                bended(torch.tensor([1.0, 2.0]))
+        assert (kind, handle.report().changed) == (kind, changes)
+        assert handle.report().fired == 2
 
 
 def test_there_is_no_warning_without_a_call_nor_where_the_block_raises() -> None:

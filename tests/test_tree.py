@@ -184,6 +184,68 @@ def test_says_what_runs_live_and_from_where_on() -> None:
     assert any("numpy" in reason for reason in bended.why_live)
 
 
+class Smooth(nn.Module):
+    """Hands values to numpy on one side of a branch, and draws random numbers on both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: torch.Tensor
+        self.register_buffer("calls", torch.zeros(()))
+        self.dropout = nn.Dropout(0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        x = self.dropout(x)
+        if x.sum() > 0:
+            x = torch.from_numpy(x.numpy() * 2)
+        return self.dropout(x) + self.calls
+
+
+@pytest.mark.parametrize("signs", ["+----+-+", "+" * 3 + "-" * 4 + "+-", "-+-+--", "+" * 9])
+def test_calls_that_can_be_replayed_are_whatever_ran_live_before(signs: str) -> None:
+    pytest.importorskip("numpy", reason="needs the test extra")
+    eager, bended = Smooth(), bt.BendedModule(Smooth())
+    clean = 0
+    for number, sign in enumerate(signs):
+        x = torch.full((8,), 3.0 if sign == "+" else -3.0)
+        torch.manual_seed(number)
+        wanted = bits((eager(x), torch.get_rng_state(), eager.calls))
+        torch.manual_seed(number)
+        before = bended.stats.replays
+        assert bits((bended(x), torch.get_rng_state(), bended.model.calls)) == wanted
+        clean += bended.stats.replays > before
+    assert bended.stats.live >= signs.count("+")
+    # Of those after the first, at most so many pass until the next one is looked at again.
+    assert clean >= signs.count("-") // 2
+    assert bended.stats.traces <= 2
+    assert any("numpy" in reason for reason in bended.why_live) == ("+" in signs)
+
+
+def test_the_run_that_was_live_stays_in_the_tree_beside_the_one_that_is_not() -> None:
+    pytest.importorskip("numpy", reason="needs the test extra")
+    bended = called(Smooth().eval(), *(torch.full((2,), value) for value in (3.0, -3.0, -3.0, 3.0)))
+    assert bended.stats == bt.replaying.Stats(traces=2, replays=1, retraces=2, resumes=1, live=2)
+    (branch,) = branches_of(bended).values()
+    assert hits(branch) == {True: 2, False: 2}
+    assert not bended.coverage()
+
+
+def test_only_where_values_decide_is_a_live_run_looked_at_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pytest.importorskip("numpy", reason="needs the test extra")
+    looked: list[Any] = []
+    recorded = bt.replaying.recorded
+    monkeypatch.setattr(
+        bt.replaying, "recorded", lambda *args: (looked.append(args), recorded(*args))[1]
+    )
+    called(lambda x: torch.from_numpy(x.numpy() * 2), *[torch.ones(2)] * 9)
+    assert len(looked) == 1
+    looked.clear()
+    called(Smooth().eval(), *[torch.ones(2)] * 9)
+    assert len(looked) == 4  # the first call, the second, the fourth, the eighth
+
+
 def test_notes_errors_of_the_model_where_they_were_raised() -> None:
     def model(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         if x.sum() < 0:

@@ -15,6 +15,7 @@ import torch
 from torch import fx, nn
 
 from bendtrace.errors import ConversionError, DivergenceError
+from bendtrace.flow import flow_steps
 from bendtrace.graph.fold import Folding, folding, is_leaf_module, results
 from bendtrace.graph.mirror import Graph
 from bendtrace.graph.names import NodeRef
@@ -82,6 +83,8 @@ class _Writer:
         indices = {data.get("index"): name for name, data in graph.nodes(data=True)}
         self.names = [indices.get(op.index, "") for op in self.tape.ops]
         self.guards = guards
+        steps = flow_steps(self.tape, self.names) if guards else ()
+        self.steps = {step.guard: step for step in steps}
         self.waiting = self._guards() if guards else []
         self.arguments: list[fx.Node] = []
         self.context = self.entry = self._entry()
@@ -232,15 +235,32 @@ class _Writer:
 
     def _check(self, position: int) -> None:
         while self.waiting and self.waiting[-1][0] <= position:
-            guard = self.tape.guards[self.waiting.pop()[1]]
-            place = "an unknown place"
-            if guard.site is not None:
-                place = str(user_code(guard.scope, guard.site)[0])
+            number = self.waiting.pop()[1]
+            guard = self.tape.guards[number]
             expected = guard.expected
             if guard.test in (Test.SAME, Test.OTHER):
                 expected = self.nodes[self.names[guard.expected]]
             node = self.nodes[self.names[guard.index]]
-            self.fx.call_function(check_guard, (node, guard.test.value, expected, place))
+            what = self._asked(number)
+            self.fx.call_function(check_guard, (node, guard.test.value, expected, what))
+
+    def _asked(self, number: int) -> str:
+        """Say what a guard is about, and where."""
+        step = self.steps.get(number)
+        if step is not None:
+            return f"{step.kind} `{step.text}` at {step.place}"
+        guard = self.tape.guards[number]
+        place = None if guard.site is None else user_code(guard.scope, guard.site)[0]
+        what = _WHAT.get(guard.test, "the value")
+        return f"{what} at {place or 'an unknown place'}"
+
+
+_WHAT = {
+    Test.RANK: "the number of dimensions",
+    Test.LENGTH: "the number of items",
+    Test.SAME: "the tensor",
+    Test.OTHER: "the tensor",
+}
 
 
 def _is_at(root: nn.Module, target: str, tensor: Any) -> bool:
@@ -307,14 +327,14 @@ def _content(part: Part, now: Any) -> Any:
     return part.size if part.kind is PartKind.OBJECT else now
 
 
-def check_guard(value: Any, test: str, expected: Any, place: str) -> None:
+def check_guard(value: Any, test: str, expected: Any, what: str) -> None:
     """Raise `DivergenceError` if a value of a converted graph is not as recorded.
 
     Args:
         value: the value.
         test: name of the `Test`.
         expected: the recorded outcome.
-        place: where the model consumed the value.
+        what: what the model asked there, and where: "if `x.sum() > 0` at model.py:41".
     """
     if test == Test.TRUTH.value:
         now: Any = bool(value)
@@ -322,14 +342,12 @@ def check_guard(value: Any, test: str, expected: Any, place: str) -> None:
         now = len(value)
     elif test in (Test.SAME.value, Test.OTHER.value):
         if (value is expected) is not (test == Test.SAME.value):
-            raise DivergenceError(f"whether a tensor at {place} is a copy is not as when traced")
+            raise DivergenceError(f"{what}: whether a tensor is a copy is not as when traced")
         return
     else:
         now = value
     if not identical(now, expected):
-        raise DivergenceError(
-            f"the value at {place} was {expected!r} when traced and is {now!r} now"
-        )
+        raise DivergenceError(f"{what} was {expected!r} when traced and is {now!r} now")
 
 
 def _back_to_fx(graph: Graph) -> fx.GraphModule:

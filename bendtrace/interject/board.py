@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import re
 import threading
 from collections.abc import Callable, Iterable
@@ -19,6 +20,7 @@ from bendtrace.interject.plan import Entry, Place, Plan, forms_of
 from bendtrace.interject.rehearsal import Rehearsal
 from bendtrace.interject.where import (
     AtPath,
+    AtPaths,
     Known,
     OfModule,
     Said,
@@ -32,6 +34,7 @@ from bendtrace.recording.recorder import Recording
 
 __all__ = ["Board", "Kept"]
 
+_MOST_NOTES = 16  # on why something was not called; more would not be read
 
 # Where, what, and in which passes.
 Kept = tuple[str, tuple[Want, ...], Interjection, Passes, bool]
@@ -47,8 +50,8 @@ class Model(Known, Protocol):
     def recordings(self) -> list[Recording]:
         """Return the runs that are known, those with insertions included."""
 
-    def why_not(self, path: str, runs: list[Recording]) -> str:
-        """Say why some runs did not come by a node that others came by."""
+    def why_not(self, path: str, runs: list[Recording], often_enough: Callable[[int], bool]) -> str:
+        """Say why some runs did not come by a node as often as others did."""
 
     def candidates(self) -> list[Candidate] | None:
         """Return the nodes of all runs without insertions; None if there were none."""
@@ -58,6 +61,9 @@ class Model(Known, Protocol):
 
     def paths_of(self, module: nn.Module) -> list[str]:
         """Return the paths of the calls of a module that are known."""
+
+    def count_passes(self, path: str, run: Recording) -> int:
+        """Return how often a run came by a node."""
 
     def rehearsal(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Rehearsal:
         """Return what a run without insertions shows."""
@@ -232,19 +238,53 @@ class Board:
         """Say why an insertion was not called."""
         if not insertion.runs:
             return ("no call was made",)
-        notes = []
+        paths = dict.fromkeys(path for want in insertion.wants for path in self._paths_of(want))
+        notes = (self._note_on(insertion, path) for path in itertools.islice(paths, _MOST_NOTES))
+        found = tuple(dict.fromkeys(filter(None, notes)))
+        return found or self._hints(insertion) or ("no run came by a node that is meant",)
+
+    def _hints(self, insertion: Insertion) -> tuple[str, ...]:
+        """Say where modules may be called that no known run has come by."""
+        hints: list[str] = []
         for want in insertion.wants:
             matcher = None if want.place is None else want.place.matcher
-            paths: Iterable[str] = ()
-            if isinstance(matcher, AtPath):
-                paths = (matcher.path,)
-            elif isinstance(matcher, OfModule):
-                paths = self._model.paths_of(matcher.module)
-            for path in paths:
-                note = self._model.why_not(path, insertion.runs)
-                if note:
-                    notes.append(note)
-        return tuple(dict.fromkeys(notes)) or ("no run came by a node that is meant",)
+            if isinstance(matcher, OfModule):
+                names = [n.module_path for n in self._model.modules() if n.module is matcher.module]
+                hints += map(self._model.hint, names)
+        return tuple(dict.fromkeys(filter(None, hints)))
+
+    def _paths_of(self, want: Want) -> Iterable[str]:
+        """Return the paths that are known of nodes that are meant."""
+        matcher = None if want.place is None else want.place.matcher
+        if isinstance(matcher, AtPath):
+            return (matcher.path,)
+        if isinstance(matcher, AtPaths):
+            return sorted(matcher.paths)
+        if isinstance(matcher, OfModule):
+            return self._model.paths_of(matcher.module)
+        if matcher is None:
+            return ()
+        return [node.path for node in self._model.candidates() or () if matcher.matches(node)]
+
+    def _note_on(self, insertion: Insertion, path: str) -> str:
+        """Say why an insertion was not called at a node."""
+
+        def counts(passes: int) -> bool:
+            if insertion.passes.is_asked:  # a function, which may count how often it is asked
+                return passes > 0
+            return any(insertion.passes.admits(number, passes) for number in range(passes))
+
+        passes = max(self._model.count_passes(path, run) for run in insertion.runs)
+        if not counts(passes):
+            why = self._model.why_not(path, insertion.runs, counts)
+            if not passes:
+                return why
+            times = "one pass" if passes == 1 else f"{passes} passes"
+            said = f"{path!r} had {times}, none of which counts ({insertion.passes}, from 0)"
+            return f"{said}: {why}" if why else said
+        if not forms_of(insertion.what) & {"before", "instead", "after"}:
+            return f"no backward pass came by {path!r}"
+        return ""
 
     def _made(self, insertions: tuple[Insertion, ...], rehearsal: Rehearsal | None) -> Plan:
         entries = []

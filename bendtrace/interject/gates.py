@@ -21,7 +21,15 @@ from bendtrace.errors import InterjectionError
 from bendtrace.interject.gradients import Through
 from bendtrace.interject.interjection import Inputs, NodePass
 from bendtrace.interject.plan import Entry, Plan, Slot
-from bendtrace.interject.structure import Leaf, Mismatch, Shape, assemble, collect, describe
+from bendtrace.interject.structure import (
+    Leaf,
+    Mismatch,
+    Shape,
+    assemble,
+    collect,
+    describe,
+    take_apart,
+)
 
 __all__ = [
     "AfterGate",
@@ -406,11 +414,50 @@ class InsteadGate(Gate):
 
     def _around(self, entry: Entry, call: Callable[..., Any]) -> Callable[..., Any]:
         def instead(*args: Any, **kwargs: Any) -> Any:
-            result = entry.what.instead(self.at, call, Inputs(args, kwargs))
-            entry.insertion.fired(self.at, True)
+            node = _Observed(call, Inputs(args, kwargs))
+            result = entry.what.instead(self.at, node, node.given)
+            entry.insertion.fired(self.at, not node.gave(result))
             return result
 
         return instead
+
+
+class _Observed:
+    """A node that an insertion may call, or not, and what came of that.
+
+    Args:
+        call: the node.
+        given: what it is to be called with where nothing is inserted.
+    """
+
+    def __init__(self, call: Callable[..., Any], given: Inputs) -> None:
+        self.given = given
+        self._call = call
+        self._versions = _versions((given, given.kwargs))
+        self._calls = 0
+        self._gave: tuple[Any, list[int]] | None = None  # in a call with just what was given
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the node."""
+        self._calls += 1
+        mine, theirs = self.given.kwargs, (*args, *kwargs.values())
+        is_as_given = (
+            len(args) == len(self.given)
+            and list(kwargs) == list(mine)
+            and all(
+                new is old for new, old in zip(theirs, (*self.given, *mine.values()), strict=True)
+            )
+            and _versions((self.given, mine)) == self._versions
+        )
+        result = self._call(*args, **kwargs)
+        self._gave = (result, _versions(result)) if is_as_given else None
+        return result
+
+    def gave(self, value: Any) -> bool:
+        """Whether a value is what the node gave, called once with just what was given."""
+        if self._gave is None or self._calls > 1:
+            return False
+        return value is self._gave[0] and _versions(value) == self._gave[1]
 
 
 _NOTHING = Inputs(())
@@ -491,6 +538,10 @@ def _version(value: Any) -> int:
     if not isinstance(value, Tensor) or value.is_inference():
         return 0
     return value._version
+
+
+def _versions(value: Any) -> list[int]:
+    return [_version(tensor) for tensor in take_apart(value, objects=False)[1]]
 
 
 def _changed(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ast
-import linecache
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator
@@ -12,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from bendtrace.errors import NodePathError
-from bendtrace.flow import flow_steps
+from bendtrace.flow import FlowSteps, flow_steps
 from bendtrace.graph.names import node_names
+from bendtrace.interject.absence import unseen, why_past
 from bendtrace.interject.candidate import Candidate
 from bendtrace.interject.graphs import candidate_graph
 from bendtrace.interject.rehearsal import Rehearsal, rehearse
@@ -22,10 +21,9 @@ from bendtrace.paths.strings import find
 from bendtrace.paths.tree import tree_of
 from bendtrace.paths.view import Tree
 from bendtrace.recording.recorder import Recording
-from bendtrace.recording.tape import Guard
 
 if TYPE_CHECKING:
-    from bendtrace.outline.coverage import BranchCoverage, Coverage
+    from bendtrace.outline.coverage import Coverage
 
 __all__ = ["Knowledge"]
 
@@ -61,6 +59,7 @@ class Knowledge:
         # By identity, with the run itself so that no identity is used twice.
         self._trees: dict[int, tuple[Recording, Tree]] = {}
         self._nodes: dict[int, tuple[Recording, list[Candidate]]] = {}
+        self._steps: dict[int, tuple[Recording, FlowSteps]] = {}
 
     def trees(self) -> Iterator[Tree]:
         """Yield the trees of the runs, those without insertions first."""
@@ -145,7 +144,7 @@ class Knowledge:
         found = [
             branch
             for branch in self._coverage()
-            if any(re.search(rf"\b{re.escape(base)}\b", text) for text in _unseen(branch))
+            if any(re.search(rf"\b{re.escape(base)}\b", text) for text in unseen(branch))
         ]
         if not base or not found:
             return ""
@@ -154,16 +153,26 @@ class Knowledge:
         )
         return f"it may be under a branch of which that side was not seen: {listed}"
 
-    def why_not(self, path: str, runs: Iterable[Recording]) -> str:
-        """Say why some runs did not come by a node that others came by; "" if that is unknown."""
-        other = next((r for r in self.recordings() if _has(self._tree(r), path)), None)
-        if other is None:
-            return ""
-        for run in runs:
-            guard = _parting(other, run)
-            if guard is not None:
-                return _told(guard, run)
-        return ""
+    def why_not(
+        self, path: str, runs: Iterable[Recording], often_enough: Callable[[int], bool]
+    ) -> str:
+        """Say why some runs did not come by a node as often as others did; "" if that is unknown.
+
+        Args:
+            path: the node.
+            runs: the runs.
+            often_enough: whether a run that came by it so many times is one of the others.
+        """
+        others = [run for run in self.recordings() if often_enough(self.count_passes(path, run))]
+        nodes = {node.path: node for node in self.candidates() or ()}
+        return why_past(path, nodes, others, map(self._with_steps, runs)) if others else ""
+
+    def count_passes(self, path: str, run: Recording) -> int:
+        """Return how often a run came by a node."""
+        try:
+            return len(find(self._tree(run).data, path)[0].passes)
+        except NodePathError:
+            return 0
 
     def rehearsal(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Rehearsal:
         """Return what a run without insertions shows, of a copy of the model if need be."""
@@ -179,6 +188,14 @@ class Knowledge:
         self.name_nodes()
         return self._tree(recording)
 
+    def _with_steps(self, recording: Recording) -> tuple[Recording, FlowSteps]:
+        known = self._steps.get(id(recording))
+        if known is None:
+            _forget(self._steps, self.recordings())
+            steps = flow_steps(recording.tape, node_names(recording.tape.ops))
+            known = self._steps[id(recording)] = recording, steps
+        return known
+
     def _tree(self, recording: Recording) -> Tree:
         known = self._trees.get(id(recording))
         if known is None:
@@ -192,56 +209,3 @@ def _forget(kept: dict[int, Any], runs: list[Recording]) -> None:
     living = {id(recording) for recording in runs}
     for key in [key for key in kept if key not in living]:
         del kept[key]
-
-
-def _has(tree: Tree, path: str) -> bool:
-    try:
-        find(tree.data, path)
-    except NodePathError:
-        return False
-    return True
-
-
-def _decisions(recording: Recording) -> list[Guard]:
-    return [guard for guard in recording.tape.guards if guard.how not in ("", "metadata")]
-
-
-def _parting(one: Recording, other: Recording) -> Guard | None:
-    """Return the decision of the second run at which the two part."""
-    for mine, theirs in zip(_decisions(one), _decisions(other), strict=False):
-        here = None if mine.site is None else mine.site.identity
-        there = None if theirs.site is None else theirs.site.identity
-        if here != there:
-            return None
-        if type(mine.expected) is not type(theirs.expected) or mine.expected != theirs.expected:
-            return theirs
-    return None
-
-
-def _told(guard: Guard, run: Recording) -> str:
-    steps = flow_steps(run.tape, node_names(run.tape.ops))
-    number = next(i for i, other in enumerate(run.tape.guards) if other is guard)
-    step = next((s for s in steps if s.guard == number), None)
-    if step is None:
-        return ""
-    where = f"{os.path.basename(step.file)}:{step.line} `{step.text}`"
-    if isinstance(guard.expected, bool):
-        taken = "was not taken" if not guard.expected else "was taken"
-        return f"branch at {where} {taken} for this input"
-    return f"{step.kind} at {where} came to {guard.expected!r} for this input"
-
-
-def _unseen(branch: BranchCoverage) -> Iterator[str]:
-    """Yield the source of what is under those sides of a branch that were not seen."""
-    text = "".join(linecache.getlines(branch.file))
-    try:
-        tree = ast.parse(text)
-    except SyntaxError:
-        return
-    for node in ast.walk(tree):
-        if not isinstance(node, (ast.If, ast.While, ast.IfExp)) or node.test.lineno != branch.line:
-            continue
-        for side in branch.missing:
-            under = node.body if side else node.orelse
-            for inner in under if isinstance(under, list) else [under]:
-                yield ast.get_source_segment(text, inner) or ""

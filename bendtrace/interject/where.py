@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import builtins
+import itertools
 import math
 import operator
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
+from difflib import SequenceMatcher, get_close_matches
 from typing import Any, ClassVar, Protocol
 
 from torch import nn
@@ -266,15 +267,13 @@ def _named(text: str, known: Known, said: Any) -> Want:
         module = dict(model.named_modules(remove_duplicate=False)).get(text) if text else None
         if module is not None:
             return Want(said, Place("node", OfModule(module)))
-    first: NodePathError | None = None
+    errors: list[NodePathError] = []
     by_alias: Want | None = None
-    seen = False
     for tree in known.trees():
-        seen = True
         try:
             node, chosen = find(tree.data, text)
         except NodePathError as error:
-            first = first or error
+            errors.append(error)
             continue
         passes = None if chosen is None or node.role == "state" else tuple(chosen)
         want = Want(said, _place(tree.data, node), passes)
@@ -284,15 +283,41 @@ def _named(text: str, known: Known, said: Any) -> Want:
         by_alias = by_alias or want
     if by_alias is not None:
         return by_alias
-    if not seen:  # the first run is looked at before it does anything
+    if not errors:  # the first run is looked at before it does anything
         return Want(said)
     if (path := known.mirror_path(text)) and path != text:
         return _named(path, known, said)
-    assert first is not None
-    hint = known.hint(text)
-    if not hint:
-        raise first
-    raise NodePathError(f"{first}; {hint}", first.path, first.completions)
+    raise _astray(errors, known.hint(text))
+
+
+def _astray(errors: Sequence[NodePathError], hint: str) -> NodePathError:
+    """Make one error of those of all runs: where the path got furthest, and what else is there."""
+    furthest = max(errors, key=_nearness)
+    level = {path.rpartition(".")[0] for path in furthest.completions}
+    more = dict.fromkeys(
+        path
+        for error in errors
+        for path in error.completions
+        if path not in furthest.completions and path.rpartition(".")[0] in level
+    )
+    said = [str(furthest)]
+    if more:
+        names = ", ".join(repr(path.rpartition(".")[2]) for path in itertools.islice(more, 8))
+        said.append(f"in other runs there {'is' if len(more) == 1 else 'are'} {names}")
+    message = "; ".join([*said, hint] if hint else said)
+    return NodePathError(message, furthest.path, (*furthest.completions, *more))
+
+
+def _nearness(error: NodePathError) -> tuple[int, float]:
+    """Say how far a path got, and how much what is there looks like what was wanted."""
+    said = re.split(r"[.|:]", error.path)
+    names = [path.split(".") for path in error.completions]
+    alike = [
+        SequenceMatcher(None, name[-1], said[len(name) - 1]).ratio()
+        for name in names
+        if len(name) <= len(said)
+    ]
+    return max(map(len, names), default=0), max(alike, default=0.0)
 
 
 def _states(model: nn.Module) -> list[tuple[str, Any]]:

@@ -14,7 +14,7 @@ from bendtrace.recording.tape import Guard, Tape, Test, meta_of
 from bendtrace.replay.program import Divergence, Program
 from bendtrace.replay.questions import Check
 
-__all__ = ["Mismatch", "explain_check", "explain_divergence"]
+__all__ = ["Mismatch", "explain_check", "explain_divergence", "explain_guard"]
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ def explain_check(
             new = program.value_now(guard, arguments)
         except Exception as error:  # what the condition is about cannot even be computed now
             new = error
-        return _of_guard(program.recording.tape, check.guard, new, steps)
+        return explain_guard(program.recording.tape, check.guard, new, steps)
     part = check.part
     if part is None or (part.kind is PartKind.DICT and part.access is Access.FIXED):
         return Mismatch(check.text)
@@ -64,14 +64,15 @@ def explain_divergence(divergence: Divergence, steps: FlowSteps) -> Mismatch:
     """Say why a replay could not go on."""
     tape = divergence.recording.tape
     if divergence.guard is not None:
-        return _of_guard(tape, divergence.number, divergence.outcome, steps)
+        return explain_guard(tape, divergence.number, divergence.outcome, steps)
     op = tape.ops[-1 - divergence.number]
     site = f" at {op.site.place}: `{op.site.place.text}`" if op.site is not None else ""
     before, now = (what or "nothing" for what in (op.raised, divergence.outcome))
     return Mismatch(f"an operation{site} raised {before} when traced and raises {now} now")
 
 
-def _of_guard(tape: Tape, number: int, new: Any, steps: FlowSteps) -> Mismatch:
+def explain_guard(tape: Tape, number: int, new: Any, steps: FlowSteps) -> Mismatch:
+    """Say what a guard found when it was recorded, and what it finds now."""
     guard = tape.guards[number]
     step = next((step for step in steps if step.guard == number), None)
     if guard.test in (Test.TRUTH, Test.LENGTH):

@@ -33,6 +33,9 @@ _EVOLVING = 4
 # Errors are not noted for more outcomes of one guard than this.
 _MOST_SIDES = 64
 
+# A guard, and an outcome of it that leads elsewhere.
+Departing = tuple[int, Any]
+
 _NOT_THE_MODEL = (
     os.path.dirname(os.path.dirname(__file__)) + os.sep, os.path.dirname(torch.__file__) + os.sep,
 )  # fmt: skip
@@ -141,6 +144,39 @@ class TraceTree:
             live = None if side is None else side.live
         if live is not None:
             live.hits += 1
+
+    def looks_again(self, program: Program) -> bool:
+        """Whether the next call of a program that is run live is to be recorded all the same.
+
+        Where values decide, it may go a way that can be replayed. The more calls were live, the
+        less often that is tried: the 2nd, 4th, 8th and so on.
+        """
+        if program.live is None or program.ignored or not program.analysis.needs_values:
+            return False
+        tried = program.live.hits + 1
+        return tried & (tried - 1) == 0
+
+    def replace(
+        self, names: tuple[str, ...], live: Program, recording: Recording, ambience: Ambience
+    ) -> tuple[Program, Departing | None]:
+        """Keep a run that can be replayed instead of a program that was only run live.
+
+        Returns:
+            The new program, and where the old run leaves it: a side of it that is live, if the
+            two can be told apart by a guard.
+        """
+        program = Program(recording, ambience)
+        assert live.live is not None
+        leaves = _parting(recording, live.recording)
+        with self._lock:
+            if leaves is not None:
+                program.root.make_side(*leaves).live = live.live
+            if live in self._programs.get(names, ()):  # else another thread was faster
+                self._drop(names, live)
+            self._indices.setdefault(names, ProgramIndex()).add(program)
+            self._programs[names] = (program, *self._programs.get(names, ()))
+        self._keep_to_limit()
+        return program, leaves
 
     def settles(self, names: tuple[str, ...], program: Program, arguments: tuple[Any, ...]) -> bool:
         """Whether what was taken to change on every call has not done so for a while.
@@ -334,6 +370,18 @@ def _equal(guard: Guard, other: Guard) -> bool:
     if (guard.position, guard.index, guard.test) != (other.position, other.index, other.test):
         return False
     return identical(guard.expected, other.expected)
+
+
+def _parting(recording: Recording, other: Recording) -> Departing | None:
+    """Return the first guard of a run that another run, the same so far, found otherwise."""
+    for number, (mine, its) in enumerate(
+        zip(recording.tape.guards, other.tape.guards, strict=False)
+    ):
+        if (mine.position, mine.index, mine.test) != (its.position, its.index, its.test):
+            return None
+        if not identical(mine.expected, its.expected):
+            return number, its.expected
+    return None
 
 
 def _goes_the_other_way(recording: Recording, divergence: Divergence, guard: Guard) -> bool:

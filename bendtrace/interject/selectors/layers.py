@@ -84,6 +84,9 @@ class Family(Layers):
     Args:
         family: the name of the family: "Activations", "Convolutions", ...
 
+    Raises:
+        NoLayerError: there is no such family.
+
     Example:
         >>> import bendtrace as bt
         >>> activations = bt.node_selector.Family("Activations")
@@ -94,6 +97,10 @@ class Family(Layers):
     """
 
     def __init__(self, family: str) -> None:
+        if family not in FAMILIES:
+            near = get_close_matches(str(family), FAMILIES, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(FAMILIES)}"
+            raise NoLayerError(f"there is no family of layers {family!r}; {hint}")
         super().__init__(family, tuple(FAMILIES[family]))
 
     def __getattr__(self, name: str) -> Layers:
