@@ -776,12 +776,21 @@ def test_a_loop_that_ended_earlier_is_named() -> None:
 def test_of_a_module_that_no_run_came_by_it_is_said_where_it_may_be() -> None:
     model = Staged()
     bended = bt.BendedModule(model)
-    for where in (model.high, "high"):
+    for where in (model.high, "high", "high.weight"):
         handle = bended.interject(where, torch.zeros_like)
         bended(torch.tensor([1.0, 1.0]), torch.tensor(1))
         (note,) = handle.report().notes
         assert re.match(r"it may be under a branch of which that side was not .*`x\[1\] > 5`", note)
         handle.remove()
+
+
+def test_of_a_parameter_it_is_said_why_its_module_was_not_called() -> None:
+    bended = bt.BendedModule(Staged())
+    bended(torch.tensor([9.0, 9.0]), torch.tensor(1))
+    handle = bended.interject("high.weight", torch.zeros_like)
+    bended(torch.tensor([1.0, 1.0]), torch.tensor(1))
+    (note,) = handle.report().notes
+    assert re.search(r"`x\[1\] > 5` was not taken for this input$", note)
 
 
 def test_a_report_says_if_only_the_passes_or_the_backward_pass_were_missing() -> None:

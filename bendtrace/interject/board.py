@@ -16,7 +16,7 @@ from bendtrace.interject.candidate import Candidate
 from bendtrace.interject.insertion import Insertion, as_interjection
 from bendtrace.interject.interjection import Interjection
 from bendtrace.interject.passes import Passes
-from bendtrace.interject.plan import Entry, Place, Plan, forms_of
+from bendtrace.interject.plan import Entry, Place, Plan, State, forms_of
 from bendtrace.interject.rehearsal import Rehearsal
 from bendtrace.interject.where import (
     AtPath,
@@ -245,13 +245,17 @@ class Board:
 
     def _hints(self, insertion: Insertion) -> tuple[str, ...]:
         """Say where modules may be called that no known run has come by."""
-        hints: list[str] = []
-        for want in insertion.wants:
-            matcher = None if want.place is None else want.place.matcher
-            if isinstance(matcher, OfModule):
-                names = [n.module_path for n in self._model.modules() if n.module is matcher.module]
-                hints += map(self._model.hint, names)
-        return tuple(dict.fromkeys(filter(None, hints)))
+        meant = {id(self._module_of(want)) for want in insertion.wants}
+        names = [node.module_path for node in self._model.modules() if id(node.module) in meant]
+        return tuple(dict.fromkeys(filter(None, map(self._model.hint, names))))
+
+    def _module_of(self, want: Want) -> nn.Module | None:
+        """Return the module whose calls are meant, or that has the parameter which is meant."""
+        matcher = None if want.place is None else want.place.matcher
+        if isinstance(matcher, State):
+            holder = matcher.name.rpartition(".")[0]
+            return next((n.module for n in self._model.modules() if n.module_path == holder), None)
+        return matcher.module if isinstance(matcher, OfModule) else None
 
     def _paths_of(self, want: Want) -> Iterable[str]:
         """Return the paths that are known of nodes that are meant."""
@@ -260,9 +264,9 @@ class Board:
             return (matcher.path,)
         if isinstance(matcher, AtPaths):
             return sorted(matcher.paths)
-        if isinstance(matcher, OfModule):
-            return self._model.paths_of(matcher.module)
-        if matcher is None:
+        if (module := self._module_of(want)) is not None:
+            return self._model.paths_of(module)
+        if matcher is None or isinstance(matcher, State):
             return ()
         return [node.path for node in self._model.candidates() or () if matcher.matches(node)]
 

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from bendtrace._later import Later
 from bendtrace.errors import NodePathError
 from bendtrace.flow import FlowSteps, flow_steps
 from bendtrace.graph.names import node_names
-from bendtrace.interject.absence import unseen, why_past
 from bendtrace.interject.candidate import Candidate
 from bendtrace.interject.graphs import candidate_graph
 from bendtrace.interject.rehearsal import Rehearsal, rehearse
@@ -23,7 +23,10 @@ from bendtrace.paths.view import Tree
 from bendtrace.recording.recorder import Recording
 
 if TYPE_CHECKING:
+    from bendtrace.interject import absence
     from bendtrace.outline.coverage import Coverage
+else:
+    absence = Later("bendtrace.interject.absence")
 
 __all__ = ["Knowledge"]
 
@@ -144,7 +147,7 @@ class Knowledge:
         found = [
             branch
             for branch in self._coverage()
-            if any(re.search(rf"\b{re.escape(base)}\b", text) for text in unseen(branch))
+            if any(re.search(rf"\b{re.escape(base)}\b", text) for text in absence.unseen(branch))
         ]
         if not base or not found:
             return ""
@@ -165,7 +168,9 @@ class Knowledge:
         """
         others = [run for run in self.recordings() if often_enough(self.count_passes(path, run))]
         nodes = {node.path: node for node in self.candidates() or ()}
-        return why_past(path, nodes, others, map(self._with_steps, runs)) if others else ""
+        if not others:
+            return ""
+        return absence.why_past(path, nodes, others, map(self._with_steps, runs))
 
     def count_passes(self, path: str, run: Recording) -> int:
         """Return how often a run came by a node."""
