@@ -4,7 +4,7 @@ A function mode does not see the call of a module, nor an `autograd.Function`, a
 function, a transform such as vmap, or the seeding of torch's generator. While at least one
 recorder is running in the process, the few entry points below are exchanged for ones that first
 look whether the *calling thread* is recording; when the last recorder ends, the originals are
-put back. They were seen in torch 2.6 to 2.13; test_boundaries.py would notice a change.
+put back. They were seen in torch 2.6 to 2.14; test_boundaries.py would notice a change.
 """
 
 from __future__ import annotations
@@ -120,16 +120,29 @@ class _ModuleCall:
         del module.__dict__["_compiled_call_impl"]
 
 
-# What Function.apply comes down to. It is exchanged here and not there, so that an `apply` taken
-# before the run (`relu = MyRelu.apply`) is met as well.
-_SingleLevelFunction = torch.autograd.function._SingleLevelFunction
+# Where `apply` of an autograd.Function is exchanged. Until torch 2.13 that is what Function.apply
+# comes down to, so that one that was taken before the run (`relu = MyRelu.apply`) is met as well.
+# Since 2.14 Function.apply is written in C, and such a one goes past what is exchanged here.
+_APPLIES = (
+    torch.autograd.function._SingleLevelFunction
+    if isinstance(vars(torch.autograd.Function).get("apply"), classmethod)
+    else torch.autograd.Function
+)
 
 
-def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
     watcher = current_watcher()
     if watcher is None:
-        return super(_SingleLevelFunction, cls).apply(*args, **kwargs)
+        return super(_APPLIES, cls).apply(*args, **kwargs)
     return watcher.opaque_call(cls.apply, args, kwargs)
+
+
+def _class_attribute(cls: Any, name: str) -> Any:
+    # Whatever makes a node of the backward pass asks for the node's class, also past `apply`.
+    watcher = current_watcher() if name == "_backward_cls" else None
+    if watcher is not None:
+        watcher.unseen(f"{cls.__name__}.apply, taken before the run,")
+    return type.__getattribute__(cls, name)
 
 
 _has_torch_function = torch.overrides.has_torch_function
@@ -208,7 +221,7 @@ class _WrappedNumber:
     Where the function mode is switched off - inside an op, in another thread - the argument
     parser takes any symbolic number for a placeholder, 7777777, and marks the tensor that it
     makes with this attribute, so that a compiler could find the number. Seen in torch 2.6 to
-    2.13; test_boundaries.py would notice a change.
+    2.14; test_boundaries.py would notice a change.
     """
 
     def __get__(self, tensor: torch.Tensor | None, owner: type) -> Any:
@@ -327,8 +340,10 @@ def _entry_points() -> Iterator[_EntryPoint]:
     def entry(owner: Any, name: str, ours: Any) -> _EntryPoint:
         return _EntryPoint(owner, name, ours, vars(owner).get(name, _ABSENT))
 
+    # First, so that it is gone before others are asked of classes of that kind.
+    yield entry(torch.autograd.function.FunctionMeta, "__getattribute__", _class_attribute)
     yield _EntryPoint(nn.Module, "_compiled_call_impl", _ModuleCall(), None)
-    yield entry(_SingleLevelFunction, "apply", classmethod(_apply))
+    yield entry(_APPLIES, "apply", classmethod(apply))
     yield entry(torch.overrides, "has_torch_function", _asks_for_torch_function)
     for owner, name, what in _UNFOLLOWED:
         yield entry(owner, name, _reports(what, vars(owner)[name]))

@@ -80,6 +80,8 @@ def role_of(place: Place) -> Role:
     if node is None:  # code that a tool made of a statement, as pytest does of `assert`
         statement = file.statements.get(place.span)
         node = statement.test if isinstance(statement, ast.Assert) else None
+    if isinstance(node, ast.FormattedValue):  # `{n}` has a place of its own since Python 3.12
+        node = file.parents[node]
     if node is None:
         around = file.statement_at(place.span)
         loops = () if around is None else file.loops_around(around)

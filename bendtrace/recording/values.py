@@ -327,7 +327,7 @@ class Values:
         place = user_place(sys._getframe(1))
         self.tape.block(
             f"a tensor used at {place} got its gradient function from something that torch does "
-            "not let a tracer see (an autograd.Function whose apply was taken before the run?)"
+            "not let a tracer see (an extension in C++?)"
         )
 
 

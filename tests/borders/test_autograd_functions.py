@@ -127,6 +127,10 @@ class Inner(Function):
         return Straight.apply(gradient) * 13
 
 
+# Since torch 2.14, `apply` is written in C, and one that was taken before a run goes past it.
+exchanged = isinstance(vars(Function)["apply"], classmethod)
+takes = border.replays if exchanged else border.live(r"\w+\.apply, taken before the run,")
+
 doubled, saves, in_place, once = Doubled.apply, Saves.apply, InPlace.apply, Once.apply
 
 
@@ -195,18 +199,18 @@ def inside_another(x: Tensor) -> Tensor:
     return Inner.apply(x)
 
 
-@border.replays
+@takes
 def whose_apply_was_taken_before(x: Tensor) -> Tensor:
     return doubled(x, 100.0) + once(x)
 
 
-@border.replays
+@takes
 def in_place_whose_apply_was_taken_before(x: Tensor) -> Tensor:
     y = x.exp()
     return in_place(y) * y
 
 
-@border.replays
+@takes
 def with_two_outputs_and_an_apply_taken_before(x: Tensor) -> Tensor:
     a, b = saves(x, x * 2)
     return a - b
@@ -231,7 +235,7 @@ class InAModule(Stateful):
         return Straight.apply(self.fc(x)) + Saves.apply(self.fc.weight, self.fc.weight)[0].sum()
 
 
-@border.replays
+@takes
 class WithASubmodulesParameters(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -354,7 +358,7 @@ def that_draws_random_numbers(x: Tensor) -> Tensor:
 draws = Draws.apply
 
 
-@border.replays
+@takes
 def that_draws_with_an_apply_taken_before(x: Tensor) -> Tensor:
     return draws(x, 0.5) + torch.rand(4)
 
