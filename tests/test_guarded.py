@@ -1252,6 +1252,19 @@ def saved(x: Tensor) -> Tensor:
         return x.exp() * 2
 
 
+# What Cube.apply comes down to; since torch 2.14 it is that itself.
+past = super(torch.autograd.function._SingleLevelFunction, Cube).apply
+
+
+@case(
+    "`apply` of an `autograd.Function`, taken before the run (since torch 2.14, a C++ one)",
+    needing,
+    live_at="past(x)",
+)
+def calls_past_apply(x: Tensor) -> Tensor:
+    return past(x) * 2
+
+
 @case("higher-order operations: `torch.cond`, `while_loop`", live_at="torch.cond(")
 def conditional(x: Tensor) -> Tensor:
     return torch.cond(x.sum() > 0, lambda y: y + 1, lambda y: y - 1, (x,))

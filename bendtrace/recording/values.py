@@ -324,6 +324,8 @@ class Values:
     def _block_unseen_graph(self, known: Known) -> None:
         """An op under no_grad gave this tensor, and yet it requires grad by now."""
         known.graphless = False
+        if self.tape.blockers:  # the one that is known says more than this
+            return
         place = user_place(sys._getframe(1))
         self.tape.block(
             f"a tensor used at {place} got its gradient function from something that torch does "

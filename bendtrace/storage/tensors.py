@@ -33,9 +33,6 @@ _CODES = {
     torch.float64: "F64",
     torch.float8_e4m3fn: "F8_E4M3",
     torch.float8_e5m2: "F8_E5M2",
-    torch.complex32: "F16",
-    torch.complex64: "F32",
-    torch.complex128: "F64",
 }
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _CHUNK = 1 << 22  # bytes copied to the CPU at a time
@@ -110,7 +107,7 @@ def layout_of(tensor: Tensor) -> Layout:
 
 def code_of(dtype: torch.dtype) -> str:
     """Return the name that a file has for the type of what is stored."""
-    return _CODES.get(dtype, "U8")
+    return _CODES.get(dtype.to_real() if dtype.is_complex else dtype, "U8")
 
 
 def stored_shape(layout: Layout) -> tuple[int, ...]:
