@@ -435,7 +435,7 @@ def _class_of(mark: Mark, tape: Tape) -> tuple[type[FlowStep], str] | None:
     if record.how in ("", "metadata", "type"):
         return None
     walks = role.kind in ("for", "comprehension")
-    if record.test is Test.TRUTH and is_inside_comparison(record):
+    if record.test is Test.TRUTH and is_inside_comparison(record, tape):
         return EscapeFlowStep, "compare"
     if record.test is Test.TRUTH or record.how == "in":
         if role.kind == "assert":

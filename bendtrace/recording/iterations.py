@@ -13,14 +13,21 @@ from __future__ import annotations
 
 import dis
 import os
+import sys
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from types import CodeType
 
-from bendtrace.recording.functions import is_gate
+from bendtrace.recording.functions import is_gate, name_of
 from bendtrace.recording.sites import Place, Site, Span
-from bendtrace.recording.statements import Role, decides, leaves_loop, role_of
+from bendtrace.recording.statements import (
+    Role,
+    compares_containers,
+    decides,
+    leaves_loop,
+    role_of,
+)
 from bendtrace.recording.syntax import Loop
 from bendtrace.recording.tape import Guard, ModuleCall, Op, OpKind, Ref, Tape, Test
 
@@ -79,7 +86,7 @@ def user_code(scope: ModuleCall, site: Site) -> tuple[Place, object, ModuleCall]
     return _tested(found, level), (id(owner), found.chain[level + 1 :]), owner
 
 
-def is_inside_comparison(record: Op | Guard) -> bool:
+def is_inside_comparison(record: Op | Guard, tape: Tape) -> bool:
     """Whether a truth was asked for by Python as it compares containers, item by item.
 
     That decides nothing by itself: `(n, 2) != (3, 2)` asks whether n == 3, and looking for an item
@@ -88,7 +95,24 @@ def is_inside_comparison(record: Op | Guard) -> bool:
     assert record.site is not None
     found, level, _ = _user_site(record.scope, record.site)
     code, offset = found.chain[level]
-    return dis.opname[code.co_code[offset]] in ("COMPARE_OP", "CONTAINS_OP")
+    name, argument = dis.opname[code.co_code[offset]], code.co_code[offset + 1]
+    if name == "COMPARE_OP" and sys.version_info >= (3, 13) and argument & _ASKS_FOR_TRUTH:
+        if dis.cmp_op[argument >> 5] == "==":
+            return compares_containers(found.places[level])
+        op = tape.ops[record.index]
+        if _asks_for_truth(op):
+            op = tape.ops[op.args[0].index]
+        return name_of(op.target).strip("_") == "eq"  # which is what is asked of items
+    return name in ("COMPARE_OP", "CONTAINS_OP")
+
+
+def _asks_for_truth(op: Op) -> bool:
+    """Whether an op is the `bool` of what another gave."""
+    return name_of(op.target) == "__bool__" and type(op.args[0]) is Ref
+
+
+# Since Python 3.13, an `if` has its comparison itself turn the result into a truth value.
+_ASKS_FOR_TRUTH = 16
 
 
 def _user_site(scope: ModuleCall, site: Site) -> tuple[Site, int, ModuleCall]:
@@ -126,8 +150,11 @@ def running_code(scope: ModuleCall, site: Site) -> Iterator[tuple[Place, object]
 
 
 # The compiler ascribes asking for a truth value, or for an iterator, to the statement around it,
-# or to all of `a and b`. The instruction that gave the value is ascribed to its expression.
-_ASKING = ("POP_JUMP", "JUMP_IF", "UNARY_NOT", "GET_ITER", "TO_BOOL")
+# or to all of `a and b`. The instruction that gave the value is ascribed to its expression, but not
+# those of Python 3.13 that are two in one. From 3.13 on, an iterator is ascribed to what is walked.
+_WALKING = () if sys.version_info >= (3, 13) else ("GET_ITER",)
+_ASKING = ("POP_JUMP", "JUMP_IF", "UNARY_NOT", "TO_BOOL", *_WALKING)
+_TWO_IN_ONE = ("STORE_FAST_LOAD_FAST", "LOAD_FAST_LOAD_FAST", "LOAD_FAST_BORROW_LOAD_FAST_BORROW")
 _BETWEEN = ("STORE_", "COPY", "NOP", "TO_BOOL", "EXTENDED_ARG")  # of a walrus, and such
 
 
@@ -155,7 +182,9 @@ def _find_asked(code: CodeType) -> Iterator[tuple[int, Span]]:
             line, end_line, column, end_column = source.positions or (None,) * 4
             if None not in (line, end_line, column, end_column):
                 yield instruction.offset, Span(line, column, end_line, end_column)  # type: ignore[arg-type]
-        if not instruction.opname.startswith(_BETWEEN):
+        if instruction.opname in _TWO_IN_ONE:
+            source = None
+        elif not instruction.opname.startswith(_BETWEEN):
             source = instruction
 
 
@@ -380,6 +409,8 @@ def _is_back(before: Mark, mark: Mark) -> bool:
     record, last = mark.record, before.record
     if isinstance(record, Guard):  # on what was just computed, or on the next thing
         return not isinstance(last, Op) or record.index != last.index
+    if isinstance(last, Op) and _asks_for_truth(record) and record.args[0].index == last.index:
+        return False  # of what the same instruction has compared
     # Comparing containers, or finding a key, asks for the truth of one comparison after another.
     return not (isinstance(last, Guard) and record.kind is OpKind.SCALAR)
 

@@ -36,6 +36,7 @@ __all__ = [
     "Loop",
     "Role",
     "asks_for_error",
+    "compares_containers",
     "decides",
     "governed",
     "is_under_handler",
@@ -81,7 +82,8 @@ def role_of(place: Place) -> Role:
         statement = file.statements.get(place.span)
         node = statement.test if isinstance(statement, ast.Assert) else None
     if isinstance(node, ast.FormattedValue):  # `{n}` has a place of its own since Python 3.12
-        node = file.parents[node]
+        around_it = file.parents[node]
+        node = around_it if isinstance(around_it, ast.JoinedStr) else node
     if node is None:
         around = file.statement_at(place.span)
         loops = () if around is None else file.loops_around(around)
@@ -103,6 +105,21 @@ def part_taken(place: Place) -> str:
     parent = None if node is None else file.parents[node]
     taken = isinstance(parent, ast.Subscript) and parent.value is node
     return file.text(parent) if taken and parent is not None else place.text
+
+
+@functools.cache
+def compares_containers(place: Place) -> bool:
+    """Whether the comparison at `place` is one of containers, judging by how they are written."""
+    node = source_file(place.file).expressions.get(place.span)
+    return isinstance(node, ast.Compare) and any(
+        isinstance(operand, (ast.Tuple, ast.List, ast.Set, ast.Dict))
+        or (isinstance(operand, ast.Attribute) and operand.attr == "shape")
+        or (isinstance(operand, ast.Call) and called_name(operand) in _MAKING_CONTAINERS)
+        for operand in (node.left, *node.comparators)
+    )
+
+
+_MAKING_CONTAINERS = frozenset({"size", "tuple", "list", "set", "dict", "Size"})
 
 
 @functools.cache
