@@ -41,6 +41,7 @@ __all__ = [
     "SaveError",
     "SiteError",
     "TraceLimitWarning",
+    "UntriedVersionWarning",
 ]
 
 
@@ -562,4 +563,19 @@ class TraceLimitWarning(UserWarning):
         >>> message = str(caught[0].message)
         >>> message.partition(":")[0], "int(x.max())" in message
         ('the model has taken more than 2 paths', True)
+    """
+
+
+class UntriedVersionWarning(UserWarning):
+    """Python or torch is newer than any version that bendtrace's tests were run with.
+
+    Said once in a process, when the first run is recorded.
+
+    Example:
+        >>> import warnings, torch, bendtrace as bt
+        >>> with warnings.catch_warnings():
+        ...     warnings.simplefilter("error", bt.errors.UntriedVersionWarning)
+        ...     out = bt.BendedModule(torch.relu)(torch.ones(1))
+        >>> out
+        tensor([1.])
     """

@@ -18,6 +18,7 @@ from bendtrace.recording.observer import Observer
 from bendtrace.recording.parts import Access, Part, PartKind
 from bendtrace.recording.recorder import Prefix, Recorder, Recording
 from bendtrace.recording.surroundings import Surroundings
+from bendtrace.recording.tried import warn_if_untried
 
 __all__ = ["Signature", "record", "uninitialized_in"]
 
@@ -116,6 +117,7 @@ def record(
         InputError: if the function is a model with parameters that are not initialised yet.
         Exception: whatever the function raises, as it is.
     """
+    warn_if_untried()
     surroundings = Surroundings(function, signature.bind(args, kwargs))
     if not surroundings.is_repeated and uninitialized_in(function):
         raise InputError(
