@@ -60,8 +60,8 @@ def test_the_fields_are_those_of_the_docstrings() -> None:
         told: set[str] = set()
         for base in cls.__mro__:
             if base.__module__ == bt.errors.__name__:
-                listed = (base.__doc__ or "").partition("Attributes:\n")[2]
-                told |= set(re.findall(r"^ {8}(\w+):", listed, re.MULTILINE))
+                listed = (inspect.getdoc(base) or "").partition("Attributes:\n")[2]
+                told |= set(re.findall(r"^ {4}(\w+):", listed, re.MULTILINE))
         assert told == fields_of(cls), name
 
 

@@ -142,7 +142,7 @@ def test_a_file_that_is_not_python_has_no_roles(tmp_path: Path) -> None:
 
 
 def test_a_file_that_is_not_there_has_neither_roles_nor_text() -> None:
-    place = Place("<string>", "f", Span(1, 0, 1, 5), 0)
+    place = Place("<nowhere>", "f", Span(1, 0, 1, 5), 0)
     assert role_of(place).kind == ""
     assert role_of(place).text == ""
     assert governed(place, True) == ()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -35,10 +36,19 @@ WRITES: dict[str, Callable[[Any, dict[str, Any]], object]] = {
 }
 
 
+# Without versions, all is compared each time, as a test below does with any Python.
+tells = pytest.mark.skipif(
+    sys.version_info[:3] == (3, 13, 0),
+    reason="Python 3.13.0 does not tell reliably what is written to dicts: torch does not ask it",
+)
+
+
+@tells
 def test_torch_tells_versions_of_dicts():
     assert version_of is not versions._never_the_same
 
 
+@tells
 @pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
 def test_another_version_follows_each_way_of_writing(write):
     thing = Thing()
@@ -71,6 +81,7 @@ def test_no_two_dicts_have_one_version_while_both_are_there():
     assert len({version_of(table) for table in tables}) == 50
 
 
+@tells
 def test_reading_and_copying_leave_the_version():
     table = {"a": 1, "b": 2}
     before = version_of(table)
@@ -83,6 +94,10 @@ def test_a_version_that_does_not_tell_is_not_relied_on():
     assert not versions._tells_changes(len)
     assert not versions._tells_changes(lambda table: tuple(table.items()))
     assert not versions._tells_changes(lambda table: object())
+
+
+@tells
+def test_the_one_that_is_relied_on_tells():
     assert versions._tells_changes(version_of)
 
 

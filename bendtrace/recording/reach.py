@@ -285,7 +285,7 @@ def place_naming(name: str, functions: Iterable[types.FunctionType]) -> str:
         line = 0
         for code in codes_in(function.__code__):
             for step in dis.get_instructions(code):
-                line = step.starts_line or line
+                line = (step.positions and step.positions.lineno) or line
                 if step.argval == name and isinstance(step.argval, str):
                     place = f"{code.co_filename}:{line}"
                     if step.opname.startswith(("STORE", "DELETE")):
