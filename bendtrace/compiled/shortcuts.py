@@ -124,7 +124,7 @@ class _Shortcut:
         self._slots = None if slots == list(range(len(given))) else slots
         sizes, strides = [list(t.size()) for t in tensors], [list(t.stride()) for t in tensors]
         # What torch.compile's guards are made of, but for the stretch from Python: seen in torch
-        # 2.8 to 2.14. Where it is missing there are no shortcuts; tests/test_compiled.py notices.
+        # 2.13 and 2.14. Where it is missing there are no shortcuts; tests/test_compiled.py notices.
         guards: Any = torch._C._dynamo.guards
         made = guards.TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
         self.check: Callable[..., bool] = made.check

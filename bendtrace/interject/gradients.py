@@ -30,7 +30,7 @@ class _Alias(torch.autograd.Function):
         return None, *ctx.through.leaves(grads)
 
 
-# In what torch says (2.8 to 2.14) where such an alias, or a view of one, is written to.
+# In what torch says (2.13 and 2.14) where such an alias, or a view of one, is written to.
 ALIAS = "created inside a custom Function"
 
 

@@ -286,7 +286,8 @@ def place_naming(name: str, functions: Iterable[types.FunctionType]) -> str:
         for code in codes_in(function.__code__):
             for step in dis.get_instructions(code):
                 line = (step.positions and step.positions.lineno) or line
-                if step.argval == name and isinstance(step.argval, str):
+                names = step.argval if isinstance(step.argval, tuple) else (step.argval,)
+                if name in names:
                     place = f"{code.co_filename}:{line}"
                     if step.opname.startswith(("STORE", "DELETE")):
                         return place

@@ -13,7 +13,7 @@ from bendtrace.errors import UntriedVersionWarning
 __all__ = ["PYTHON", "TORCH", "warn_if_untried"]
 
 PYTHON = (3, 11), (3, 13)
-TORCH = (2, 8), (2, 14)
+TORCH = (2, 13), (2, 14)
 
 
 @functools.cache
