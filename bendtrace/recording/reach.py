@@ -286,8 +286,9 @@ def place_naming(name: str, functions: Iterable[types.FunctionType]) -> str:
         for code in codes_in(function.__code__):
             for step in dis.get_instructions(code):
                 line = (step.positions and step.positions.lineno) or line
-                names = step.argval if isinstance(step.argval, tuple) else (step.argval,)
-                if name in names:
+                # Since Python 3.13, two local variables can be named by one instruction.
+                two = isinstance(step.argval, tuple) and "FAST" in step.opname
+                if name in (step.argval if two else (step.argval,)):
                     place = f"{code.co_filename}:{line}"
                     if step.opname.startswith(("STORE", "DELETE")):
                         return place
