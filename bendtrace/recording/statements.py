@@ -114,12 +114,15 @@ def compares_containers(place: Place) -> bool:
     return isinstance(node, ast.Compare) and any(
         isinstance(operand, (ast.Tuple, ast.List, ast.Set, ast.Dict))
         or (isinstance(operand, ast.Attribute) and operand.attr == "shape")
-        or (isinstance(operand, ast.Call) and called_name(operand) in _MAKING_CONTAINERS)
+        or (isinstance(operand, ast.Call) and _gives_container(operand))
         for operand in (node.left, *node.comparators)
     )
 
 
-_MAKING_CONTAINERS = frozenset({"size", "tuple", "list", "set", "dict", "Size"})
+def _gives_container(call: ast.Call) -> bool:
+    if isinstance(call.func, ast.Attribute):
+        return call.func.attr == "Size" or (call.func.attr == "size" and not call.args)
+    return called_name(call) in ("tuple", "list", "set", "dict")
 
 
 @functools.cache
