@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from bendtrace.module import BendedModule
     from bendtrace.patchable import PatchableGraph
     from bendtrace.recording.boundaries import opaque
-    from bendtrace.replaying import Explanation, Stats
+    from bendtrace.served import Explanation, Stats
 
 __all__ = [
     "Activations",

@@ -15,11 +15,31 @@ That is the only way of importing later in this package, besides the public name
 
 from __future__ import annotations
 
+import gc
 import importlib
+import sys
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-__all__ = ["Later", "LaterMethod", "networkx", "tabulate"]
+__all__ = ["Later", "LaterMethod", "imported", "networkx", "tabulate"]
+
+
+def imported(name: str) -> ModuleType:
+    """Return a module, imported if it was not before, with the garbage collector paused.
+
+    What an import makes, stays. Python would look for garbage among it, and go through all objects
+    of torch's in doing so, which takes as long as importing this package.
+
+    Args:
+        name: full name of the module.
+    """
+    if name in sys.modules or not gc.isenabled():
+        return importlib.import_module(name)
+    gc.disable()
+    try:
+        return importlib.import_module(name)
+    finally:
+        gc.enable()
 
 
 class Later(ModuleType):
@@ -35,10 +55,10 @@ class Later(ModuleType):
     """
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(importlib.import_module(self.__name__), name)
+        return getattr(imported(self.__name__), name)
 
     def __dir__(self) -> list[str]:
-        return dir(importlib.import_module(self.__name__))
+        return dir(imported(self.__name__))
 
 
 class LaterMethod:
@@ -57,7 +77,7 @@ class LaterMethod:
         self._place = (owner, name)
 
     def __get__(self, instance: object, owner: type | None = None) -> Any:
-        function = getattr(importlib.import_module(self._module), self._name)
+        function = getattr(imported(self._module), self._name)
         setattr(*self._place, function)
         return function.__get__(instance, owner)
 

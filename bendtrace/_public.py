@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Mapping
 from typing import Any
+
+from bendtrace._later import imported
 
 __all__ = ["MODULES", "PLACES", "importer"]
 
@@ -29,7 +30,7 @@ PLACES = {
     "BendedModule": "bendtrace.module",
     "BendtraceError": "bendtrace.errors",
     "Difference": "bendtrace.differences.difference",
-    "Explanation": "bendtrace.replaying",
+    "Explanation": "bendtrace.served",
     "HookManager": "bendtrace.interject.hooks.manager",
     "Inputs": "bendtrace.interject.interjection",
     "Insertion": "bendtrace.interject.insertion",
@@ -39,7 +40,7 @@ PLACES = {
     "NodePass": "bendtrace.interject.interjection",
     "PatchableGraph": "bendtrace.patchable",
     "Report": "bendtrace.interject.report",
-    "Stats": "bendtrace.replaying",
+    "Stats": "bendtrace.served",
     "Trace": "bendtrace._trace",
     "diff": "bendtrace.differences.difference",
     "harvest": "bendtrace.harvesting.harvest",
@@ -61,10 +62,10 @@ def importer(names: dict[str, Any], places: Mapping[str, str]) -> Callable[[str]
     def __getattr__(name: str) -> Any:
         package = names["__name__"]
         if name in places:
-            value = getattr(importlib.import_module(places[name]), name)
+            value = getattr(imported(places[name]), name)
         elif not name.startswith("_"):
             try:
-                value = importlib.import_module(f"{package}.{name}")
+                value = imported(f"{package}.{name}")
             except ModuleNotFoundError as error:
                 if error.name != f"{package}.{name}":
                     raise  # the module is there, and lacks another

@@ -150,7 +150,8 @@ def _bended(model: nn.Module, like: BendedModule) -> BendedModule:
 
 def _graphs(bended: BendedModule) -> list[CandidateGraph]:
     return [
-        candidate_graph(run, bended.model, bended._registry) for run in bended._trees.plain_runs()
+        candidate_graph(run, bended.model, bended._known.registry)
+        for run in bended._trees.plain_runs()
     ]
 
 

@@ -26,7 +26,7 @@ from bendtrace._tracebacks import during, one_line
 from bendtrace.errors import BendtraceError, InputError
 from bendtrace.module import BendedModule
 from bendtrace.replay.explain import Mismatch
-from bendtrace.replaying import Stats
+from bendtrace.served import Stats
 
 __all__ = ["Call", "Run", "run", "seed_all"]
 

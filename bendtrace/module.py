@@ -44,10 +44,6 @@ class BendedModule(ReplayingModule):
         backend_options: for that: `mode`, `options` and `dynamic` as torch.compile has them,
             `cuda_graphs`, `drop_slower`, `max_paths` (see docs/compiled.md).
 
-    Attributes:
-        stats: how the calls so far were served.
-        last_mismatch: why the latest call that was not a replay was not one.
-
     Raises:
         InputError: if `model` cannot be called, `max_traces` is not a positive number, or there is
             no such backend or option.
@@ -439,16 +435,17 @@ class BendedModule(ReplayingModule):
         Args:
             memo: for a deep copy, what was copied already; None where everything is pickled.
         """
+        speculation = self._dispatcher.speculation
         return {
-            "backend": {} if self._speculation is None else self._speculation.settings.arguments,
-            "registry": self._registry.__getstate__(),
+            "backend": {} if speculation is None else speculation.settings.arguments,
+            "registry": self._known.registry.__getstate__(),
             "bends": self._bending.kept(memo),
             "insertions": self._board.kept(memo),
         }
 
     def _take_over(self, carried: dict[str, Any]) -> None:
         """Have what `_carried` returned."""
-        self._registry.__setstate__(carried["registry"])
+        self._known.registry.__setstate__(carried["registry"])
         self._board.restore(*carried["insertions"])
         self._bending.restore(carried["bends"])
 

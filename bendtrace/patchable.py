@@ -51,7 +51,7 @@ class PatchableGraph(BendedModule):
     ) -> None:
         super().__init__(model)
         recording = self.trace(*example_args, **example_kwargs).recording
-        self._keep(tree_of(recording, model, self._registry))
+        self._keep(tree_of(recording, model, self._known.registry))
 
     @property
     def graph(self) -> Node:  # type: ignore[override]

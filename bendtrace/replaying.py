@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import copy
 import functools
-import itertools
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,27 +13,22 @@ from torch import nn
 
 from bendtrace._later import Later
 from bendtrace._trace import OPTIONS, Trace, _name
+from bendtrace.dispatching import Dispatcher
 from bendtrace.errors import InputError
-from bendtrace.flow import FlowSteps, flow_steps
-from bendtrace.graph.names import node_names
 from bendtrace.interject.board import Board
 from bendtrace.interject.gates import running
 from bendtrace.interject.inserter import LiveInserter, Within, is_meant_within
 from bendtrace.interject.knowledge import Knowledge
-from bendtrace.interject.plan import Plan
-from bendtrace.interject.reading import read_and_changed
-from bendtrace.interject.recorded import recorded
 from bendtrace.interject.trees import Trees
 from bendtrace.paths.naming import Registry
 from bendtrace.recording.boundaries import opaque
-from bendtrace.recording.recorder import Prefix, Recording
-from bendtrace.recording.run import Signature, record, uninitialized_in
+from bendtrace.recording.recorder import Recording
+from bendtrace.recording.run import Signature, record
 from bendtrace.recording.serving import call_itself, serving
 from bendtrace.recording.watcher import current_watcher
-from bendtrace.replay.ambience import Ambience
-from bendtrace.replay.explain import Mismatch, explain_check, explain_divergence, explain_guard
-from bendtrace.replay.program import Divergence, Finished, Program
+from bendtrace.replay.explain import Mismatch
 from bendtrace.replay.tree import TraceTree
+from bendtrace.served import Explanation, Stats
 from bendtrace.stand_in import StandIn
 
 if TYPE_CHECKING:
@@ -43,7 +36,7 @@ if TYPE_CHECKING:
     from bendtrace.compiled import settings as compiled_settings
     from bendtrace.compiled import speculation as compiled_speculation
     from bendtrace.compiled.report import CompiledReport
-    from bendtrace.compiled.speculation import Guess, Speculation
+    from bendtrace.compiled.speculation import Speculation
     from bendtrace.graph.mirror import Graph
     from bendtrace.outline import coverage as outline_coverage
     from bendtrace.outline import program as outline_program
@@ -56,64 +49,7 @@ else:
     outline_coverage = Later("bendtrace.outline.coverage")
     outline_program = Later("bendtrace.outline.program")
 
-__all__ = ["Explanation", "ReplayingModule", "Stats"]
-
-
-@dataclass
-class Stats:
-    """How the calls of a `BendedModule` were served.
-
-    Attributes:
-        traces: paths recorded.
-        replays: calls served from recorded paths alone.
-        retraces: calls that led down a path not recorded before, after the first trace.
-        resumes: those of them that took over what a replay had computed already.
-        live: calls for which the model's own Python ran because no guard could watch it.
-
-    Example:
-        >>> import torch, bendtrace as bt
-        >>> bended = bt.BendedModule(lambda x: x + 1 if x.sum() > 0 else x - 1)
-        >>> for value in (1.0, 2.0, -1.0, -2.0):
-        ...     _ = bended(torch.tensor([value]))
-        >>> bended.stats
-        Stats(traces=2, replays=2, retraces=1, resumes=1, live=0)
-    """
-
-    traces: int = 0
-    replays: int = 0
-    retraces: int = 0
-    resumes: int = 0
-    live: int = 0
-
-
-@dataclass(frozen=True)
-class Explanation:
-    """Which traces could serve some inputs, judging by the input guards alone.
-
-    Attributes:
-        serving: traces whose input guards all hold.
-        nearest: if there are none: what fails in the trace that comes nearest.
-
-    Example:
-        >>> import torch, bendtrace as bt
-        >>> bended = bt.BendedModule(lambda x: x.mean(0) if x.shape[0] > 2 else x.sum(0))
-        >>> _ = bended(torch.ones(4, 2))
-        >>> bended.explain(torch.ones(3, 2)).serving
-        (<Trace of <lambda>: 5 ops, 2 flow steps>,)
-        >>> print(bended.explain(torch.ones(2, 2)))  # doctest: +ELLIPSIS
-        would be traced anew: conditional expression `x.shape[0] > 2` at ...:1 was True when traced
-        and is False now
-    """
-
-    serving: tuple[Trace, ...]
-    nearest: Mismatch | None
-
-    def __str__(self) -> str:
-        if self.serving:
-            return "could be served by " + ", ".join(map(repr, self.serving))
-        if self.nearest is None:
-            return "nothing has been traced for these arguments yet"
-        return f"would be traced anew: {self.nearest}"
+__all__ = ["ReplayingModule"]
 
 
 class ReplayingModule(StandIn):
@@ -126,10 +62,6 @@ class ReplayingModule(StandIn):
         max_traces: how many paths to keep; None for all.
         backend: what compiles paths that are taken often; None for none.
         backend_options: options for that.
-
-    Attributes:
-        stats: how the calls so far were served.
-        last_mismatch: why the latest call that was not a replay was not one.
     """
 
     def __init__(
@@ -145,42 +77,32 @@ class ReplayingModule(StandIn):
         if max_traces is not None and (type(max_traces) is not int or max_traces < 1):
             raise InputError(f"max_traces has to be a positive int or None, not {max_traces!r}")
         super().__init__()
-        self._speculation: Speculation | None = None
+        speculation: Speculation | None = None
         if backend is not None or backend_options is not None:
             settings = compiled_settings.settings_of(backend, backend_options)
             if settings is not None:
-                self._speculation = compiled_speculation.Speculation(settings)
-        self.stats = Stats()
-        self.last_mismatch = None
+                speculation = compiled_speculation.Speculation(settings)
         self._signature = Signature(model)
         self._trees = Trees(max_traces)
-        self._latest: Trace | None = None
-        self._latest_run: Recording | None = None  # that the latest call has repeated, or made
-        self._registry = Registry()
         self._known = Knowledge(
-            model, self._registry, self._trees.plain_runs, self._trees.inserted_runs, self.coverage,
+            model, Registry(), self._trees.plain_runs, self._trees.inserted_runs, self.coverage,
             self._settled,
         )  # fmt: skip
+        self._dispatcher = Dispatcher(self._known, self._signature, self._trees, speculation)
         self._inserted = False
         self._board = Board(self._known, self._note_inserted)
         self._as_one_op = opaque(self._called_inside)
-        self._passing = 0
         self._stand_in_for(model, self._shared)
 
     _untraced = frozenset(
         {
-            "stats", "last_mismatch", "_signature", "_trees", "_latest", "_latest_run",
-            "_registry", "_passing", "_known", "_board", "_as_one_op", "_speculation",
+            "stats", "last_mismatch", "_signature", "_trees", "_known", "_dispatcher", "_board",
+            "_as_one_op",
         }
     )  # fmt: skip
-    _own = StandIn._own | {"stats", "_passing", "last_mismatch", "_latest"}
 
     # Methods that models often have of their own, which are theirs then.
     _shared: tuple[str, ...] = ()
-
-    stats: Stats
-    last_mismatch: Mismatch | None
-    _passing: int
 
     @property
     def _tree(self) -> TraceTree:
@@ -191,6 +113,32 @@ class ReplayingModule(StandIn):
     def model(self) -> Callable[..., Any]:
         """The wrapped model."""
         return self._model
+
+    @property
+    def stats(self) -> Stats:
+        """How the calls so far were served.
+
+        Example:
+            >>> import torch, bendtrace as bt
+            >>> bended = bt.BendedModule(lambda x: x * 2)
+            >>> _ = bended(torch.ones(2)), bended(torch.zeros(2))
+            >>> bended.stats.traces, bended.stats.replays
+            (1, 1)
+        """
+        return self._dispatcher.stats
+
+    @property
+    def last_mismatch(self) -> Mismatch | None:
+        """Why the latest call that was not a replay was not one; None for the first.
+
+        Example:
+            >>> import torch, bendtrace as bt
+            >>> bended = bt.BendedModule(lambda x: x.mean(0) if x.shape[0] > 2 else x.sum(0))
+            >>> _ = bended(torch.ones(4, 2)), bended(torch.ones(2, 2))
+            >>> print(bended.last_mismatch.step.text, bended.last_mismatch.new)
+            x.shape[0] > 2 False
+        """
+        return self._dispatcher.last_mismatch
 
     @property
     def _bendtrace_model(self) -> Callable[..., Any]:
@@ -210,62 +158,16 @@ class ReplayingModule(StandIn):
         plan = self._board.plan(args, kwargs)
         if plan is not None:
             with running(plan):
-                return self._called(args, kwargs, plan)
+                return self._dispatcher.call(args, kwargs, plan)
         if torch._C._get_tracing_state() is not None:
             return call_itself(self._model, args, kwargs)
-        return self._called(args, kwargs, None)
+        return self._dispatcher.call(args, kwargs, None)
 
     def _note_inserted(self, any_there: bool) -> None:
         object.__setattr__(self, "_inserted", any_there)
 
     def _called_inside(self, *args: Any, **kwargs: Any) -> Any:
         return self.forward(*args, **kwargs)
-
-    def _called(self, args: tuple[Any, ...], kwargs: dict[str, Any], plan: Plan | None) -> Any:
-        tree = self._trees.plain if plan is None else self._trees.of(plan)
-        names, arguments = self._signature.arrange(args, kwargs)
-        guess: Guess | None = None
-        if self._speculation is not None and plan is None:
-            guess = self._speculation.guess(names, arguments)
-            if guess.recording is not None:
-                self.stats.replays += 1
-                object.__setattr__(self, "_latest_run", guess.recording)
-                return guess.output
-        program = tree.find(names, arguments)
-        if program is not None and program.ignored and tree.settles(names, program, arguments):
-            program = None
-        if program is None and uninitialized_in(self._model):
-            if plan is not None:
-                raise InputError(
-                    "the model has lazy modules, whose parameters the first call makes: call it "
-                    "once before anything is inserted"
-                )
-            self.stats.live += 1  # this call makes the parameters of lazy modules
-            return call_itself(self._model, args, kwargs)
-        if program is None:
-            return self._record_new(_Call(args, kwargs, names, arguments, plan, tree))
-        if program.live_only:
-            if tree.looks_again(program):
-                call = _Call(args, kwargs, names, arguments, plan, tree)
-                return self._look_again(call, program)
-            self.stats.live += 1
-            tree.ran_live(program)
-            if plan is None:
-                return call_itself(self._model, args, kwargs)
-            return self._recorded(_Call(args, kwargs, names, arguments, plan, tree)).result
-        if plan is not None and plan.looks_at_changes(program.recordings(), read_and_changed):
-            self.stats.live += 1
-            return self._recorded(_Call(args, kwargs, names, arguments, plan, tree)).result
-        result = tree.replay(names, program, arguments)
-        if isinstance(result, Finished):
-            self.stats.replays += 1
-            object.__setattr__(self, "_latest_run", result.recording)
-            if plan is not None:
-                plan.ran(result.recording)
-            if guess is not None and self._speculation is not None:
-                self._speculation.replayed(guess, names, program, result, arguments)
-            return result.output
-        return self._resume(_Call(args, kwargs, names, arguments, plan, tree), program, result)
 
     def trace(self, *args: Any, _return_out: bool = False, **kwargs: Any) -> Any:
         """Run the model under the tracer, and remember the path it takes.
@@ -295,12 +197,9 @@ class ReplayingModule(StandIn):
                 "use bendtrace.trace(model, ...) for that"
             )
         plan = self._board.plan(args, kwargs)
-        bound = self._signature.bind(args, kwargs)
-        call = _Call(args, kwargs, tuple(bound), tuple(bound.values()), plan, self._trees.of(plan))
-        with nullcontext() if plan is None else running(plan):
-            output = self._record_new(call)
-        assert self._latest is not None
-        trace = copy.copy(self._latest)
+        output = self._dispatcher.trace(args, kwargs, plan)
+        assert self._dispatcher.latest is not None
+        trace = copy.copy(self._dispatcher.latest)
         trace.output, trace.keeps = output, plan
         return (trace, output) if _return_out else trace
 
@@ -325,9 +224,9 @@ class ReplayingModule(StandIn):
             {})
                 return %sub
         """
-        if self._latest is None:
+        if self._dispatcher.latest is None:
             raise InputError("nothing has been traced yet: call the module or its trace() first")
-        return self._latest.graph
+        return self._dispatcher.latest.graph
 
     @property
     def traces(self) -> tuple[Trace, ...]:
@@ -341,7 +240,7 @@ class ReplayingModule(StandIn):
             [(True, 'add'), (False, 'neg')]
         """
         return tuple(
-            self._trace_of(recording, program)
+            self._dispatcher.trace_of(recording, program)
             for program in self._tree.programs()
             for recording in program.recordings()
         )
@@ -359,7 +258,7 @@ class ReplayingModule(StandIn):
             ...  for branch in bended.tree[0].flow.branches.values()]
             [('... if x.sum() > 0 else ...', 2, 1)]
         """
-        return outline_program.Outline(self._tree, _name(self._model), vars(self.stats))
+        return outline_program.Outline(self._tree, _name(self._model), vars(self._dispatcher.stats))
 
     def coverage(self) -> Coverage:
         """List the branches of the model's source of which only one side was seen, or none.
@@ -385,9 +284,9 @@ class ReplayingModule(StandIn):
             >>> bended.compiled
             no backend: calls are replayed, bit for bit as the model itself
         """
-        if self._speculation is None:
+        if self._dispatcher.speculation is None:
             return compiled_report.CompiledReport(None, ())
-        return self._speculation.report()
+        return self._dispatcher.speculation.report()
 
     @property
     def why_live(self) -> tuple[str, ...]:
@@ -424,70 +323,7 @@ class ReplayingModule(StandIn):
         """
         bound = self._signature.bind(args, kwargs)
         tree = self._trees.of(self._board.plan(args, kwargs))
-        return self._explained(tree, tuple(bound), tuple(bound.values()))
-
-    def _explained(
-        self, tree: TraceTree, names: tuple[str, ...], arguments: tuple[Any, ...],
-        most: int | None = None,
-    ) -> Explanation:  # fmt: skip
-        serving: list[Trace] = []
-        nearest: tuple[int, Mismatch] | None = None
-        for program in itertools.islice(tree.programs(names), most):
-            failed = program.failing(arguments)
-            if failed is None:
-                serving += [self._trace_of(r, program) for r in program.recordings()]
-                continue
-            depth = program.checks.index(failed) if failed in program.checks else -1
-            if nearest is None or depth > nearest[0]:
-                steps = _steps_of(program.recording)
-                nearest = depth, explain_check(failed, program, arguments, steps)
-        return Explanation(tuple(serving), None if serving or nearest is None else nearest[1])
-
-    # Recording
-
-    def _record_new(self, call: _Call) -> Any:
-        ambience = Ambience.current()
-        evolving = call.tree.outdated(call.names, call.arguments)
-        mismatch = self._explained(call.tree, call.names, call.arguments, _NEAR).nearest
-        try:
-            recording = self._recorded(call)
-        except Exception as error:
-            call.tree.failed(error)
-            raise
-        if recording.is_transient and self._passing < _PASSING:
-            self._passing += 1
-            self.stats.live += 1
-            self._latest = Trace(
-                recording, ambience, self._signature, self._model, registry=self._registry
-            )
-            return recording.result
-        program = call.tree.add(call.names, recording, ambience, evolving)
-        self.stats.retraces += self.stats.traces > 0
-        self.stats.traces += 1
-        self.stats.live += program.live_only
-        self.last_mismatch = mismatch
-        return self._kept(recording, program)
-
-    def _look_again(self, call: _Call, live: Program) -> Any:
-        """Record a call whose like could only be run live: it may go another way."""
-        ambience = Ambience.current()
-        try:
-            recording = self._recorded(call)
-        except Exception as error:
-            call.tree.failed(error)
-            raise
-        if recording.tape.blockers or recording.is_transient:
-            self.stats.live += 1
-            call.tree.ran_live(live)
-            return recording.result
-        program, leaves = call.tree.replace(call.names, live, recording, ambience)
-        self.stats.retraces += 1
-        self.stats.traces += 1
-        self.last_mismatch = None
-        if leaves is not None:
-            before, now = live.recording, recording.tape.guards[leaves[0]].expected
-            self.last_mismatch = explain_guard(before.tape, leaves[0], now, _steps_of(before))
-        return self._kept(recording, program)
+        return self._dispatcher.explained(tree, tuple(bound), tuple(bound.values()))
 
     def _settled(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Recording | None:
         """Return the run without insertions that inputs are bound to repeat, if it is known."""
@@ -496,41 +332,6 @@ class ReplayingModule(StandIn):
         if program is None or program.live_only or program.analysis.needs_values:
             return None
         return program.recording
-
-    def _recorded(self, call: _Call, prefix: Prefix | None = None) -> Recording:
-        """Run the model under the tracer, with what is inserted in it."""
-        return recorded(self, call.args, dict(call.kwargs), call.plan, prefix)
-
-    def _kept(self, recording: Recording, program: Program) -> Any:
-        """Remember a run as the latest, but not its output, which is only the caller's."""
-        output, recording.result = recording.result, None
-        object.__setattr__(self, "_latest_run", recording)
-        self._latest = self._trace_of(recording, program)
-        return output
-
-    def _resume(self, call: _Call, program: Program, divergence: Divergence) -> Any:
-        mismatch = explain_divergence(divergence, _steps_of(divergence.recording))
-        known_live = divergence.known_live
-        prefix = divergence.prefix()
-        try:
-            recording = self._recorded(call, prefix)
-        except Exception as error:
-            call.tree.failed(error, divergence)
-            raise
-        finally:
-            divergence.release(prefix)
-        self.stats.retraces += 1
-        self.stats.resumes += 1
-        self.last_mismatch = mismatch
-        if known_live or (recording.is_transient and self._passing < _PASSING):
-            self._passing += recording.is_transient
-            self.stats.live += 1
-            call.tree.ran_live(program, divergence)
-            return recording.result
-        self.stats.traces += 1
-        self.stats.live += bool(recording.tape.blockers)
-        call.tree.grow(program, divergence, recording)
-        return self._kept(recording, program)
 
     @contextmanager
     def _serving_parts(self) -> Iterator[None]:
@@ -557,11 +358,11 @@ class ReplayingModule(StandIn):
                 "is inserted has to be found out in a call of the whole model: call that once "
                 "first, or give places that do not look ahead, nor passes from the end"
             )
-        inserter = LiveInserter(plan, self._registry, module, within)
+        inserter = LiveInserter(plan, self._known.registry, module, within)
         with running(plan):
             recording = record(module, args, kwargs, Signature(module), inserter=inserter)
             plan.ran(recording)
-        self.stats.live += 1
+        self._dispatcher.stats.live += 1
         return recording.result
 
     @contextmanager
@@ -574,37 +375,9 @@ class ReplayingModule(StandIn):
             yield None
             return
         with running(plan):
-            yield LiveInserter(plan, self._registry, self._model)
-
-    def _trace_of(self, recording: Recording, program: Program) -> Trace:
-        own = program if recording is program.recording else None
-        return Trace(
-            recording, program.ambience, self._signature, self._model, own, registry=self._registry
-        )
-
-
-@dataclass(frozen=True)
-class _Call:
-    """One call: what it was given, what is inserted, and the paths that are known for that."""
-
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
-    names: tuple[str, ...]
-    arguments: tuple[Any, ...]
-    plan: Plan | None
-    tree: TraceTree
-
-
-# Of so many programs, the latest, the one that came nearest is said when a new path is recorded.
-_NEAR = 16
-# After this many runs that filled a cache, a cache is taken to be filled by every call.
-_PASSING = 4
+            yield LiveInserter(plan, self._known.registry, self._model)
 
 
 @torch._disable_dynamo  # type: ignore[attr-defined]
 def _past_compiler(call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return call(*args, **kwargs)
-
-
-def _steps_of(recording: Recording) -> FlowSteps:
-    return flow_steps(recording.tape, node_names(recording.tape.ops))

@@ -436,7 +436,7 @@ def test_what_is_forgotten_by_the_tree_is_not_kept_alive() -> None:
         for number in range(8):
             bended(UP, number % 2 * 9)
     gc.collect()
-    assert len(bended._speculation._windows) <= 1
+    assert len(bended._dispatcher.speculation._windows) <= 1
 
 
 def test_gradients_are_those_of_eager_and_a_wrong_guess_leaves_none() -> None:
@@ -489,7 +489,9 @@ def test_a_path_that_is_no_faster_than_its_replay_is_dropped(
         bended = bt.BendedModule(up_or_down, backend="eager")
         for _ in range(2):
             bended(UP)
-        path = bended._speculation._paths[next(iter(bended._speculation._paths))]
+        path = bended._dispatcher.speculation._paths[
+            next(iter(bended._dispatcher.speculation._paths))
+        ]
         attempt = path.attempt
 
         def counted(arguments: Any, attempt: Any = attempt, costs: float = costs) -> Any:
@@ -598,7 +600,7 @@ def test_copies_have_the_backend_and_no_compiled_paths() -> None:
         bended(x)
     for made in (copy.deepcopy(bended), pickle.loads(pickle.dumps(bended))):
         assert made.compiled.backend == "eager"
-        assert made._speculation.settings == bended._speculation.settings
+        assert made._dispatcher.speculation.settings == bended._dispatcher.speculation.settings
         assert len(made.compiled) == 0
         for _ in range(3):
             assert bits(made(x)) == bits(bended(x))
@@ -673,7 +675,7 @@ def test_torch_s_own_guards_on_tensors_can_be_asked() -> None:
     bended = bended_with(up_or_down)
     for _ in range(3):
         bended(UP)
-    path = next(iter(bended._speculation._paths.values()))
+    path = next(iter(bended._dispatcher.speculation._paths.values()))
     assert isinstance(path._function, Shortcuts)
     assert len(path._function._known) == 1
     known = path._function._known[0]

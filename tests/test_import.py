@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import gc
 import inspect
 import os
 import pickle
@@ -17,7 +18,7 @@ import pytest
 from torch.overrides import TorchFunctionMode
 
 import bendtrace as bt
-from bendtrace._later import Later
+from bendtrace._later import Later, imported
 from bendtrace._public import MODULES, PLACES
 
 # What takes long to import, and is not needed for tracing and replaying.
@@ -57,7 +58,23 @@ def fresh(code: str) -> set[str]:
 
 
 def test_importing_loads_nothing_but_the_names() -> None:
-    assert fresh("") == {"bendtrace", "bendtrace._public"}
+    assert fresh("") == {"bendtrace", "bendtrace._later", "bendtrace._public"}
+
+
+def test_no_garbage_is_looked_for_while_it_is_imported_and_as_before_afterwards() -> None:
+    for switch in ("enable", "disable"):
+        loaded = fresh(
+            f"import gc\ngc.{switch}()\nruns = []\ngc.callbacks.append(lambda *_: runs.append(1))\n"
+            "seen = len(runs)\nbt.BendedModule\nassert len(runs) == seen, len(runs) - seen\n"
+            f"assert gc.isenabled() is {switch == 'enable'}\n"
+        )
+        assert "bendtrace.replaying" in loaded
+
+
+def test_garbage_is_looked_for_again_after_an_import_that_failed() -> None:
+    with pytest.raises(ModuleNotFoundError, match="no_such"):
+        imported("bendtrace.no_such")
+    assert gc.isenabled()
 
 
 def test_tracing_and_replaying_loads_no_graph_library_and_nothing_that_looks_at_runs() -> None:

@@ -224,7 +224,7 @@ def test_calls_that_can_be_replayed_are_whatever_ran_live_before(signs: str) -> 
 def test_the_run_that_was_live_stays_in_the_tree_beside_the_one_that_is_not() -> None:
     pytest.importorskip("numpy", reason="needs the test extra")
     bended = called(Smooth().eval(), *(torch.full((2,), value) for value in (3.0, -3.0, -3.0, 3.0)))
-    assert bended.stats == bt.replaying.Stats(traces=2, replays=1, retraces=2, resumes=1, live=2)
+    assert bended.stats == bt.Stats(traces=2, replays=1, retraces=2, resumes=1, live=2)
     (branch,) = branches_of(bended).values()
     assert hits(branch) == {True: 2, False: 2}
     assert not bended.coverage()
@@ -235,9 +235,9 @@ def test_only_where_values_decide_is_a_live_run_looked_at_again(
 ) -> None:
     pytest.importorskip("numpy", reason="needs the test extra")
     looked: list[Any] = []
-    recorded = bt.replaying.recorded
+    recorded = bt.dispatching.recorded
     monkeypatch.setattr(
-        bt.replaying, "recorded", lambda *args: (looked.append(args), recorded(*args))[1]
+        bt.dispatching, "recorded", lambda *args: (looked.append(args), recorded(*args))[1]
     )
     called(lambda x: torch.from_numpy(x.numpy() * 2), *[torch.ones(2)] * 9)
     assert len(looked) == 1

@@ -37,10 +37,12 @@ class Bended(Protocol):
     _board: Any
     _known: Any
     _model: Callable[..., Any]
-    _registry: Any
     _signature: Any
     _trees: Any
-    stats: Any
+
+    @property
+    def stats(self) -> Any:
+        """How its calls were served."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call it."""
@@ -320,7 +322,9 @@ class _Run:
         model, divergence = self._model, left.divergence
         prefix = left.prefix()
         try:
-            recording = recorded(model, self._args, self._kwargs, plan, prefix)
+            recording = recorded(
+                model._known, model._signature, self._args, self._kwargs, plan, prefix
+            )
         finally:
             divergence.release(prefix)
         model.stats.retraces += 1

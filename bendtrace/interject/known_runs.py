@@ -99,8 +99,9 @@ class KnownRuns:
     @property
     def _latest(self) -> Recording | None:
         """The run of the latest call, as far as that is known."""
-        trace = self._model._latest
-        latest: Recording | None = getattr(self._model, "_latest_run", None)
+        dispatcher = self._model._dispatcher
+        latest: Recording | None = dispatcher.latest_run
+        trace = dispatcher.latest
         return latest if latest is not None or trace is None else trace.recording
 
     def _misfit(

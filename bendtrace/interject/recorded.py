@@ -5,16 +5,18 @@ from __future__ import annotations
 from typing import Any
 
 from bendtrace.interject.inserter import LiveInserter
+from bendtrace.interject.knowledge import Knowledge
 from bendtrace.interject.plan import Plan
 from bendtrace.interject.reading import read_and_changed
 from bendtrace.recording.recorder import Prefix, Recording
-from bendtrace.recording.run import record
+from bendtrace.recording.run import Signature, record
 
 __all__ = ["recorded"]
 
 
 def recorded(
-    model: Any,
+    known: Knowledge,
+    signature: Signature,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     plan: Plan | None,
@@ -23,7 +25,8 @@ def recorded(
     """Run a model under the tracer, with what is inserted in it.
 
     Args:
-        model: the `BendedModule`.
+        known: what is known of the model.
+        signature: puts its arguments in order.
         args: the positional arguments.
         kwargs: the keyword arguments.
         plan: what is inserted; None if nothing is.
@@ -31,9 +34,9 @@ def recorded(
     """
     inserter = None
     if plan is not None:
-        model._known.name_nodes()  # before the run does so in passing
-        inserter = LiveInserter(plan, model._registry, model._model)
-    recording = record(model._model, args, kwargs, model._signature, prefix, inserter=inserter)
+        known.name_nodes()  # before the run does so in passing
+        inserter = LiveInserter(plan, known.registry, known.model)
+    recording = record(known.model, args, kwargs, signature, prefix, inserter=inserter)
     if plan is not None:
         plan.ran(recording)
         if looked_at := read_and_changed(plan, recording):

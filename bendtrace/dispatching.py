@@ -1,0 +1,260 @@
+"""Deciding how a call is served: along a known path, resumed, recorded anew, or live."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from bendtrace._trace import Trace
+from bendtrace.errors import InputError
+from bendtrace.flow import FlowSteps, flow_steps
+from bendtrace.graph.names import node_names
+from bendtrace.interject.gates import running
+from bendtrace.interject.knowledge import Knowledge
+from bendtrace.interject.plan import Plan
+from bendtrace.interject.reading import read_and_changed
+from bendtrace.interject.recorded import recorded
+from bendtrace.interject.trees import Trees
+from bendtrace.recording.recorder import Prefix, Recording
+from bendtrace.recording.run import Signature, uninitialized_in
+from bendtrace.recording.serving import call_itself
+from bendtrace.replay.ambience import Ambience
+from bendtrace.replay.explain import Mismatch, explain_check, explain_divergence, explain_guard
+from bendtrace.replay.program import Divergence, Finished, Program
+from bendtrace.replay.tree import TraceTree
+from bendtrace.served import Explanation, Stats
+
+if TYPE_CHECKING:
+    from bendtrace.compiled.speculation import Guess, Speculation
+
+__all__ = ["Dispatcher"]
+
+
+class Dispatcher:
+    """Serves the calls of one model, and keeps the paths that they take.
+
+    Args:
+        known: the runs of the model, as insertions ask about them.
+        signature: puts arguments in order.
+        trees: where paths are kept.
+        speculation: paths that are compiled; None if none are.
+
+    Attributes:
+        speculation: as given.
+        stats: how the calls so far were served.
+        last_mismatch: why the latest call that was not a replay was not one.
+        latest: the latest trace.
+        latest_run: what the latest call has repeated, or made.
+    """
+
+    def __init__(
+        self,
+        known: Knowledge,
+        signature: Signature,
+        trees: Trees,
+        speculation: Speculation | None,
+    ) -> None:
+        self.speculation = speculation
+        self.stats = Stats()
+        self.last_mismatch: Mismatch | None = None
+        self.latest: Trace | None = None
+        self.latest_run: Recording | None = None
+        self._known = known
+        self._model = known.model
+        self._signature = signature
+        self._trees = trees
+        self._passing = 0  # runs that filled a cache
+
+    def call(self, args: tuple[Any, ...], kwargs: dict[str, Any], plan: Plan | None) -> Any:
+        """Serve a call.
+
+        Args:
+            args: its positional arguments.
+            kwargs: its keyword arguments.
+            plan: what is inserted; None if nothing is.
+        """
+        tree = self._trees.plain if plan is None else self._trees.of(plan)
+        names, arguments = self._signature.arrange(args, kwargs)
+        guess: Guess | None = None
+        if self.speculation is not None and plan is None:
+            guess = self.speculation.guess(names, arguments)
+            if guess.recording is not None:
+                self.stats.replays += 1
+                self.latest_run = guess.recording
+                return guess.output
+        program = tree.find(names, arguments)
+        if program is not None and program.ignored and tree.settles(names, program, arguments):
+            program = None
+        if program is None and uninitialized_in(self._model):
+            if plan is not None:
+                raise InputError(
+                    "the model has lazy modules, whose parameters the first call makes: call it "
+                    "once before anything is inserted"
+                )
+            self.stats.live += 1  # this call makes the parameters of lazy modules
+            return call_itself(self._model, args, kwargs)
+        if program is None:
+            return self._record_new(_Call(args, kwargs, names, arguments, plan, tree))
+        if program.live_only:
+            if tree.looks_again(program):
+                call = _Call(args, kwargs, names, arguments, plan, tree)
+                return self._look_again(call, program)
+            self.stats.live += 1
+            tree.ran_live(program)
+            if plan is None:
+                return call_itself(self._model, args, kwargs)
+            return self._recorded(_Call(args, kwargs, names, arguments, plan, tree)).result
+        if plan is not None and plan.looks_at_changes(program.recordings(), read_and_changed):
+            self.stats.live += 1
+            return self._recorded(_Call(args, kwargs, names, arguments, plan, tree)).result
+        result = tree.replay(names, program, arguments)
+        if isinstance(result, Finished):
+            self.stats.replays += 1
+            self.latest_run = result.recording
+            if plan is not None:
+                plan.ran(result.recording)
+            if guess is not None and self.speculation is not None:
+                self.speculation.replayed(guess, names, program, result, arguments)
+            return result.output
+        return self._resume(_Call(args, kwargs, names, arguments, plan, tree), program, result)
+
+    def trace(self, args: tuple[Any, ...], kwargs: dict[str, Any], plan: Plan | None) -> Any:
+        """Run the model under the tracer, keep the path, and return the output."""
+        bound = self._signature.bind(args, kwargs)
+        call = _Call(args, kwargs, tuple(bound), tuple(bound.values()), plan, self._trees.of(plan))
+        with nullcontext() if plan is None else running(plan):
+            return self._record_new(call)
+
+    def explained(
+        self, tree: TraceTree, names: tuple[str, ...], arguments: tuple[Any, ...],
+        most: int | None = None,
+    ) -> Explanation:  # fmt: skip
+        """Say which programs of a tree, or of the latest so many, could serve some arguments."""
+        serving: list[Trace] = []
+        nearest: tuple[int, Mismatch] | None = None
+        for program in itertools.islice(tree.programs(names), most):
+            failed = program.failing(arguments)
+            if failed is None:
+                serving += [self.trace_of(r, program) for r in program.recordings()]
+                continue
+            depth = program.checks.index(failed) if failed in program.checks else -1
+            if nearest is None or depth > nearest[0]:
+                steps = _steps_of(program.recording)
+                nearest = depth, explain_check(failed, program, arguments, steps)
+        return Explanation(tuple(serving), None if serving or nearest is None else nearest[1])
+
+    def trace_of(self, recording: Recording, program: Program) -> Trace:
+        """Return a run as people see it."""
+        own = program if recording is program.recording else None
+        return Trace(
+            recording, program.ambience, self._signature, self._model, own,
+            registry=self._known.registry,
+        )  # fmt: skip
+
+    # By the model's own Python, under the tracer
+
+    def _record_new(self, call: _Call) -> Any:
+        ambience = Ambience.current()
+        evolving = call.tree.outdated(call.names, call.arguments)
+        mismatch = self.explained(call.tree, call.names, call.arguments, _NEAR).nearest
+        try:
+            recording = self._recorded(call)
+        except Exception as error:
+            call.tree.failed(error)
+            raise
+        if recording.is_transient and self._passing < _PASSING:
+            self._passing += 1
+            self.stats.live += 1
+            self.latest = Trace(
+                recording, ambience, self._signature, self._model, registry=self._known.registry
+            )
+            return recording.result
+        program = call.tree.add(call.names, recording, ambience, evolving)
+        self.stats.retraces += self.stats.traces > 0
+        self.stats.traces += 1
+        self.stats.live += program.live_only
+        self.last_mismatch = mismatch
+        return self._kept(recording, program)
+
+    def _look_again(self, call: _Call, live: Program) -> Any:
+        """Record a call whose like could only be run live: it may go another way."""
+        ambience = Ambience.current()
+        try:
+            recording = self._recorded(call)
+        except Exception as error:
+            call.tree.failed(error)
+            raise
+        if recording.tape.blockers or recording.is_transient:
+            self.stats.live += 1
+            call.tree.ran_live(live)
+            return recording.result
+        program, leaves = call.tree.replace(call.names, live, recording, ambience)
+        self.stats.retraces += 1
+        self.stats.traces += 1
+        self.last_mismatch = None
+        if leaves is not None:
+            before, now = live.recording, recording.tape.guards[leaves[0]].expected
+            self.last_mismatch = explain_guard(before.tape, leaves[0], now, _steps_of(before))
+        return self._kept(recording, program)
+
+    def _recorded(self, call: _Call, prefix: Prefix | None = None) -> Recording:
+        """Run the model under the tracer, with what is inserted in it."""
+        return recorded(
+            self._known, self._signature, call.args, dict(call.kwargs), call.plan, prefix
+        )
+
+    def _kept(self, recording: Recording, program: Program) -> Any:
+        """Remember a run as the latest, but not its output, which is only the caller's."""
+        output, recording.result = recording.result, None
+        self.latest_run = recording
+        self.latest = self.trace_of(recording, program)
+        return output
+
+    def _resume(self, call: _Call, program: Program, divergence: Divergence) -> Any:
+        mismatch = explain_divergence(divergence, _steps_of(divergence.recording))
+        known_live = divergence.known_live
+        prefix = divergence.prefix()
+        try:
+            recording = self._recorded(call, prefix)
+        except Exception as error:
+            call.tree.failed(error, divergence)
+            raise
+        finally:
+            divergence.release(prefix)
+        self.stats.retraces += 1
+        self.stats.resumes += 1
+        self.last_mismatch = mismatch
+        if known_live or (recording.is_transient and self._passing < _PASSING):
+            self._passing += recording.is_transient
+            self.stats.live += 1
+            call.tree.ran_live(program, divergence)
+            return recording.result
+        self.stats.traces += 1
+        self.stats.live += bool(recording.tape.blockers)
+        call.tree.grow(program, divergence, recording)
+        return self._kept(recording, program)
+
+
+@dataclass(frozen=True)
+class _Call:
+    """One call: what it was given, what is inserted, and the paths that are known for that."""
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    names: tuple[str, ...]
+    arguments: tuple[Any, ...]
+    plan: Plan | None
+    tree: TraceTree
+
+
+# Of so many programs, the latest, the one that came nearest is said when a new path is recorded.
+_NEAR = 16
+# After this many runs that filled a cache, a cache is taken to be filled by every call.
+_PASSING = 4
+
+
+def _steps_of(recording: Recording) -> FlowSteps:
+    return flow_steps(recording.tape, node_names(recording.tape.ops))
