@@ -246,7 +246,9 @@ class AfterGate(Gate):
             entry.insertion.fired(at, False)
             return value
         found = [value]
-        if result is not None:
+        if type(result) is Tensor:  # as `_collect` would have it
+            found = [result]
+        elif result is not None:
             _collect(self.shape, result, found, at, entry)
         entry.insertion.fired(at, _changed(entry, at, [value], found, [version]))
         return found[0]
@@ -557,8 +559,7 @@ def _changed(
         )
     if written or entry.insertion.is_known_to_change(at.path):
         return written or bool(other)
-    with torch.no_grad():
-        return any(_differ(old, new) for old, new in other)
+    return any(_differ(old, new) for old, new in other)
 
 
 def _differ(old: Any, new: Any) -> bool:
@@ -569,6 +570,7 @@ def _differ(old: Any, new: Any) -> bool:
     try:
         if torch.equal(old, new):
             return False
-        return not bool(((old == new) | ((old != old) & (new != new))).all())
+        with torch.no_grad():
+            return not bool(((old == new) | ((old != old) & (new != new))).all())
     except (RuntimeError, NotImplementedError):  # of a layout that torch cannot compare
         return True
