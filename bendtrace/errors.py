@@ -128,13 +128,13 @@ class NotReplayableError(BendtraceError, RuntimeError):
 class NondeterminismError(BendtraceError, RuntimeError):
     """Resuming a run, the model did other things than it did before with all guards equal.
 
-    It depends on something bendtrace could not see (a clock, a file, a global that changes).
+    It depends on something bendtrace could not see (a global whose name is computed, say).
     Operations of the run may already have been carried out, so it cannot simply start anew.
 
     Example:
-        >>> import time, torch, bendtrace as bt
+        >>> import datetime, torch, bendtrace as bt
         >>> def drifting(x):
-        ...     x = x * time.perf_counter()
+        ...     x = x * datetime.datetime.now().timestamp()
         ...     return x + 1 if x.sum() > 0 else x - 1
         >>> bended = bt.BendedModule(drifting)
         >>> _ = bended(torch.ones(2))

@@ -16,16 +16,20 @@ import functools
 import linecache
 import logging
 import math
+import operator
 import os
 import random
 import re
 import sys
+import tempfile
 import threading
+import time
 import types
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from time import time_ns
 from typing import Any, NamedTuple
 
 import networkx
@@ -906,6 +910,63 @@ def test_a_cache_that_is_emptied_is_filled_anew() -> None:
     assert results[0] == results[1]
 
 
+ENVIRONMENT = 'environment variables: `os.environ["NAME"]`, `os.getenv("NAME")`'
+
+
+def environment(model: Any, patch: pytest.MonkeyPatch) -> None:
+    patch.setenv("BENDTRACE_TEST", "3")
+
+
+change(ENVIRONMENT, lambda: lambda x: x * float(os.getenv("BENDTRACE_TEST", "2")), environment)
+change(
+    ENVIRONMENT,
+    lambda: lambda x: x * float(os.environ.get("PWD", "").count("/") + 2),
+    lambda m, p: p.setenv("PWD", "/a/b/c/d/e/f/g/h/i"),
+)
+change(ENVIRONMENT, lambda: lambda x: x * 2 if "BENDTRACE_TEST" in os.environ else x, environment)
+change(
+    ENVIRONMENT, lambda: lambda x: x * len(os.environ["PATH"]),
+    lambda m, p: p.setenv("PATH", os.environ["PATH"] + ":/elsewhere"),
+)  # fmt: skip
+change(
+    ENVIRONMENT, lambda: lambda x: x * len(os.path.expanduser("~")),
+    lambda m, p: p.setenv("HOME", "/at/home"),
+)  # fmt: skip
+EXCHANGED = (
+    "functions of torch, `torch.nn.functional`, `torch.Tensor`, `torch.linalg`, numpy and math "
+    "that are exchanged: `torch.sin = f`"
+)
+layer_norm, view = nn.functional.layer_norm, Tensor.view
+change(EXCHANGED, lambda: lambda x: x * math.sqrt(4), lambda m, p: p.setattr(math, "sqrt", abs))
+change(
+    EXCHANGED, lambda: lambda x: x * float(np.hypot(3, 4)),
+    lambda m, p: p.setattr(np, "hypot", lambda a, b: a),
+)  # fmt: skip
+change(EXCHANGED, lambda: lambda x: torch.sin(x), lambda m, p: p.setattr(torch, "sin", torch.cos))
+change(
+    EXCHANGED, lambda: lambda x: x.sin(),
+    lambda m, p: p.setattr(Tensor, "sin", lambda self: self + 1),
+)  # fmt: skip
+change(
+    EXCHANGED, lambda: nn.LayerNorm(3),
+    lambda m, p: p.setattr(
+        nn.functional, "layer_norm", lambda *args, **kwargs: layer_norm(*args, **kwargs) * 2
+    ),
+)  # fmt: skip
+change(
+    EXCHANGED, lambda: lambda x: x.view(-1),
+    lambda m, p: p.setattr(Tensor, "view", lambda self, *sizes: view(self, *sizes) * 2),
+)  # fmt: skip
+change(
+    EXCHANGED, lambda: lambda x: torch.linalg.norm(x),
+    lambda m, p: p.setattr(torch.linalg, "norm", lambda x: x.max()),
+)  # fmt: skip
+change(
+    "clocks: `time.time()`, `time.perf_counter()`",
+    lambda: lambda x: x * (time.time() // 1e12), lambda m, p: p.setattr(time, "time", lambda: 3e12),
+)  # fmt: skip
+
+
 # Modes and settings
 
 
@@ -1167,6 +1228,46 @@ class HoldsCompiled(Layer):
         return self.fc(x)
 
 
+SOMETIMES = (
+    "whether a function named by `bt.opaque`, or an `autograd.Function` with branches, gives a "
+    "tensor, a number or None"
+)
+
+
+@bt.opaque
+def sometimes(x: Tensor) -> Any:
+    return x * 2 if x.sum() > 0 else None
+
+
+@bt.opaque
+def number_or_none(x: Tensor) -> Any:
+    return 3 if x.sum() > 0 else None
+
+
+@bt.opaque
+def tensor_or_number(x: Tensor) -> Any:
+    return x * 2 if x.sum() > 0 else 3.0
+
+
+class Sometimes(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Any:
+        return x * 2 if x.sum() > 0 else None
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return gradients[0]
+
+
+for given, other in ((grid, lambda: -grid()), (lambda: -grid(), grid)):
+    for kind in (sometimes, number_or_none, tensor_or_number, Sometimes.apply):
+
+        @case(SOMETIMES, given, other=other)
+        def takes(x: Tensor, kind: Any = kind) -> Any:
+            found = kind(x)
+            return x - 1 if found is None else found + x
+
+
 # What runs live
 
 
@@ -1335,23 +1436,54 @@ case("outputs that cannot be made again: modules, generators", live_at="def give
 )
 
 
+@case("files that forward opens", live_at="open(")
+def read(x: Tensor) -> Tensor:
+    with open(__file__) as file:
+        return x * len(file.readline())
+
+
+@case("files that forward opens", live_at="Path(")
+def read_path(x: Tensor) -> Tensor:
+    return x * len(Path(__file__).read_text())
+
+
+LISTED = "environment variables that it sets, or lists"
+
+
+@case(LISTED, live_at="sorted(")
+def listed_variables(x: Tensor) -> Tensor:
+    return x * len(sorted(os.environ))
+
+
+@case(LISTED, live_at="len(os")
+def counted_variables(x: Tensor) -> Tensor:
+    return x * len(os.environ)
+
+
+@case(LISTED, live_at="os.environ[")
+def set_variable(x: Tensor) -> Tensor:
+    os.environ["BENDTRACE_SET"] = "1"
+    return x * 2
+
+
 # What is not seen
 
 
-def environment(model: Any, patch: pytest.MonkeyPatch) -> None:
-    patch.setenv("BENDTRACE_TEST", "3")
-
-
-case("environment variables, files, clocks, sockets, the stack", change=environment)(
-    lambda: lambda x: x * float(os.environ.get("BENDTRACE_TEST", "2"))
-)
+case(
+    "clocks taken by name (`from time import time`), `datetime`; sockets, the stack",
+    change=lambda model, patch: None,  # it is another time by then
+)(lambda: lambda x: x * (time_ns() % 1_000_003))
+case(
+    "files, clocks and variables that torch and the standard library look at by themselves",
+    change=lambda model, patch: patch.setenv("TMPDIR", "/elsewhere"),
+)(lambda: lambda x: x * len(tempfile._candidate_tempdir_list()[0]))
 COMPUTED = "globals named by a computed string: `globals()[...]`, `getattr(module, name)`"
 change(COMPUTED, lambda: lambda x: x * globals()["SC" + "ALE"], puts("SCALE", 3.0))
-PATCHED = "functions of torch, numpy and the standard library that are exchanged: `torch.sin = f`"
-change(PATCHED, lambda: lambda x: x * math.sqrt(4), lambda m, p: p.setattr(math, "sqrt", abs))
-change(PATCHED, lambda: lambda x: torch.sin(x), lambda m, p: p.setattr(torch, "sin", torch.cos))
 change(
-    PATCHED, lambda: lambda x: x.sin(), lambda m, p: p.setattr(Tensor, "sin", lambda self: self + 1)
+    "functions of the standard library that are exchanged, and those of torch and numpy elsewhere: "
+    "`operator.add = f`",
+    lambda: lambda x: x * operator.index(2),
+    lambda m, p: p.setattr(operator, "index", lambda number: 5),
 )
 case(
     "`__name__`, `__doc__` and the like of classes and functions",

@@ -15,7 +15,7 @@ from bendtrace.recording.contexts import ContextSwitch
 from bendtrace.recording.parts import identical
 from bendtrace.recording.recorder import Recording
 from bendtrace.recording.structure import Instance
-from bendtrace.recording.tape import Guard, Op, OpKind, Ref, Test, refs_in
+from bendtrace.recording.tape import Guard, Op, OpKind, Ref, Test, kind_of, refs_in
 from bendtrace.recording.writes import storage_of
 
 __all__ = ["Findings", "Refusal", "probe"]
@@ -171,6 +171,8 @@ class _Probe:
             return bool(value) is guard.expected
         if guard.test is Test.LENGTH:
             return bool(len(value) == guard.expected)
+        if guard.test is Test.KIND:
+            return bool(kind_of(value) == guard.expected)
         if guard.test is Test.RANK:
             return bool(value.dim() == guard.expected)
         if guard.test in (Test.SAME, Test.OTHER):

@@ -279,6 +279,8 @@ class Straight:
 
     def _test(self, number: int, guard: Guard) -> None:
         kind = self._kinds.get(guard.index)
+        if guard.test is Test.KIND:
+            raise Refusal(f"a guard is on what {name_of(self._op(guard).target)} gives")
         if guard.test is Test.RANK:
             self._line(f"if v{guard.index}.dim() != {guard.expected}: return None")
         elif guard.test is Test.LENGTH:

@@ -25,7 +25,7 @@ from bendtrace.recording.objects import build
 from bendtrace.recording.parts import Access, AttributeKey, Part, PartKind, identical
 from bendtrace.recording.recorder import Recording
 from bendtrace.recording.structure import Existing, Fixed, Instance, Made, Opaque
-from bendtrace.recording.tape import ModuleCall, Op, OpKind, Test, map_refs
+from bendtrace.recording.tape import ModuleCall, Op, OpKind, Test, kind_of, map_refs
 
 __all__ = ["from_fx", "to_fx"]
 
@@ -258,6 +258,7 @@ class _Writer:
 _WHAT = {
     Test.RANK: "the number of dimensions",
     Test.LENGTH: "the number of items",
+    Test.KIND: "the type",
     Test.SAME: "the tensor",
     Test.OTHER: "the tensor",
 }
@@ -340,6 +341,8 @@ def check_guard(value: Any, test: str, expected: Any, what: str) -> None:
         now: Any = bool(value)
     elif test == Test.LENGTH.value:
         now = len(value)
+    elif test == Test.KIND.value:
+        now = kind_of(value)
     elif test in (Test.SAME.value, Test.OTHER.value):
         if (value is expected) is not (test == Test.SAME.value):
             raise DivergenceError(f"{what}: whether a tensor is a copy is not as when traced")

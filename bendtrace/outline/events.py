@@ -256,4 +256,9 @@ def outcome_of(guard: Guard, outcome: Any, header: Header) -> Any:
 _SAME, _ANOTHER = "the tensor it was given", "another tensor"
 _WORDS = {Test.SAME: _SAME, Test.OTHER: _ANOTHER}
 _OTHER = {Test.SAME: _ANOTHER, Test.OTHER: _SAME}
-_ASKED = {Test.SAME: "what {} gives", Test.OTHER: "what {} gives", Test.LENGTH: "len({})"}
+_ASKED = {
+    Test.SAME: "what {} gives",
+    Test.OTHER: "what {} gives",
+    Test.LENGTH: "len({})",
+    Test.KIND: "type({})",
+}

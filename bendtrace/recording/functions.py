@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from bendtrace.recording.instructions import branches
 from bendtrace.recording.tape import Op
 
 __all__ = [
@@ -28,6 +29,7 @@ __all__ = [
     "is_gate",
     "is_named_in_place",
     "is_torchs_function",
+    "may_vary",
     "name_of",
 ]
 
@@ -207,6 +209,27 @@ def is_torchs_function(function: object) -> bool:
     if isinstance(function, (types.FunctionType, types.MethodType)):
         return False  # made in a namespace without a name
     return owner is not None or module is None or isinstance(function, type(Tensor.add))
+
+
+def may_vary(function: Any) -> bool:
+    """Whether a function may give things of several types: None, or a tensor.
+
+    Those of torch do not, nor do operators and scripts, which have schemas, and gates.
+    """
+    owner = getattr(function, "__self__", None)
+    if isinstance(owner, type) and issubclass(owner, torch.autograd.Function):
+        forward = getattr(owner.forward, "__code__", None)
+        return not owner.__module__.startswith("torch.") and (forward is None or branches(forward))
+    if getattr(function, "is_gate", False) or isinstance(function, _DECLARED):
+        return False
+    return not is_torchs_function(function) and name_of(function) not in _TRANSFORMS
+
+
+_DECLARED = (
+    types.MethodWrapperType, types.MethodDescriptorType, types.WrapperDescriptorType,
+    torch._ops.OpOverload, torch._ops.OpOverloadPacket, torch.jit.ScriptFunction,
+    torch.jit.ScriptModule, torch._C.ScriptMethod,
+)  # fmt: skip
 
 
 def is_gate(op: Op) -> bool:

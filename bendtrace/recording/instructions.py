@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator
 from types import CodeType
 
-__all__ = ["has", "named_in", "steps_of"]
+__all__ = ["branches", "has", "named_in", "steps_of"]
 
 # How arguments stand for names was seen in CPython 3.11 to 3.14; tests/test_instructions.py
 # compares with what `dis` says. Later ones are asked by way of it.
@@ -62,3 +62,10 @@ def named_in(code: CodeType) -> Iterator[tuple[str, str]]:
 def has(code: CodeType, name: str) -> bool:
     """Whether some instruction is among those of code, functions nested in it not included."""
     return dis.opmap[name] in code.co_code[::2]
+
+
+def branches(code: CodeType) -> bool:
+    """Whether code can go several ways."""
+    return bool(code.co_exceptiontable) or any(
+        "JUMP" in name or name == "FOR_ITER" for name, _ in steps_of(code)
+    )

@@ -22,6 +22,7 @@ from torch.nn.utils import parametrize
 from bendtrace.recording.contexts import current_context, current_settings
 from bendtrace.recording.effects import is_pure, is_simple
 from bendtrace.recording.encoding import Encoder
+from bendtrace.recording.exchanged import may_stand_in
 from bendtrace.recording.functions import SPECIAL
 from bendtrace.recording.handlers import raised_by
 from bendtrace.recording.observer import Observer
@@ -249,7 +250,7 @@ def hooks_around() -> bool:
 
 
 def _kind_of(func: Any) -> _Kind:
-    if func in SPECIAL:
+    if func in SPECIAL or may_stand_in(func):
         kind = _SPECIAL
     elif is_pure(func):
         kind = _SIMPLE if is_simple(func) else _PURE

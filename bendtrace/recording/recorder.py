@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from bendtrace.recording.boundaries import BOUNDARY_CODES, watching
 from bendtrace.recording.encoding import Encoder, without_traced
+from bendtrace.recording.exchanged import asked, may_stand_in
 from bendtrace.recording.finish import Finish, Recording
 from bendtrace.recording.functions import (
     CONTEXT,
@@ -156,13 +157,17 @@ class Recorder(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if self._within:
-            return func(*_plain(args), **_plain(kwargs))
         frame = sys._getframe(1)
+        if self._within:
+            if may_stand_in(func):
+                func = asked(func, frame)
+            return func(*_plain(args), **_plain(kwargs))
         if self._lane is not None and (not types or _PLAIN_CLASSES.issuperset(types)):
             out = self._lane(func, args, kwargs, frame)
             if out is not NOT_TAKEN:
                 return out
+        if may_stand_in(func):
+            func = asked(func, frame)
         if self._inserter is not None and func not in DESCEND:
             return self._inserter.op(func, args, kwargs, frame, self._reported)
         return self._reported(func, args, kwargs, frame)
@@ -414,10 +419,14 @@ class Recorder(TorchFunctionMode):
         return known[0]
 
     def opaque_call(
-        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        frame: FrameType | None = None,
     ) -> Any:
         """Run a function as one op (see `watcher.Watcher`)."""
-        frame = sys._getframe(2)
+        frame = frame or sys._getframe(2)
         if self._inserter is not None:
             return self._inserter.op(function, args, kwargs, frame, self._opaque)
         return self._opaque(function, args, kwargs, frame)

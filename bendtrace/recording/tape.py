@@ -6,6 +6,7 @@ function are all derived from the tape afterwards.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
@@ -27,6 +28,7 @@ __all__ = [
     "Tape",
     "TensorMeta",
     "Test",
+    "kind_of",
     "map_refs",
     "meta_of",
     "ref_to",
@@ -243,6 +245,20 @@ class Test(Enum):
     RANK = "rank"  # the tensor has as many dimensions
     SAME = "same"  # the op gave back the very tensor that another op gave (expected: its index)
     OTHER = "other"  # it gave another tensor than that
+    KIND = "kind"  # the op gave something of that type (expected: its name)
+
+
+def kind_of(value: Any) -> str:
+    """Return the name of a value's type."""
+    name = _kinds.get(type(value))
+    if name is None:
+        kind = type(value)
+        package = "" if kind.__module__ in ("builtins", "torch") else f"{kind.__module__}."
+        name = _kinds[kind] = package + kind.__qualname__
+    return name
+
+
+_kinds: weakref.WeakKeyDictionary[type, str] = weakref.WeakKeyDictionary()
 
 
 @dataclass(slots=True, eq=False)

@@ -10,7 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bendtrace.recording.functions import SETTERS, SHAPES, is_gate, is_torchs_function, name_of
+from bendtrace.recording.functions import (
+    SETTERS,
+    SHAPES,
+    is_gate,
+    is_torchs_function,
+    may_vary,
+    name_of,
+)
 from bendtrace.recording.objects import held_by
 from bendtrace.recording.observer import Observer
 from bendtrace.recording.parts import PLAIN_TYPES, requires_grad
@@ -26,7 +33,17 @@ from bendtrace.recording.scalars import (
     retire,
 )
 from bendtrace.recording.surroundings import Surroundings
-from bendtrace.recording.tape import Op, OpKind, Ref, TensorMeta, Test, meta_of, ref_to, refs_in
+from bendtrace.recording.tape import (
+    Op,
+    OpKind,
+    Ref,
+    TensorMeta,
+    Test,
+    kind_of,
+    meta_of,
+    ref_to,
+    refs_in,
+)
 from bendtrace.recording.usage import compares_identity, needs_plain_numbers, only_tests
 from bendtrace.recording.writer import Known, Writer
 from bendtrace.recording.writes import version_of, works_in_place
@@ -83,6 +100,8 @@ class Values:
 
     def bind(self, out: Any, op: Op, frame: FrameType) -> Any:
         """Take note of what an op gave; return what the model is given for it."""
+        if op.kind is OpKind.CALL and may_vary(op.target):
+            self._writer.guard(Test.KIND, op.index, kind_of(out), "", frame)
         if isinstance(out, Tensor):
             known = self._writer.known.get(id(out))
             if known is not None and known() is out:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from types import FrameType
 from typing import Any, Protocol
 
 import torch
@@ -25,8 +26,10 @@ class Watcher(Protocol):
     def module_call(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Run a module's call as a scope."""
 
-    def opaque_call(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Run `function(*args, **kwargs)` as one op."""
+    def opaque_call(
+        self, function: Callable[..., Any], args: Any, kwargs: Any, frame: FrameType | None = None
+    ) -> Any:
+        """Run `function(*args, **kwargs)` as one op, called in `frame` if that is given."""
 
     def read(self, function: Callable[[torch.Tensor], Any], tensor: torch.Tensor) -> Any:
         """Ask something of a tensor that is not its values, and guard the answer."""

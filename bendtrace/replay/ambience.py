@@ -10,13 +10,14 @@ from torch.nn.modules import module as _module
 from torch.overrides import _get_current_function_mode_stack
 
 from bendtrace.recording.contexts import Context, current_context, current_settings
+from bendtrace.recording.exchanged import StandIns, exchanged
 from bendtrace.recording.recorder import Recorder
 
 __all__ = ["Ambience"]
 
 
 class Ambience(NamedTuple):
-    """Grad mode, autocast, default dtype, function modes and global hooks.
+    """Grad mode, autocast, default dtype, function modes, global hooks and the like.
 
     Attributes:
         context: what an op called now would run under.
@@ -25,6 +26,7 @@ class Ambience(NamedTuple):
         hooked: whether hooks are registered for all modules of the process.
         fast_attention: whether fused layers may take their fast path.
         settings: other settings of torch's.
+        exchanged: what stands in for functions of torch and the like.
     """
 
     context: Context
@@ -33,6 +35,7 @@ class Ambience(NamedTuple):
     hooked: bool
     fast_attention: bool
     settings: tuple[Any, ...]
+    exchanged: StandIns
 
     @classmethod
     def current(cls) -> Ambience:
@@ -40,7 +43,7 @@ class Ambience(NamedTuple):
         modes = _modes() if _len_torch_function_stack() else ()
         hooked, fast = any(_global_hooks()), _fast_attention()
         dtype, settings = torch.get_default_dtype(), current_settings()
-        return cls(current_context(), dtype, modes, hooked, fast, settings)
+        return cls(current_context(), dtype, modes, hooked, fast, settings, exchanged())
 
     def is_current(self) -> bool:
         """Whether the state is the same now: `self == Ambience.current()`, at less cost.
@@ -48,7 +51,7 @@ class Ambience(NamedTuple):
         Asked for at each call, and mostly by code that the processor has long forgotten: what
         counts is how much code that is.
         """
-        context, dtype, modes, hooked, fast, settings = self
+        context, dtype, modes, hooked, fast, settings, others = self
         if context.autocast or modes or _any_autocast() or _len_torch_function_stack():
             return self == Ambience.current()
         return (
@@ -58,12 +61,15 @@ class Ambience(NamedTuple):
             and _default_dtype() is dtype
             and any(_global_hooks()) is hooked
             and _fast_attention() is fast
+            and exchanged() == others
         )
 
     def difference(self) -> str | None:
         """Say what is different now, or None."""
         for name, recorded, now in zip(self._fields, self, Ambience.current(), strict=True):
             if recorded != now:
+                if name == "exchanged":
+                    return _other_functions(self.exchanged, exchanged())
                 what = _NAMES[name]
                 return f"{what} was {recorded} when traced and is {now} now"
         return None
@@ -91,6 +97,13 @@ _NAMES = {
     "fast_attention": "torch.backends.mha's fast path",
     "settings": "a setting of torch's (deterministic algorithms, precision, anomaly detection)",
 }
+
+
+def _other_functions(recorded: StandIns, now: StandIns) -> str:
+    other = [stand_in for stand_in in recorded if stand_in not in now]
+    other += [stand_in for stand_in in now if stand_in not in recorded]
+    names = sorted({stand_in.name for stand_in in other})
+    return f"{', '.join(names)} is another function than when traced"
 
 
 def _modes() -> tuple[Any, ...]:

@@ -12,12 +12,12 @@ from bendtrace.recording.parts import Access, Part, PartKind
 from bendtrace.recording.reach import is_installed
 from bendtrace.recording.recorder import Recording
 from bendtrace.recording.tape import refs_in
+from bendtrace.recording.versions import version_of
 from bendtrace.replay.analysis import Analysis, GuardKind, counts
 from bendtrace.replay.questions import Check, Questions
 from bendtrace.replay.sameness import Sameness
 from bendtrace.replay.settled import Settled
 from bendtrace.replay.source import Source, define, fails, needed_for, test_of
-from bendtrace.replay.versions import version_of
 
 __all__ = ["CheckWriter"]
 

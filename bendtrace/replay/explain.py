@@ -89,6 +89,7 @@ def explain_guard(tape: Tape, number: int, new: Any, steps: FlowSteps) -> Mismat
     return Mismatch(reason, recorded, new, step, number)
 
 
+_ABOUT = {Test.LENGTH: "number of results of", Test.KIND: "type of"}
 _IDENTITY = {Test.SAME: "the tensor it was given", Test.OTHER: "another tensor"}
 
 
@@ -96,7 +97,7 @@ def _unstepped(guard: Guard) -> tuple[str, str]:
     if guard.site is None:
         return "a value", "an unknown place"
     place, _, _ = user_code(guard.scope, guard.site)
-    kind = "number of results of" if guard.test is Test.LENGTH else "value of"
+    kind = _ABOUT.get(guard.test, "value of")
     return f"{kind} `{place.text}`", str(place)
 
 

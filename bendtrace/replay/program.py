@@ -264,7 +264,10 @@ class Program:
         self.live = Path(recording, 1) if self.live_only else None
         if not self.live_only:
             source = write_run(
-                recording, self.analysis, ambience.context, direct=not ambience.modes
+                recording,
+                self.analysis,
+                ambience.context,
+                direct=not (ambience.modes or ambience.exchanged),
             )
             self.root = Stretch(recording, 1, code=Code(source, "run"))
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from bendtrace.recording.contexts import ContextSwitch, forget_casts
+from bendtrace.recording.exchanged import exchanged
 from bendtrace.recording.objects import build
 from bendtrace.recording.parts import UNSET, Access, Array, Part, PartKind, identical
 from bendtrace.recording.structure import Existing, Fixed, Instance, Made
@@ -26,6 +27,7 @@ from bendtrace.recording.tape import (
     OpKind,
     Ref,
     Test,
+    kind_of,
     refs_in,
 )
 from bendtrace.replay.analysis import counts
@@ -101,7 +103,7 @@ class Source:
         self.lines: list[str] = []
         self.names: dict[str, Any] = {
             "__builtins__": builtins, "build": build, "Departure": Departure,
-            "identical": identical, "Switch": ContextSwitch,
+            "identical": identical, "kind_of": kind_of, "Switch": ContextSwitch,
             "forget_casts": forget_casts,
         }  # fmt: skip
         self.op_of_line: dict[int, int] = {}
@@ -239,6 +241,8 @@ class Source:
         args, target = op.args, op.target
         if op.kind is OpKind.SCALAR and target in _INFIX:
             return f"({self.value(args[0])} {_INFIX[target]} {self.value(args[1])})"
+        if op.kind is OpKind.CALL and exchanged():  # what follows would be looked up by name
+            return self._called(target, args, op.kwargs)
         if target is operator.getitem or (target is Tensor.__getitem__ and not op.kwargs):
             return f"{self.value(args[0])}[{self.value(args[1])}]"
         if target is Tensor.__setitem__ and type(args[0]) is Ref:
@@ -312,6 +316,8 @@ def fails(source: Source, guard: Guard, ops: list[Op] | None = None) -> str:
         return f"not {name}" if guard.expected else name
     if guard.test is Test.LENGTH:
         return f"len({name}) != {guard.expected}"
+    if guard.test is Test.KIND:
+        return f"kind_of({name}) != {guard.expected!r}"
     if guard.test is Test.SAME:
         return f"{name} is not v{guard.expected}"
     if guard.test is Test.OTHER:
@@ -333,4 +339,6 @@ def outcome(guard: Guard) -> str:
         return str(not guard.expected)
     if guard.test is Test.LENGTH:
         return f"len({name})"
+    if guard.test is Test.KIND:
+        return f"kind_of({name})"
     return "None" if guard.test in (Test.SAME, Test.OTHER) else name

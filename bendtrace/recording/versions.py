@@ -7,7 +7,7 @@ from typing import Any
 
 from torch._C import _dynamo
 
-__all__ = ["version_of"]
+__all__ = ["TELLS_CHANGES", "version_of"]
 
 
 def _never_the_same(table: dict[Any, Any]) -> object:
@@ -57,3 +57,5 @@ def _found() -> Callable[[dict[Any, Any]], Any]:
 # Returns what differs whenever an exact dict has been written to in between: no two states of all
 # dicts ever have the same version. Equal versions say that each key has the very same object.
 version_of: Callable[[dict[Any, Any]], Any] = _found()
+# Whether versions can be asked for; else they always differ.
+TELLS_CHANGES = version_of is not _never_the_same
