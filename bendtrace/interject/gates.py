@@ -240,15 +240,18 @@ class AfterGate(Gate):
 
     def _exchange(self, entry: Entry, value: Any, at: NodePass) -> Any:
         """Call an insertion where a node gives one tensor."""
-        version = _version(value)
-        result = entry.what.after(at, _NOTHING, value)
-        if (result is None or result is value) and _version(value) == version:
-            entry.insertion.fired(at, False)
-            return value
+        version, what, insertion = _version(value), entry.what, entry.insertion
+        result = what.after(at, _NOTHING, value)
+        if _version(value) == version:  # what follows would find out the same, in more time
+            if result is None or result is value:
+                insertion.fired(at, False)
+                return value
+            if type(result) is Tensor and not what.observes:
+                known = insertion.is_known_to_change(at.path)
+                insertion.fired(at, known or _differ(value, result))
+                return result
         found = [value]
-        if type(result) is Tensor:  # as `_collect` would have it
-            found = [result]
-        elif result is not None:
+        if result is not None:
             _collect(self.shape, result, found, at, entry)
         entry.insertion.fired(at, _changed(entry, at, [value], found, [version]))
         return found[0]
