@@ -258,7 +258,9 @@ def test_one_that_is_gone_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_without_versions_it_is_noticed_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_stamp_of", module._content_of)
-    monkeypatch.setattr(module, "_seen", ([], ()))
+    monkeypatch.setattr(
+        module, "_seen", ([None] * len(module._SPACES), [()] * len(module._SPACES), ())
+    )
     assert exchanged() == ()
     monkeypatch.setattr(torch, "sin", torch.cos)
     ((name, value, original),) = exchanged()

@@ -9,14 +9,10 @@ put back. They were seen in torch 2.13 and 2.14; test_boundaries.py would notice
 
 from __future__ import annotations
 
-import builtins
 import functools
-import io
-import os
 import random
 import sys
 import threading
-import time
 import types
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -37,6 +33,7 @@ from bendtrace.errors import InputError
 from bendtrace.recording.collectives import joint_functions, layout_properties
 from bendtrace.recording.contexts import forget_casts
 from bendtrace.recording.joint import after_ddp, before_ddp
+from bendtrace.recording.outside import OFTEN_PATCHED, entries_of_outside
 from bendtrace.recording.scalars import TRACED
 from bendtrace.recording.watcher import (
     Watcher,
@@ -328,93 +325,6 @@ _UNFOLLOWED: tuple[tuple[Any, str, str], ...] = (
 )
 
 
-# What the world outside says: the code of the user's, or of a package, has to be the one that asks.
-
-
-def _is_asked_by_model(frame: types.FrameType) -> bool:
-    """Whether code asks for its own sake: not torch's, the standard library's, or an import."""
-    name = frame.f_globals.get("__name__", "") or ""
-    package = name.partition(".")[0]
-    if package in ("torch", "bendtrace") or (
-        package in sys.stdlib_module_names and name != "__main__"
-    ):
-        return False
-    walked: types.FrameType | None = frame
-    while walked is not None and walked.f_code not in BOUNDARY_CODES:
-        if walked.f_code.co_filename.startswith("<frozen importlib"):
-            return False
-        walked = walked.f_back
-    return True
-
-
-def _clock(name: str) -> Callable[[], Any]:
-    """A clock is read anew by each replay, which asks for what stands there by then."""
-    function: Callable[[], Any] = vars(time)[name]
-
-    def read() -> Any:
-        return vars(time)[name]()
-
-    @functools.wraps(function)
-    def call() -> Any:
-        watcher = current_watcher()
-        if watcher is None or not _is_asked_by_model(sys._getframe(1)):
-            return function()
-        return watcher.opaque_call(read, (), {})
-
-    read.__name__ = read.__qualname__ = name
-    return call
-
-
-_CLOCKS = tuple(
-    name + unit
-    for name in ("time", "monotonic", "perf_counter", "process_time", "thread_time")
-    for unit in ("", "_ns")
-)
-_Environment = type(os.environ)
-_variable_of = _Environment.__getitem__
-
-
-def environ(name: str) -> str | None:
-    """Return an environment variable, None if there is none: what each replay asks for."""
-    try:
-        return _variable_of(os.environ, name)
-    except KeyError:
-        return None
-
-
-def _reads_variable(variables: Any, name: Any) -> Any:
-    watcher, frame = current_watcher(), sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__name__") in _OF_ENVIRONMENT:
-        frame = frame.f_back
-    if watcher is None or variables is not os.environ or not _is_asked_by_model(frame):
-        return _variable_of(variables, name)
-    value = watcher.opaque_call(environ, (name,), {}, frame)
-    if value is None:
-        raise KeyError(name)
-    return value
-
-
-_OF_ENVIRONMENT = ("os", "_collections_abc", "collections.abc", "posixpath", "ntpath")
-
-
-def _told(what: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """What the model itself does with the world outside cannot be followed."""
-
-    @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        watcher, frame = current_watcher(), sys._getframe(1)
-        while frame.f_back is not None and frame.f_globals.get("__name__") in _OF_FILES:
-            frame = frame.f_back
-        if watcher is not None and _is_asked_by_model(frame):
-            watcher.unseen(what)
-        return function(*args, **kwargs)
-
-    return call
-
-
-_OF_FILES = (*_OF_ENVIRONMENT, "pathlib", "pathlib._local", "codecs")
-
-
 class _EntryPoint(NamedTuple):
     """An attribute of `owner`, what it is exchanged for, and what it is otherwise."""
 
@@ -466,13 +376,8 @@ def _entry_points() -> Iterator[_EntryPoint]:
             if hasattr(owner, name):
                 yield entry(owner, name, _as_one_op(getattr(owner, name)))
 
-    for name in _CLOCKS:
-        yield entry(time, name, _clock(name))
-    yield entry(_Environment, "__getitem__", _reads_variable)
-    for name in ("__setitem__", "__delitem__", "__iter__", "__len__"):
-        yield entry(_Environment, name, _told("os.environ", vars(_Environment)[name]))
-    for owner in (builtins, io):
-        yield entry(owner, "open", _told("open", open))
+    for owner, name, ours in entries_of_outside():
+        yield entry(owner, name, ours)
     yield entry(DistributedDataParallel, "_pre_forward", before_ddp)
     yield entry(DistributedDataParallel, "_post_forward", after_ddp)
 
@@ -539,8 +444,9 @@ def _enter() -> None:
     _add_joint()
     _before[:] = [vars(entry.owner).get(entry.name, _ABSENT) for entry in _ENTRY_POINTS]
     for entry, now in zip(_ENTRY_POINTS, _before, strict=True):
-        if entry.owner not in _OFTEN_PATCHED or now is entry.original:
-            setattr(entry.owner, entry.name, entry.ours)
+        if entry.owner in OFTEN_PATCHED:
+            entry.ours.__wrapped__ = now
+        setattr(entry.owner, entry.name, entry.ours)
 
 
 def _leave() -> None:
@@ -558,7 +464,6 @@ def _leave() -> None:
     _leave_compiled_code_alone()
 
 
-_OFTEN_PATCHED = (time, builtins, io)  # whoever puts a clock of their own there wants that one
 _lock = threading.Lock()
 _running: set[object] = set()  # a token for each context that was entered and not left
 _before: list[Any] = []

@@ -9,6 +9,7 @@ called by what stands in for it, says that it is that.
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import sys
 import types
@@ -67,30 +68,37 @@ class _StandIn(NamedTuple):
 StandIns = tuple[_StandIn, ...]
 
 
-class _Space(NamedTuple):
+class _Space:
     """A module or class, and what its functions were when this module was imported.
 
-    Attributes:
+    Args:
         name: of the module or class.
         table: its attributes.
         functions: its functions, for a class those that it inherits as well.
-        own: which of them are its own.
+
+    Attributes:
+        table: as given.
+        functions: as given.
     """
 
-    name: str
-    table: dict[str, Any]
-    functions: dict[str, Any]
-    own: frozenset[str]
+    def __init__(self, name: str, table: dict[str, Any], functions: dict[str, Any]) -> None:
+        self._name = name
+        self.table = table
+        self.functions = functions
+        self._own = [key for key in functions if key in table]
+        self._originals = [functions[key] for key in self._own]
+        self._inherited = functions.keys() - table.keys()
 
-    def stand_ins(self) -> Iterator[_StandIn]:
-        """Yield what stands in for functions."""
-        known, missing = self.functions, object()
-        for name, value in list(self.table.items()):
-            if known.get(name, value) is not value and (self.name, name) not in EXCHANGED:
-                yield _StandIn(f"{self.name}.{name}", value, known[name])
-        for name in sorted(self.own):
-            if self.table.get(name, missing) is missing and (self.name, name) not in EXCHANGED:
-                yield _StandIn(f"{self.name}.{name}", None, known[name])
+    def stand_ins(self) -> StandIns:
+        """Return what stands in for functions."""
+        get = self.table.get
+        if list(map(get, self._own)) == self._originals and self._inherited.isdisjoint(self.table):
+            return ()
+        return tuple(
+            _StandIn(f"{self._name}.{key}", get(key), self.functions[key])
+            for key in (*self._own, *sorted(self._inherited & self.table.keys()))
+            if get(key) is not self.functions[key] and (self._name, key) not in EXCHANGED
+        )
 
 
 def _spaces() -> Iterator[_Space]:
@@ -100,8 +108,7 @@ def _spaces() -> Iterator[_Space]:
         *(sys.modules[name] for name in ("math", "numpy") if name in sys.modules),
     ]  # fmt: skip
     for module in modules:
-        functions = _functions_in(vars(module))
-        yield _Space(module.__name__, vars(module), functions, frozenset(functions))
+        yield _Space(module.__name__, vars(module), _functions_in(vars(module)))
     inherited: dict[str, Any] = {}
     for cls in reversed(torch.Tensor.__mro__):
         for name, value in _functions_in(vars(cls)).items():
@@ -109,7 +116,7 @@ def _spaces() -> Iterator[_Space]:
                 inherited[name] = value
     # A class shows its attributes through a proxy only, which refers to the table.
     table = gc.get_referents(vars(torch.Tensor))[0]
-    yield _Space("torch.Tensor", table, inherited, frozenset(_functions_in(table)))
+    yield _Space("torch.Tensor", table, inherited)
 
 
 def _functions_in(table: Any) -> dict[str, Any]:
@@ -132,7 +139,8 @@ def _content_of(table: dict[str, Any]) -> list[Any]:
 
 # Where there are no versions, all functions would be gone through at each call.
 _stamp_of: Callable[[dict[str, Any]], Any] = version_of if TELLS_CHANGES else _content_of
-_seen: tuple[list[Any], StandIns] = [], ()
+# For each space the stamp when it was looked at last, and what stood in for its functions then.
+_seen: tuple[list[Any], list[StandIns], StandIns] = [None] * len(_SPACES), [()] * len(_SPACES), ()
 
 
 def exchanged() -> StandIns:
@@ -141,11 +149,15 @@ def exchanged() -> StandIns:
     Asked for at each call: as long as nothing was written to the tables of these, it is known.
     """
     global _seen
-    now, (before, found) = list(map(_stamp_of, _TABLES)), _seen
+    now, (before, found, every) = list(map(_stamp_of, _TABLES)), _seen
     if now != before:
-        found = tuple(stand_in for space in _SPACES for stand_in in space.stand_ins())
-        _seen = now, found
-    return found
+        found = [
+            known if stamp == last else space.stand_ins()
+            for stamp, last, known, space in zip(now, before, found, _SPACES, strict=True)
+        ]
+        every = tuple(itertools.chain.from_iterable(found))
+        _seen = now, found, every
+    return every
 
 
 def may_stand_in(function: Any) -> bool:
