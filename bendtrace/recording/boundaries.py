@@ -444,7 +444,7 @@ def _enter() -> None:
     _add_joint()
     _before[:] = [vars(entry.owner).get(entry.name, _ABSENT) for entry in _ENTRY_POINTS]
     for entry, now in zip(_ENTRY_POINTS, _before, strict=True):
-        if entry.owner in OFTEN_PATCHED:
+        if entry.owner in OFTEN_PATCHED and now is not entry.ours:
             entry.ours.__wrapped__ = now
         setattr(entry.owner, entry.name, entry.ours)
 

@@ -83,7 +83,7 @@ def _clock(name: str) -> Callable[[], Any]:
     def call() -> Any:
         watcher, frame = _asking(sys._getframe(1))
         if watcher is None:
-            return call.__wrapped__()  # type: ignore[attr-defined]
+            return call.__wrapped__()
         return watcher.opaque_call(read, (), {}, frame)
 
     read.__name__ = read.__qualname__ = name
@@ -98,7 +98,7 @@ def _reports(what: str, function: Callable[..., Any]) -> Callable[..., Any]:
         watcher, _ = _asking(sys._getframe(1))
         if watcher is not None:
             watcher.unseen(what)
-        return call.__wrapped__(*args, **kwargs)  # type: ignore[attr-defined]
+        return call.__wrapped__(*args, **kwargs)
 
     return call
 
