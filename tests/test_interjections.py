@@ -1499,3 +1499,42 @@ def test_all_this_holds_for_cuts_themselves() -> None:
         model: Cut = make()
         assert model.cuts == {}
         assert bits(model(torch.ones(shape))) is not None
+
+
+class InPlaceOf(Interjection):
+    """Gives something else in the place of a node, or nothing, from time to time."""
+
+    def __init__(self, *gives: Any) -> None:
+        self.gives = list(gives)
+
+    def instead(self, at: NodePass, call: Callable[..., Any], inputs: Inputs) -> Any:
+        kind = self.gives.pop(0)
+        return call(*inputs) if kind is Tensor else kind
+
+
+class Optional(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = nn.ReLU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.part(x)
+        return x - 1 if y is None else x * 5 if not isinstance(y, Tensor) else y + x
+
+
+@pytest.mark.parametrize("where", ["part", "part.relu"])
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [(first, then) for first in (Tensor, None, 2.0, "a") for then in (Tensor, None, 2.0, "a")],
+)
+def test_what_takes_a_node_s_place_may_be_of_another_type_the_next_time(
+    where: str, first: Any, then: Any
+) -> None:
+    x = torch.linspace(-1, 2, 4)
+    wanted = {Tensor: x.relu() + x, None: x - 1, 2.0: x * 5, "a": x * 5}
+    bended = bt.BendedModule(Optional())
+    bended.interject(where, InPlaceOf(first, first, then, then, first))
+    for kind in (first, first, then, then, first):
+        assert torch.equal(bended(x), wanted[kind])
+    assert bended.stats.live == 0
+    assert bended.stats.resumes == (first is not then)

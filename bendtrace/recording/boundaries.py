@@ -51,8 +51,8 @@ def opaque(function: Callable[..., Any]) -> Callable[..., Any]:
 
     For what torch does not let a tracer see: foreign kernels, numpy code that makes tensors, C++
     extensions. The function is called anew by each replay, with the tensors and numbers of that
-    call; what it changes in them, it changes again. The op is guarded by what it returns: numbers
-    as traced scalars, other plain values by value, tensors not at all. Nothing inside it becomes
+    call; what it changes in them, it changes again. The op is guarded by what it returns: its type,
+    numbers as traced scalars, other plain values by value. Nothing inside it becomes
     a node or a flow step, and of what it reads besides its arguments only numbers in globals and
     closures are guarded.
 

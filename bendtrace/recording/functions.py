@@ -214,13 +214,15 @@ def is_torchs_function(function: object) -> bool:
 def may_vary(function: Any) -> bool:
     """Whether a function may give things of several types: None, or a tensor.
 
-    Those of torch do not, nor do operators and scripts, which have schemas, and gates.
+    Those of torch do not, nor do operators and scripts, which have schemas.
     """
     owner = getattr(function, "__self__", None)
     if isinstance(owner, type) and issubclass(owner, torch.autograd.Function):
         forward = getattr(owner.forward, "__code__", None)
         return not owner.__module__.startswith("torch.") and (forward is None or branches(forward))
-    if getattr(function, "is_gate", False) or isinstance(function, _DECLARED):
+    if getattr(function, "is_gate", False):
+        return bool(function.role == "instead")  # else it gives a thing of the shape it was given
+    if isinstance(function, _DECLARED):
         return False
     return not is_torchs_function(function) and name_of(function) not in _TRANSFORMS
 
