@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import compileall
 import importlib.metadata
 import importlib.util
 import json
@@ -10,8 +11,10 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from pathlib import Path
 from typing import Any
 
+import bendtrace
 from tests.benchmarks.timing import summary
 
 __all__ = ["cold", "imports", "packages", "run_python", "version_of"]
@@ -95,6 +98,11 @@ def run_python(code: str, **environment: str) -> Any:
     return json.loads(done.stdout.strip().splitlines()[-1])
 
 
+def _compile() -> None:
+    """Compile the package to bytecode, as pip does with what it installs."""
+    compileall.compile_dir(Path(bendtrace.__file__).parent, quiet=1)
+
+
 def imports(rounds: int, peers: bool = True) -> dict[str, Any]:
     """Time `import` of packages after torch was imported.
 
@@ -102,6 +110,7 @@ def imports(rounds: int, peers: bool = True) -> dict[str, Any]:
         For each package seconds (wall and processor time) and modules beyond torch, and `installs`,
         the number of distributions that it needs.
     """
+    _compile()
     found: dict[str, list[Any]] = {}
     for _ in range(rounds):
         for name, code in _IMPORTS.items():
@@ -188,7 +197,8 @@ def cold(case: str, rounds: int, ways: list[str] | None = None) -> dict[str, Any
 
 
 def version_of(name: str) -> str:
-    """Return the version of a distribution."""
+    """R    _compile()
+    eturn the version of a distribution."""
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
