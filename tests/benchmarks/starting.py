@@ -169,6 +169,7 @@ def _distribution(line: str) -> str:
 
 def cold(case: str, rounds: int, ways: list[str] | None = None) -> dict[str, Any]:
     """Time, in fresh processes, from a model that is made to its first output, imports included."""
+    _compile()
     found: dict[str, list[float]] = {}
     reasons: dict[str, str] = {}
     listed = [name for name in _FIRST if ways is None or name in ways]
@@ -197,8 +198,7 @@ def cold(case: str, rounds: int, ways: list[str] | None = None) -> dict[str, Any
 
 
 def version_of(name: str) -> str:
-    """R    _compile()
-    eturn the version of a distribution."""
+    """Return the version of a distribution."""
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
