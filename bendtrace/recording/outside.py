@@ -31,13 +31,10 @@ _CLOCKS = tuple(
     for name in ("time", "monotonic", "perf_counter", "process_time", "thread_time")
     for unit in ("", "_ns")
 )
-# Modules that only hand on what they are asked.
+# Packages that only hand on what they are asked.
 _HANDING_ON = frozenset(
-    {
-        "os", "_collections_abc", "collections.abc", "posixpath", "ntpath",
-        "pathlib", "pathlib._local", "codecs",
-    }
-)  # fmt: skip
+    {"os", "_collections_abc", "collections", "posixpath", "ntpath", "pathlib", "codecs"}
+)
 _RECORDER = "bendtrace.recording.recorder"  # which calls the model
 _Environment = type(os.environ)
 _variable_of = _Environment.__getitem__
@@ -108,14 +105,16 @@ def _asking(frame: FrameType) -> tuple[Watcher | None, FrameType]:
     watcher = current_watcher()
     if watcher is None:
         return None, frame
-    while frame.f_back is not None and frame.f_globals.get("__name__") in _HANDING_ON:
+    while (package := _package_of(frame)) in _HANDING_ON and frame.f_back is not None:
         frame = frame.f_back
-    name = frame.f_globals.get("__name__") or ""
-    package = name.partition(".")[0]
-    is_standard = package in sys.stdlib_module_names and name != "__main__"
+    is_standard = package in sys.stdlib_module_names and package != "__main__"
     if is_standard or package in ("torch", "bendtrace") or _is_import(frame):
         return None, frame
     return watcher, frame
+
+
+def _package_of(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__") or "").partition(".")[0]
 
 
 def _is_import(frame: FrameType | None) -> bool:
