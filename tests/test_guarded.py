@@ -1260,7 +1260,7 @@ class Sometimes(torch.autograd.Function):
 
 
 for given, other in ((grid, lambda: -grid()), (lambda: -grid(), grid)):
-    for kind in (sometimes, number_or_none, tensor_or_number, Sometimes.apply):
+    for kind in (sometimes, number_or_none, tensor_or_number, lambda x: Sometimes.apply(x)):
 
         @case(SOMETIMES, given, other=other)
         def takes(x: Tensor, kind: Any = kind) -> Any:
