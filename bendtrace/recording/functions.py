@@ -221,7 +221,7 @@ def may_vary(function: Any) -> bool:
         forward = getattr(owner.forward, "__code__", None)
         return not owner.__module__.startswith("torch.") and (forward is None or branches(forward))
     if getattr(function, "is_gate", False):
-        return getattr(function, "role", "") == "instead"  # else it gives a thing of the shape it was given
+        return getattr(function, "role", "") == "instead"  # others give what they are given
     if isinstance(function, _DECLARED):
         return False
     return not is_torchs_function(function) and name_of(function) not in _TRANSFORMS
