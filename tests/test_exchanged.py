@@ -239,6 +239,19 @@ def test_a_function_that_asks_for_itself_is_itself() -> None:
     assert torch.equal(trace.replay(X + 1), (X + 1) * 6)
 
 
+def test_many_are_told_in_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    bended = bt.BendedModule(lambda x: x.sin())
+    bended(X)
+    for name in ("sin", "cos", "tan", "exp", "log"):
+        monkeypatch.setattr(torch, name, doubled(getattr(torch, name)))
+    before = exchanged()
+    bended(X)
+    assert str(bended.last_mismatch) == (
+        "torch.cos, torch.exp, torch.log and 2 more are other functions than when traced"
+    )
+    assert exchanged() is before  # though a trace has written to torch since
+
+
 def test_a_single_trace_refuses_another_function(monkeypatch: pytest.MonkeyPatch) -> None:
     trace = bt.trace(lambda x: torch.sin(x), X)
     monkeypatch.setattr(torch, "sin", torch.cos)

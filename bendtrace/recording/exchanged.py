@@ -155,7 +155,8 @@ def exchanged() -> StandIns:
             known if stamp == last else space.stand_ins()
             for stamp, last, known, space in zip(now, before, found, _SPACES, strict=True)
         ]
-        every = tuple(itertools.chain.from_iterable(found))
+        together = tuple(itertools.chain.from_iterable(found))
+        every = every if together == every else together  # the same object is quick to compare
         _seen = now, found, every
     return every
 

@@ -61,7 +61,7 @@ class Ambience(NamedTuple):
             and _default_dtype() is dtype
             and any(_global_hooks()) is hooked
             and _fast_attention() is fast
-            and exchanged() == others
+            and ((now := exchanged()) is others or now == others)
         )
 
     def difference(self) -> str | None:
@@ -103,7 +103,9 @@ def _other_functions(recorded: StandIns, now: StandIns) -> str:
     other = [stand_in for stand_in in recorded if stand_in not in now]
     other += [stand_in for stand_in in now if stand_in not in recorded]
     names = sorted({stand_in.name for stand_in in other})
-    return f"{', '.join(names)} is another function than when traced"
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    verb = "is another function" if len(names) == 1 else "are other functions"
+    return f"{', '.join(names[:3])}{more} {verb} than when traced"
 
 
 def _modes() -> tuple[Any, ...]:
