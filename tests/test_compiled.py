@@ -489,9 +489,7 @@ def test_a_path_that_is_no_faster_than_its_replay_is_dropped(
         bended = bt.BendedModule(up_or_down, backend="eager")
         for _ in range(2):
             bended(UP)
-        path = bended._dispatcher.speculation._paths[
-            next(iter(bended._dispatcher.speculation._paths))
-        ]
+        path = next(iter(bended._dispatcher.speculation._paths.values()))
         attempt = path.attempt
 
         def counted(arguments: Any, attempt: Any = attempt, costs: float = costs) -> Any:

@@ -174,8 +174,10 @@ from torch.nn import functional
 norm, view = functional.layer_norm, torch.Tensor.view
 functional.layer_norm = lambda *args, **kwargs: norm(*args, **kwargs) * 2
 torch.Tensor.view = lambda self, *sizes: view(self, *sizes) * 3
+turned = torch.Tensor.T
+torch.Tensor.T = property(lambda self: turned.__get__(self) * 2)
 import bendtrace as bt
-for model in (torch.nn.LayerNorm(4), lambda x: x.view(-1)):
+for model in (torch.nn.LayerNorm(4), lambda x: x.view(-1), lambda x: x.T):
     bended, x = bt.BendedModule(model), torch.randn(3, 4)
     for _ in range(3):
         assert torch.equal(bended(x), model(x)), (bended(x), model(x))
@@ -237,6 +239,16 @@ def test_a_function_that_asks_for_itself_is_itself() -> None:
     assert "overridable" in [getattr(op.target, "__name__", "") for op in trace.ops]
     assert torch.equal(trace.output, X * 6)
     assert torch.equal(trace.replay(X + 1), (X + 1) * 6)
+
+
+def test_what_runs_under_a_stand_in_is_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Tensor, "view", doubled(Tensor.view), raising=False)
+    model = lambda x: x.view(-1) + 1  # noqa: E731
+    bended = bt.BendedModule(model, backend="eager")
+    for _ in range(5):
+        assert torch.equal(bended(X), model(X))
+    assert bended.compiled.hits == 0
+    assert bended.compiled.reasons == ("something stands in for torch.Tensor.view",)
 
 
 def test_many_are_told_in_short(monkeypatch: pytest.MonkeyPatch) -> None:

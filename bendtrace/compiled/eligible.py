@@ -70,6 +70,8 @@ def why_not(recording: Recording, ambience: Ambience) -> str | None:
         return "ranks act together in it"
     if ambience.modes:
         return "it runs under a function mode"
+    if ambience.exchanged:  # a compiler knows the functions of torch by their names
+        return f"something stands in for {ambience.exchanged[0].name}"
     if ambience.hooked:
         return "hooks are registered for all modules"
     if len(tape.ops) > _LONGEST:

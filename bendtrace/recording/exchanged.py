@@ -45,6 +45,8 @@ _DESCRIPTORS = (property, classmethod, staticmethod, types.GetSetDescriptorType)
 
 
 def _is_torchs(function: Any) -> bool:
+    if isinstance(function, property):
+        function = function.fget
     if type(function) in _NATIVE or isinstance(function, _DESCRIPTORS):
         return True
     code = getattr(function, "__code__", None)
