@@ -1,0 +1,1 @@
+"""Programs that keep state where people keep it: outside of the modules that they call."""

@@ -1,0 +1,161 @@
+"""A program in two worlds: one is run as it is, the other through a `BendedModule`."""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import sys
+import types
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import bendtrace as bt
+from tests.promise import bits
+
+_numbers = itertools.count()
+
+_HEADER = """
+import collections, contextlib, dataclasses, datetime, enum, functools, itertools, logging, math
+import operator, os, random, types, uuid, warnings, weakref
+from collections import Counter, OrderedDict, defaultdict, deque
+import numpy as np
+import torch
+from torch import nn
+import torch.nn.functional as F
+"""
+
+
+@dataclass(frozen=True)
+class Program:
+    """A program with state of its own.
+
+    Attributes:
+        main: the source of its main file, which has a `model` and, if calls are given more than a
+            tensor, `arguments`.
+        helper: the source of another file, `helper`.
+        steps: statements that run between the calls, with the names of the main file.
+        replays: how many of the calls have to be replayed.
+        reason: what a reason to run live has to say, if there has to be one.
+    """
+
+    main: str
+    helper: str = ""
+    steps: tuple[str, ...] = ("", "", "", "")
+    replays: int = 0
+    reason: str = ""
+
+
+class World:
+    """One copy of a program.
+
+    Args:
+        program: the program.
+        folder: where its files are written.
+    """
+
+    def __init__(self, program: Program, folder: Path) -> None:
+        self._package = f"world_{next(_numbers)}"
+        here = folder / self._package
+        here.mkdir()
+        (here / "__init__.py").write_text("")
+        (here / "helper.py").write_text(_HEADER + program.helper)
+        (here / "main.py").write_text(_HEADER + "from . import helper\n" + program.main)
+        sys.path.insert(0, str(folder))
+        importlib.invalidate_caches()
+        try:
+            torch.manual_seed(0)
+            self.main = importlib.import_module(f"{self._package}.main")
+        finally:
+            sys.path.remove(str(folder))
+        self.helper = sys.modules[f"{self._package}.helper"]
+        self.call: Any = self.main.model
+
+    def forget(self) -> None:
+        """Remove its files from the modules that Python knows."""
+        for name in [*sys.modules]:
+            if name.partition(".")[0] == self._package:
+                del sys.modules[name]
+
+    def outcome(self, number: int) -> Any:
+        """Call the model and return what came of it, in bits."""
+        torch.default_generator.manual_seed(number)
+        x = torch.arange(1.0, 4.0)
+        args = self.main.arguments(x) if hasattr(self.main, "arguments") else (x,)
+        try:
+            result = self.call(*args)
+        except Exception as error:
+            result = type(error).__name__, str(error).replace(self._package, "world")
+        return repr(bits([result, self._state(), torch.get_rng_state()])).replace(
+            self._package, "world"
+        )
+
+    def _state(self) -> Any:
+        return [
+            (name, value)
+            for space in (self.main, self.helper)
+            for name, value in vars(space).items()
+            if name[:2] != "__" and name != "model" and not isinstance(value, _CODE)
+        ]
+
+
+_CODE = (types.ModuleType, types.FunctionType, type)
+
+
+@contextmanager
+def surroundings() -> Iterator[None]:
+    """Leave Python's own settings as they were."""
+    import logging
+    import os
+    import random
+    import warnings
+
+    with warnings.catch_warnings():
+        level, environment = logging.root.level, dict(os.environ)
+        states = random.getstate()
+        try:
+            yield
+        finally:
+            logging.root.setLevel(level)
+            logging.disable(logging.NOTSET)
+            os.environ.clear()
+            os.environ.update(environment)
+            random.setstate(states)
+
+
+def run(program: Program, folder: Path) -> tuple[list[Any], list[Any], Any]:
+    """Run a program natively and through a `BendedModule`; return what came of both, and that."""
+    outcomes: list[list[Any]] = []
+    bended: Any = None
+    for wrap in (False, True):
+        world = World(program, folder)
+        try:
+            if wrap:
+                bended = world.call = bt.BendedModule(world.main.model)
+            with surroundings():
+                found = [world.outcome(0)]
+                for number, step in enumerate(program.steps, 1):
+                    exec(step, vars(world.main), {})
+                    found.append(world.outcome(number))
+            outcomes.append(found)
+        finally:
+            world.forget()
+    return outcomes[0], outcomes[1], bended
+
+
+def check(program: Program, folder: Path) -> Any:
+    """Assert that a program does the same in both worlds."""
+    eager, ours, bended = run(program, folder)
+    for number, (wanted, got) in enumerate(zip(eager, ours, strict=True)):
+        assert got == wanted, (
+            f"call {number} of\n{program.helper}\n{program.main}\n{program.steps}\n"
+            f"{bended.stats}\n{bended.why_live}"
+        )
+    assert bended.stats.replays >= program.replays, (bended.stats, bended.why_live)
+    if program.reason:
+        assert any(program.reason in why for why in bended.why_live), bended.why_live
+    return bended
