@@ -15,8 +15,11 @@ from bendtrace.recording.contexts import current_context, current_settings
 from bendtrace.recording.encoding import Encoder, make_keys_plain, without_traced
 from bendtrace.recording.functions import is_torchs_function, name_of
 from bendtrace.recording.joint import JOINT
+from bendtrace.recording.kinds import is_value
+from bendtrace.recording.learned import forbidden_in, learn
 from bendtrace.recording.objects import kept_in
 from bendtrace.recording.parts import Change, PartKind
+from bendtrace.recording.ran import Ran
 from bendtrace.recording.reach import names_in, reach_of
 from bendtrace.recording.scalars import TRACED
 from bendtrace.recording.structure import Existing, Made
@@ -92,8 +95,13 @@ class Finish:
         if parametrize._cache_enabled:
             self.block("the values of parametrizations are cached around the call")
 
-    def recording(self, output: Any) -> tuple[Recording, list[Change]]:
-        """Write down what the run gave and changed; return that and the changes as they are."""
+    def recording(self, output: Any, ran: Ran | None = None) -> tuple[Recording, list[Change]]:
+        """Write down what the run gave and changed; return that and the changes as they are.
+
+        Args:
+            output: what it gave.
+            ran: the code that it came by.
+        """
         root = self._writer.root
         if self.tape.calls and self.tape.calls[0].module is self._function:
             root = self.tape.calls[0]
@@ -110,9 +118,20 @@ class Finish:
         changes = list(self.surroundings.changes())
         for reason in self.surroundings.blockers:
             self.tape.block(reason)
+        # It may have been made by its first use, and be as it is from then on.
+        recording.is_transient = self.surroundings.leaves_world
+        if ran is not None:
+            for reason in forbidden_in(ran):
+                self.tape.block(reason)
+            for code in learn(self._function, ran, self.surroundings.functions):
+                recording.is_transient = True
+                self.tape.block(
+                    f"{code.co_qualname} at {code.co_filename}:{code.co_firstlineno} was called in "
+                    "a way that could not be known before"
+                )
         for reason, cache in self.surroundings.filled_caches():
             # What a function computes in Python alone is the same when it comes from the cache.
-            if self._has_ops_of(cache.__wrapped__):
+            if self._has_ops_of(cache.__wrapped__) or not all(map(is_value, kept_in(cache))):
                 self.tape.block(reason)
                 recording.is_transient = True
             # Nobody may meet a traced scalar after the run.

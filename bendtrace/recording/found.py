@@ -11,6 +11,7 @@ from bendtrace.recording.contents import Places
 from bendtrace.recording.parts import Part
 from bendtrace.recording.reach import place_naming
 from bendtrace.recording.stamps import Depends
+from bendtrace.recording.world import World
 
 __all__ = ["Found"]
 
@@ -42,12 +43,14 @@ class Found:
         stores: names of the attributes that it assigns, likewise.
         functions: the code of the model, likewise.
         tells_numbers: whether some of that code asks for the exact type of a number.
+        computes: whether some of that code looks attributes up by names that it computes.
         missing: globals that some of it names and that are not there.
         namespaces: those of the classes of the model, with the names in them.
         helpers: classes of other objects, with the members that are used.
         caches: each `functools.lru_cache`, with its label and how often it had no answer.
         generators: the parts that are random generators.
         depends: what the code that was looked at depends on.
+        world: what else is watched, by its content.
     """
 
     def __init__(self, function: Callable[..., Any], plain_numbers: bool) -> None:
@@ -70,12 +73,14 @@ class Found:
         self.stores: frozenset[str] = frozenset()
         self.functions: list[types.FunctionType] = []
         self.tells_numbers = False
+        self.computes = False
         self.missing: list[tuple[Mapping[str, Any], str]] = []
         self.namespaces: dict[int, tuple[Mapping[str, Any], tuple[str, ...]]] = {}
         self.helpers: dict[type, frozenset[str]] = {}
         self.caches: list[tuple[str, functools._lru_cache_wrapper[Any], int]] = []
         self.generators: list[Part] = []
         self.depends = Depends()
+        self.world: World
 
     @property
     def hooks(self) -> list[tuple[Any, ...]]:

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator
 from types import CodeType
 
-__all__ = ["branches", "has", "named_in", "steps_of"]
+__all__ = ["branches", "computes_names", "has", "named_in", "steps_of"]
 
 # How arguments stand for names was seen in CPython 3.11 to 3.14; tests/test_instructions.py
 # compares with what `dis` says. Later ones are asked by way of it.
@@ -62,6 +62,35 @@ def named_in(code: CodeType) -> Iterator[tuple[str, str]]:
 def has(code: CodeType, name: str) -> bool:
     """Whether some instruction is among those of code, functions nested in it not included."""
     return dis.opmap[name] in code.co_code[::2]
+
+
+def computes_names(code: CodeType) -> bool:
+    """Whether code looks attributes up by names that are no constants, as far as can be told."""
+    steps = [
+        step for step in dis.get_instructions(code) if step.opname not in ("PRECALL", "KW_NAMES")
+    ]
+    for number, step in enumerate(steps):
+        if step.argval in _OF_ALL and step.opname.startswith("LOAD"):
+            return True
+        if step.argval not in _BY_NAME or not step.opname.startswith("LOAD"):
+            continue
+        given = []
+        for after in steps[number + 1 :]:
+            if after.opname.startswith("CALL"):
+                break
+            given.append(after)
+        constants = [one for one in given if one.opname == "LOAD_CONST"]
+        names = [one for one in constants if isinstance(one.argval, str)]
+        plain = all(one.opname.startswith(_SIMPLE) for one in given)
+        last = [one for one in given[-2:] if one in names]
+        if not (plain and last):
+            return True
+    return False
+
+
+_BY_NAME = frozenset({"getattr", "hasattr", "setattr", "delattr", "attrgetter", "methodcaller"})
+_OF_ALL = frozenset({"vars", "dir", "__dict__", "__getattribute__", "getattr_static", "getmembers"})
+_SIMPLE = ("LOAD_", "PUSH_NULL", "CACHE", "COPY_FREE", "NOP")
 
 
 def branches(code: CodeType) -> bool:

@@ -39,13 +39,13 @@ from bendtrace.recording.wiring import is_wiring
 
 __all__ = [
     "asks_for_plain",
-    "changes_unwatched",
     "code_of",
     "container_kind",
     "definitions",
     "is_constant",
     "is_plain_object",
     "is_settings",
+    "is_value",
     "is_watched",
     "judge_of",
     "tells_numbers_apart",
@@ -127,6 +127,13 @@ def _is_plain(value: slice) -> bool:
     return all(type(part) in PLAIN_TYPES for part in (value.start, value.stop, value.step))
 
 
+def is_value(value: Any) -> bool:
+    """Whether nothing can change what a value is: plain ones, and tuples of them."""
+    if type(value) in (tuple, frozenset):
+        return all(map(is_value, value))
+    return type(value) in PLAIN_TYPES or isinstance(value, Enum) or is_constant(value, type(value))
+
+
 def is_watched(value: Any) -> bool:
     """Whether a global that code deep down names is worth walking."""
     if isinstance(value, _WATCHED) or _is_plain_data(value):
@@ -146,27 +153,6 @@ def judge_of(value: Any) -> Callable[[Any], bool] | None:
 
 _WATCHED = (
     types.FunctionType, nn.Module, contextvars.ContextVar, functools._lru_cache_wrapper,
-)  # fmt: skip
-
-
-def changes_unwatched(value: Any) -> bool:
-    """Whether a thing may have content that decides what it does, and that no guard sees."""
-    if isinstance(value, collections.abc.Iterator):
-        return True
-    kind = type(value)
-    if callable(value) or kind is object or hasattr(kind, "__get__") or is_torchs(kind.__module__):
-        return False
-    bare = kind.__module__.partition(".")[0] not in sys.stdlib_module_names - {"dataclasses"}
-    if bare and can_build(kind) and not attributes_of(value):
-        return isinstance(value, (list, tuple, dict, set, frozenset))
-    return not isinstance(value, _STEADY)
-
-
-# What has no content that changes, or none that a forward would ask for.
-_STEADY = (
-    numbers.Number, datetime.date, datetime.time, datetime.timedelta, datetime.tzinfo,
-    pathlib.PurePath, re.Pattern, uuid.UUID, weakref.ref, logging.Logger, type(threading.Lock()),
-    type(threading.RLock()), property, 
 )  # fmt: skip
 
 

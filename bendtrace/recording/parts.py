@@ -28,6 +28,7 @@ __all__ = [
     "content_of",
     "exact_items",
     "exact_members",
+    "has_attributes",
     "identical",
     "is_array",
     "requires_grad",
@@ -144,7 +145,7 @@ class Part:
         label: how a person would write it: `x`, `past[0]`, `self.fc.weight`.
         is_argument: whether it is, or is held by, an argument.
         size: what is guarded of a container: its length (lists, tuples, modules' dicts), its
-            keys (dicts, objects), a copy of it (sets and large containers); for a tensor its
+            keys (dicts, objects, lists and tuples with attributes), a copy of it (sets and large containers); for a tensor its
             `TensorFacts`.
         hidden: keys of a module's attributes that are no parts of it.
     """
@@ -275,6 +276,11 @@ def attributes_of(value: Any) -> dict[AttributeKey, Any]:
         if hasattr(value, name):
             found[AttributeKey(name, Access.ATTRIBUTE)] = getattr(value, name)
     return found
+
+
+def has_attributes(kind: type) -> bool:
+    """Whether objects of a class of containers have attributes, too."""
+    return kind not in _BARE and bool(kind.__dictoffset__)
 
 
 def slots_of(kind: type) -> Iterator[str]:

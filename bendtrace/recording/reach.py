@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import dis
 import functools
+import os
 import sys
+import sysconfig
 import types
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from enum import Enum
 from typing import Any, NamedTuple
 
-from bendtrace.recording.instructions import named_in
+import torch
+
+from bendtrace.recording.instructions import computes_names, named_in
 from bendtrace.recording.stamps import Depends, Named, Stamp
 from bendtrace.recording.usage import needs_plain_numbers
 
@@ -23,9 +26,13 @@ __all__ = [
     "DESCRIBED",
     "Reach",
     "codes_in",
+    "is_finished",
+    "is_finished_code",
     "is_installed",
     "is_installed_file",
+    "is_installed_space",
     "is_torchs",
+    "is_torchs_code",
     "is_users_class",
     "is_users_module",
     "members_of",
@@ -54,6 +61,7 @@ class Reach(NamedTuple):
         names: all names of globals and attributes in it.
         stores: names of attributes that it assigns.
         tells_numbers: whether some of it asks for the exact type of a number.
+        computes: whether it looks attributes up by names that it computes.
         depends: what all of this depends on.
     """
 
@@ -64,6 +72,7 @@ class Reach(NamedTuple):
     names: frozenset[str]
     stores: frozenset[str]
     tells_numbers: bool
+    computes: bool
     depends: Depends
 
 
@@ -109,7 +118,12 @@ def _search(subject: type | types.FunctionType, entries: frozenset[str]) -> Reac
         or any(
             needs_plain_numbers(function.__code__)
             for function in search.functions.values()
-            if not is_installed(function.__module__)
+            if not is_finished(function)
+        ),
+        any(
+            _facts_of(function.__code__).computes
+            for function in search.functions.values()
+            if not is_finished(function)
         ),
         search.depends,
     )
@@ -131,7 +145,7 @@ class _Search:
     def run(self) -> None:
         while self.waiting:
             function = self.waiting.popleft()
-            if id(function) not in self.functions and not is_torchs(function.__module__):
+            if id(function) not in self.functions and not is_torchs_code(function.__code__):
                 self.functions[id(function)] = function
                 self._follow(function)
 
@@ -159,13 +173,16 @@ class _Search:
         others = [vars(module) for module in modules if is_users_module(module)]
         self.depends.sized |= {id(space): space for space in others}
         spaces += others
+        computes = not is_finished(function) and _facts_of(function.__code__).computes
+        standard = [] if is_finished(function) else [vars(m) for m in modules if _is_standard(m)]
         for owner in tuple(self.owners.values()):
             self._take(owner, (names - self.names) & owner.keys())
         self.names |= names
         for space in spaces:
             # An attribute is not a global of its own file, whatever its name.
             own = space is function.__globals__
-            for name in (_facts_of(function.__code__).globals if own else names) & space.keys():
+            asked = _facts_of(function.__code__).globals if own else names
+            for name in (space.keys() if computes and not own else asked & space.keys()):
                 value = self._look(space, name)
                 if isinstance(value, type):
                     self.globals[id(space), name] = (space, name)
@@ -174,6 +191,11 @@ class _Search:
                 elif not isinstance(value, types.ModuleType):
                     self.globals[id(space), name] = (space, name)
                     self.waiting += _function(value)
+
+        for space in standard:  # these are taken to stay as they are, unless they are exchanged
+            for name in names & space.keys():
+                if not isinstance(self._look(space, name), (type, types.ModuleType)):
+                    self.globals[id(space), name] = (space, name)
 
     def _look(self, space: Mapping[str, Any], name: str) -> Any:
         """Look a name up, and note that the search depends on what it stands for."""
@@ -186,15 +208,20 @@ class _Search:
     def add_class(self, cls: type, entries: frozenset[str]) -> None:
         """Follow a class: some of its methods, and what names used so far stand for in it."""
         self.depends.classes[id(cls)] = cls
+        if is_users_class(type(cls)):
+            self.add_class(type(cls), _MADE)
         for base in cls.__mro__:
             owner = namespace_of(base)
             if (
                 base is not object
-                and not is_torchs(base.__module__)
+                and (not is_torchs(base.__module__) or is_users_class(base))
                 and id(owner) not in self.owners
             ):
                 self.owners[id(owner)] = self.depends.sized[id(owner)] = owner
-                self._take(owner, (entries | self.names) & owner.keys())
+                named = entries | self.names
+                if entries is _MADE and is_users_class(base):  # what operators call
+                    named |= {name for name in owner if name[:2] == "__"}
+                self._take(owner, named & owner.keys())
 
     def _take(self, owner: Mapping[str, Any], names: Iterable[str]) -> None:
         for name in names:
@@ -203,6 +230,8 @@ class _Search:
             if not (isinstance(member, DESCRIBED) and is_installed(owner.get("__module__"))):
                 self.members[id(owner), name] = (owner, name)
             self.waiting += _function(member)
+            if isinstance(member, type) and is_users_class(member):
+                self.add_class(member, _MADE)
 
 
 def members_of(cls: type) -> frozenset[str]:
@@ -212,7 +241,18 @@ def members_of(cls: type) -> frozenset[str]:
 
 def is_users_class(cls: type) -> bool:
     """Whether a class that code names, or has an object of, is worth following."""
-    return not (is_installed(cls.__module__) or issubclass(cls, (BaseException, Enum)))
+    return not is_installed(cls.__module__) or _has_users_code(cls)
+
+
+@functools.lru_cache(maxsize=4096)
+def _has_users_code(cls: type) -> bool:
+    """Whether a class that says it is of an installed package has functions of the user's."""
+    own = [code for member in vars(cls).values() for code in map(_code_of, _function(member))]
+    return any(not _is_finished_file(code.co_filename) for code in own)
+
+
+def _code_of(function: types.FunctionType) -> types.CodeType:
+    return function.__code__
 
 
 @functools.cache
@@ -224,14 +264,63 @@ def is_installed(module: str | None) -> bool:
     """
     name = module or ""
     package = name.partition(".")[0]
-    if package in ("torch", "numpy", "bendtrace") or package in sys.stdlib_module_names:
-        return name != "__main__"
-    return is_installed_file(getattr(sys.modules.get(name), "__file__", None) or "")
+    file = getattr(sys.modules.get(name), "__file__", None) or ""
+    if package in ("torch", "numpy", "bendtrace"):
+        return True
+    if package in sys.stdlib_module_names:
+        return name != "__main__" and (not file or _is_finished_file(file))
+    return is_installed_file(file)
 
 
 def is_installed_file(file: str) -> bool:
     """Whether a file is of an installed package."""
     return "site-packages" in file or "dist-packages" in file
+
+
+_FINISHED = (
+    sysconfig.get_path("stdlib") + os.sep,
+    os.path.dirname(torch.__file__) + os.sep,
+    os.path.dirname(os.path.dirname(__file__)) + os.sep,
+)
+
+
+@functools.lru_cache(maxsize=8192)
+def _is_finished_file(file: str) -> bool:
+    """Whether a file is the standard library's, of an installed package, or of this one."""
+    return is_installed_file(file) or file.startswith(("<frozen ", *_FINISHED))
+
+
+def is_installed_space(space: Mapping[str, Any]) -> bool:
+    """Whether the globals of a Python module are the standard library's or of a package."""
+    file = space.get("__file__")
+    if isinstance(file, str):
+        return _is_finished_file(file)
+    return is_installed(space.get("__name__"))
+
+
+def is_finished_code(code: types.CodeType, space: Mapping[str, Any]) -> bool:
+    """Whether code is the standard library's, of an installed package, or of this one.
+
+    Args:
+        code: the code.
+        space: its globals.
+    """
+    if code.co_filename[:1] != "<":
+        return _is_finished_file(code.co_filename)
+    name = str(space.get("__name__", ""))  # what was made from text is of who made it
+    return code.co_filename.startswith("<frozen ") or name.startswith("namedtuple_") or (
+        is_installed_space(space) if name else False
+    )
+
+
+def is_finished(function: types.FunctionType) -> bool:
+    """Whether a function is the standard library's, of an installed package, or of this one."""
+    return is_finished_code(function.__code__, function.__globals__)
+
+
+def is_torchs_code(code: types.CodeType) -> bool:
+    """Whether code is in one of torch's files."""
+    return code.co_filename.startswith(_FINISHED[1])
 
 
 class _Facts(NamedTuple):
@@ -242,6 +331,7 @@ class _Facts(NamedTuple):
     stores: frozenset[str]
     imports: frozenset[str]  # of modules, by its own statements
     tells_numbers: bool
+    computes: bool
 
 
 _WHAT = {
@@ -259,8 +349,12 @@ _WHAT = {
 def _facts_of(code: types.CodeType) -> _Facts:
     names: set[str] = set()
     found: dict[str, set[str]] = {"GLOBAL": set(), "ATTR": set(), "IMPORT": set()}
+    computes = False
     for inner in codes_in(code):
         names.update(inner.co_names, inner.co_freevars)
+        if not _LOOKING_UP.isdisjoint(inner.co_names):
+            names.update(constant for constant in inner.co_consts if isinstance(constant, str))
+            computes = computes or computes_names(inner)
         for how, name in named_in(inner):
             found[_WHAT[how]].add(name)
     # Others, such as `@pytest_ar`, are put there by tools that rewrite code.
@@ -270,7 +364,16 @@ def _facts_of(code: types.CodeType) -> _Facts:
         frozenset(found["ATTR"]),
         frozenset(found["IMPORT"]),
         _tells_numbers(code),
+        computes,
     )
+
+
+_LOOKING_UP = frozenset(
+    {
+        "getattr", "hasattr", "setattr", "delattr", "vars", "dir", "__dict__", "__getattribute__",
+        "attrgetter", "methodcaller", "getattr_static", "getmembers", "globals",
+    }
+)  # fmt: skip
 
 
 def names_in(code: types.CodeType) -> frozenset[str]:
@@ -321,9 +424,21 @@ def is_users_module(module: types.ModuleType) -> bool:
     return package not in ("torch", "numpy") and package not in sys.stdlib_module_names
 
 
+def _is_standard(module: types.ModuleType) -> bool:
+    """Whether a module is the standard library's, and none whose functions a run exchanges."""
+    name = module.__name__.partition(".")[0]
+    return name in sys.stdlib_module_names and name not in ("time", "io", "__main__")
+
+
 def _function(member: Any) -> list[types.FunctionType]:
     if isinstance(member, property):
-        member = member.fget
+        parts = (member.fget, member.fset, member.fdel)
+        return [part for part in parts if isinstance(part, types.FunctionType)]
+    if isinstance(member, functools.singledispatchmethod):
+        known = [member.func, *member.dispatcher.registry.values()]
+        return [function for part in known for function in _function(part)]
+    if isinstance(member, functools.partialmethod):
+        member = member.func
     elif isinstance(member, (classmethod, staticmethod)):
         member = member.__func__
     elif isinstance(member, functools.cached_property):

@@ -36,6 +36,7 @@ from bendtrace.recording.lane import NOT_TAKEN, Lane, hooks_around, lane_for
 from bendtrace.recording.observer import Observer, StopRun
 from bendtrace.recording.parts import PLAIN_TYPES, Part, PartKind
 from bendtrace.recording.places import BEHIND, definition, outside_scalars, user_place
+from bendtrace.recording.ran import leave, ran
 from bendtrace.recording.scalars import TRACED, TracedScalar, plain
 from bendtrace.recording.sites import Site
 from bendtrace.recording.surroundings import Surroundings
@@ -82,6 +83,8 @@ class Recorder(TorchFunctionMode):
         self._encoder = Encoder(self._values)
         self._calls_of: dict[int, int] = {}
         self._strangers: dict[int, tuple[str, nn.Module]] = {}
+        self._ran = ran()
+        self._away = 1  # how often the tracer's own code has been entered
         self._within = False  # an op that the mode is not switched off for
         self._lane: Lane | None = None
         if inserter is not None:
@@ -106,8 +109,14 @@ class Recorder(TorchFunctionMode):
             )
         try:
             with watching(self), self:
-                output = self._outcome(args, kwargs)
-            recording, changes = finish.recording(output)
+                self._ran.begin()
+                self._away = 0
+                try:
+                    output = self._outcome(args, kwargs)
+                finally:
+                    self._away = 1
+                    self._ran.end()
+            recording, changes = finish.recording(output, self._ran)
             if self._observer is not None:
                 for ref, tensor in self._writer.writes.stale:
                     self._observer.reads(len(self.tape.ops), ref.index, tensor)
@@ -156,8 +165,18 @@ class Recorder(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        kwargs = kwargs or {}
-        frame = sys._getframe(1)
+        leave()
+        self._away += 1
+        try:
+            return self._asked(func, types, args, kwargs or {}, sys._getframe(1))
+        finally:
+            self._away -= 1
+            if not self._away:
+                self._ran.enter()
+
+    def _asked(
+        self, func: Any, types: Any, args: tuple[Any, ...], kwargs: Any, frame: FrameType
+    ) -> Any:
         if self._within:
             if may_stand_in(func):
                 func = asked(func, frame)
@@ -255,6 +274,8 @@ class Recorder(TorchFunctionMode):
         prefix = self._writer.prefix
         if prefix is not None and op.index in prefix.values:
             return prefix.values[op.index]
+        leave()  # what is one op is no code of the run's
+        self._away += 1
         try:
             if prefix is not None and op.index in prefix.errors:
                 raise prefix.errors[op.index]
@@ -267,6 +288,10 @@ class Recorder(TorchFunctionMode):
         except Exception as error:
             op.raised = raised_by(op, error)
             raise
+        finally:
+            self._away -= 1
+            if not self._away:
+                self._ran.enter()
 
     def _observed(self, op: Op, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         assert self._observer is not None

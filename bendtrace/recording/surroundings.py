@@ -46,12 +46,14 @@ class Surroundings(Found):
 
     Attributes:
         is_repeated: whether all but the arguments was taken over from an earlier walk.
+        leaves_world: whether the run changed what is watched by content alone.
         read_caches: what tensors the run took from which `functools.lru_cache`.
     """
 
     def __init__(self, function: Callable[..., Any], arguments: dict[str, Any]) -> None:
         self.function = function
         self.is_repeated = False
+        self.leaves_world = False
         self.read_caches: list[tuple[functools._lru_cache_wrapper[Any], torch.Tensor]] = []
         # A run around this one must not record what is asked of tensors here: it is not always
         # the same that is asked.
@@ -154,6 +156,10 @@ class Surroundings(Found):
                 before = before | self.places.before(self.contents)
         for part in parts:
             yield from self._changes_of(part, before.get(part.index))
+        if not self.world.same():
+            self.leaves_world = True
+            for label in dict.fromkeys(self.world.changed()):
+                self.block(f"the run changes {label}, which a replay could not", label)
 
     def _changes_of(self, part: Part, before: dict[Any, Any] | None) -> Iterator[Change]:
         if part.kind is PartKind.SET and exact_members(part.value) != part.size:
@@ -168,6 +174,7 @@ class Surroundings(Found):
         if part.kind is PartKind.IDENTITY and not isinstance(part.value, dict):
             for key, value in before.items():
                 if now.get(key) is not value:
+                    self.leaves_world = True  # perhaps only the first of them does
                     self.block(f"the run changes {key} of {part.label}", key)
             return
         if part.kind is not PartKind.IDENTITY and list(before) != list(now):

@@ -12,9 +12,10 @@ import functools
 import inspect
 import sys
 import types
+from abc import ABCMeta
 from collections.abc import Callable, Iterable, Mapping
 from enum import Enum
-from itertools import chain
+from itertools import chain, filterfalse
 from typing import Any, NamedTuple
 
 import torch
@@ -25,17 +26,18 @@ from bendtrace.recording.contents import WHOLE
 from bendtrace.recording.found import Found
 from bendtrace.recording.joint import gathered_names, hidden_of, is_joint_hook
 from bendtrace.recording.kinds import (
-    changes_unwatched,
     code_of,
     container_kind,
     definitions,
     is_constant,
     is_plain_object,
     is_settings,
+    is_value,
     is_watched,
     judge_of,
 )
-from bendtrace.recording.objects import can_build
+from bendtrace.recording.learned import learned_of
+from bendtrace.recording.objects import kept_in
 from bendtrace.recording.parts import (
     PLAIN_TYPES,
     UNSET,
@@ -49,14 +51,17 @@ from bendtrace.recording.parts import (
     content_of,
     exact_items,
     exact_members,
+    has_attributes,
     is_array,
 )
 from bendtrace.recording.reach import (
     DESCRIBED,
     Reach,
-    is_installed,
+    is_finished,
     is_installed_file,
+    is_installed_space,
     is_torchs,
+    is_torchs_code,
     is_users_class,
     is_users_module,
     members_of,
@@ -66,6 +71,7 @@ from bendtrace.recording.reach import (
 )
 from bendtrace.recording.unseen import unseen_in
 from bendtrace.recording.walked import Notes, facts_of
+from bendtrace.recording.world import PYTHONS, World, content_reader, is_opaque
 
 __all__ = ["Walk"]
 
@@ -102,11 +108,12 @@ class Walk:
         self._walked: set[Any] = set()
         self._gathered: dict[int, set[str]] = {}
         self._names_walked: set[tuple[int, str]] = set()
-        self._unwatched: list[Part] = []
+        self._unwatched: list[tuple[str, type]] = []
         self._unguarded: list[Part] = []
         self._tagged: list[tuple[Part, Route]] = []
         self._modules: list[types.ModuleType] = []
         self._kinds: set[type] = set()
+        self._registers: set[type] = set()
 
     @property
     def is_untouched(self) -> bool:
@@ -114,11 +121,12 @@ class Walk:
         found = self.found
         return self.notes.is_steady and not (
             found.names or found.functions or self._tagged or self._unwatched or self._unguarded
-            or self._modules or found.caches or found.hook_dicts or self.notes.guessed
+            or self._modules or found.caches or found.hook_dicts or found.world
         )  # fmt: skip
 
     def arguments(self, arguments: Mapping[str, Any]) -> None:
         """List bound arguments, by name."""
+        self.found.world = World(self)
         for position, (name, value) in enumerate(arguments.items()):
             self._walk(value, Route(None, Access.ROOT, position, name, True))
 
@@ -126,8 +134,12 @@ class Walk:
         """Walk from the callable, and list what keeps a run from being repeated."""
         found = self.found
         self._walk_callable(found.function)
+        for function in learned_of(found.function):
+            found.names |= {function.__name__}
+            self._walk_code(function)
         self._walk_helpers()
         self._walk_modules()
+        self._walk_settings()
         for part, route in self._tagged:
             for key, item in found.held[part.index].items():
                 if key in found.names:  # others, such as marks of an optimizer, are not read
@@ -141,16 +153,48 @@ class Walk:
         for part in self._unguarded:
             what = f"argument {part.label} is a {part.type.__qualname__}"
             found.block(f"{what}, whose content cannot be guarded", part.label)
-        for part in self._unwatched:
-            if str(part.label).rsplit(".", 1)[-1] in found.names:
-                found.block(
-                    f"{part.label} is a {part.type.__qualname__}, whose content cannot be guarded",
-                    part.label,
-                )
+        for label, kind in self._unwatched:
+            # What nothing in the code names is not looked at.
+            name = label.partition("[")[0].rpartition(".")[2]
+            if name in found.names or not name.isidentifier():
+                what = f"{label} is a {kind.__qualname__}"
+                found.block(f"{what}, whose content cannot be guarded", name)
+        found.world.close()
 
     def met_late(self, value: Any, label: str) -> None:
         """List something that the run came by only while it ran."""
         self._walk(value, Route(None, Access.FIXED, None, label, False))
+
+    # What the world comes by (see `world.Finder`).
+
+    def met(self, value: Any, label: str) -> bool:
+        """Walk what is more than content."""
+        known = self.found.by_id.get(id(value))
+        if known is not None and known.kind is not PartKind.IDENTITY:
+            return True
+        if isinstance(value, types.FunctionType) and is_finished(value):
+            return True
+        if isinstance(value, _MORE):
+            if known is None:
+                self._walk(value, Route(None, Access.FIXED, None, label, False))
+            return True
+        return False
+
+    def met_object(self, kind: type) -> None:
+        """Walk the class of an object, and what an installed one registers."""
+        self._meet_helper(kind)
+        if kind in self._registers or not is_installed_file(_file_of(kind)):
+            return
+        self._registers.add(kind)
+        for base in kind.__mro__:
+            if is_installed_file(_file_of(base)) and not is_torchs(base.__module__):
+                for name, value in [*vars(base).items()]:
+                    if isinstance(value, (list, dict, set)) and name[:2] != "__":
+                        self.found.world.add(value, f"{base.__name__}.{name}")
+
+    def met_opaque(self, value: Any, label: str) -> None:
+        """Note what cannot be watched."""
+        self._unwatched.append((label, type(value)))
 
     # Every `_walk...` adds parts; `Route` says how the thing was come by.
 
@@ -189,6 +233,8 @@ class Walk:
             self._add(known, route, PartKind.ALIAS)
         elif kind not in _USUAL and (issubclass(kind, Enum) or is_constant(value, kind)):
             self._add(value, route, PartKind.PLAIN)
+            if issubclass(kind, Enum) and is_users_class(kind):  # it may have attributes
+                found.world.add(value, route.label)
         elif is_lazy(value):  # of a module whose hooks, for now, make it run live
             self.notes.is_steady = False
             self._add(value, route, PartKind.IDENTITY)
@@ -205,11 +251,9 @@ class Walk:
         elif issubclass(kind, nn.Module):
             self._add(value, route, PartKind.MODULE)
             self._walk_module(value, route.label)
-        elif issubclass(kind, (set, frozenset)):
+        elif issubclass(kind, (set, frozenset)) and self._is_of_values(value, kind):
             self._add(value, route, PartKind.SET).size = exact_members(value)
-        elif is_array(value) and value.dtype.hasobject:
-            self._unwatched.append(self._add(value, route, PartKind.IDENTITY))
-        elif is_array(value):
+        elif is_array(value) and not value.dtype.hasobject and not hasattr(value, "__dict__"):
             self._add(value, route, PartKind.ARRAY).size = Array(value)
         elif isinstance(value, contextvars.ContextVar):
             self._add(value, route, PartKind.IDENTITY)
@@ -238,6 +282,7 @@ class Walk:
     def _walk_by_identity(self, value: Any, route: Route) -> None:
         """Walk what is guarded by identity alone, and what may be read by way of it."""
         part = self._add(value, route, PartKind.IDENTITY)
+        found = self.found
         if isinstance(value, (functools.partial, torch.Generator)):
             self.notes.is_steady = False
         if isinstance(value, types.FunctionType):
@@ -247,7 +292,10 @@ class Walk:
         elif isinstance(value, functools._lru_cache_wrapper):
             if isinstance(value.__wrapped__, types.FunctionType):
                 self._walk_code(value.__wrapped__)
-            self.found.caches.append((route.label, value, value.cache_info().misses))
+            found.caches.append((route.label, value, value.cache_info().misses))
+            for kept in kept_in(value):
+                if not isinstance(kept, torch.Tensor):
+                    found.world.add(kept, f"{route.label}(...)")
         elif isinstance(value, (types.MethodType, functools.partial)):
             self._walk_callable(value)
         elif isinstance(value, types.ModuleType):
@@ -256,18 +304,15 @@ class Walk:
         elif type(value) is inspect.Signature:  # nothing changes in it but what defaults hold
             defaults = (parameter.default for parameter in value.parameters.values())
             self._walk_defaults(defaults, route.label)
-        elif self._changes_unwatched(value) and not route.is_argument:
-            self._unwatched.append(part)
-        elif route.is_argument and not callable(value) and type(value) is not torch.Generator:
-            self._unguarded.append(part)
-        else:
-            self._meet_helper(type(value))
+        elif route.is_argument and not isinstance(value, Enum):
+            if type(value) is not torch.Generator and (not callable(value) or self._holds(value)):
+                self._unguarded.append(part)
+        elif not isinstance(value, (torch.Tensor, torch.Generator, type)):
+            found.world.add(value, route.label)
 
-    def _changes_unwatched(self, value: Any) -> bool:
-        does = changes_unwatched(value)
-        if can_build(type(value)):  # then it depends on whether it has attributes
-            self.notes.guessed.append((value, does))
-        return does
+    def _holds(self, value: Any) -> bool:
+        """Whether a thing that can be called holds something."""
+        return content_reader(value) is not None or is_opaque(value)
 
     def _walk_container(self, value: Any, route: Route) -> None:
         part = self._add(value, route, container_kind(type(value)))
@@ -276,13 +321,25 @@ class Walk:
             part.kind, part.size = PartKind.LARGE, exact_items(value)
             return
         by_key = part.kind is PartKind.OBJECT or (
-            part.kind is PartKind.DICT and part.access is not Access.FIXED
+            part.access is not Access.FIXED
+            and (part.kind is PartKind.DICT or has_attributes(part.type))
         )
         part.size = tuple(content) if by_key else len(content)
         if part.kind is not PartKind.TUPLE:
             self.found.held[part.index] = content
+        if part.kind is PartKind.DICT:
+            for key in filterfalse(is_value, value):
+                if not route.is_argument:
+                    self.found.world.add(key, f"a key of {route.label}")
+                elif not isinstance(key, (torch.Tensor, nn.Module, type)):
+                    self._unguarded.append(part)
         for key, item in content.items():
             self._walk(item, route.into(part, key))
+
+    @staticmethod
+    def _is_of_values(members: Any, kind: type) -> bool:
+        """Whether a set has nothing but values, which nothing can change."""
+        return kind in (set, frozenset) and all(map(is_value, members))
 
     def _walk_module(self, module: nn.Module, label: str) -> None:
         found = self.found
@@ -386,11 +443,13 @@ class Walk:
     def _meet_helper(self, cls: type) -> None:
         if cls not in self.found.helpers and is_users_class(cls):
             self.found.helpers[cls] = frozenset()
+            self._meet_helper(type(cls))
 
     def _walk_modules(self) -> None:
         """Walk the names that are used of Python modules held as values."""
         for module in self._modules:
-            for name in self.found.names & vars(module).keys():
+            names = vars(module).keys()
+            for name in [*names] if self.found.computes else self.found.names & names:
                 if not isinstance(vars(module)[name], types.ModuleType):
                     self._walk_name(vars(module), name, is_watched(vars(module)[name]))
 
@@ -403,6 +462,8 @@ class Walk:
             for cls, known in tuple(found.helpers.items()):
                 members = members_of(cls)
                 named = members & found.names | {m for m in members if m[:2] == "__"} - _MAKING
+                if found.computes and is_users_class(cls):
+                    named = members
                 if named > known:
                     found.helpers[cls] = named
                     self._take(reach_of(cls, named), None)
@@ -416,7 +477,7 @@ class Walk:
             everything: whether to walk all globals that it names itself, not only plain data
                 and modules.
         """
-        if subject in self._walked or is_torchs(subject.__module__):
+        if subject in self._walked or _is_torchs(subject):
             return
         self._walked.add(subject)
         own = None
@@ -432,14 +493,18 @@ class Walk:
         found.stores |= reach.stores
         found.functions += reach.functions
         found.tells_numbers = found.tells_numbers or reach.tells_numbers
+        found.computes = found.computes or reach.computes
         for owner in reach.owners:
             found.namespaces[id(owner)] = (owner, tuple(owner))
         notes = self.notes
         for namespace, name in reach.globals:
             if name in namespace:
                 value = namespace[name]
-                watched = namespace is own or is_watched(value)
-                if watched or not is_installed(namespace.get("__name__")):
+                installed = is_installed_space(namespace)
+                watched = namespace is own or not installed or is_watched(value)
+                if installed and not watched:
+                    self._walk_installed(namespace, name)
+                elif watched:
                     self._walk_name(namespace, name, watched)
                     if isinstance(value, (types.FunctionType, type)):
                         continue
@@ -448,10 +513,14 @@ class Walk:
             else:
                 notes.absent.append((namespace, name))
         for namespace, name in reach.depends.absent.values():
-            if namespace is not sys.modules and not hasattr(builtins, name):
+            if namespace is not sys.modules and not (
+                hasattr(builtins, name) and is_installed_space(namespace)
+            ):
                 found.missing.append((namespace, name))
         for namespace, name in reach.members:
             if name in namespace:
+                if isinstance(namespace[name], type):
+                    self._meet_helper(namespace[name])
                 self._walk_name(namespace, name)
             else:
                 notes.absent.append((namespace, name))
@@ -462,11 +531,42 @@ class Walk:
             defaults = function.__defaults__ or (), (function.__kwdefaults__ or {}).values()
             self._walk_defaults(chain(*defaults), function.__name__)
 
+    def _walk_installed(self, namespace: Mapping[str, Any], name: str) -> None:
+        """Walk a global of installed code: what stands for it, and what is registered there."""
+        value = namespace[name]
+        if namespace.get("__name__") in sys.stdlib_module_names:
+            self._walk_name(namespace, name, isinstance(value, (list, dict)) and name != "modules")
+        elif isinstance(value, Mapping) and not is_torchs(type(value).__module__):
+            self._walk_name(namespace, name, False)
+            self.found.world.add(value, name)
+
+    def _walk_settings(self) -> None:
+        """Watch Python's own settings, as far as the code of the user's names what they decide."""
+        found = self.found
+        named: set[str] = set()
+        for function in found.functions:
+            if not is_finished(function):
+                named |= names_in(function.__code__)
+        found.world.add_settings(named)
+        classes = [cls for cls in found.depends.classes.values() if is_users_class(cls)]
+        if any(type(cls) is ABCMeta for cls in classes):
+            found.world.add_registered()
+        if not named.isdisjoint(PYTHONS):
+            own = [function for function in found.functions if not is_finished(function)]
+            found.world.add_names({id(one): one for one in (*own, *classes)}.values())
+        found.world.add_bases(found.depends.classes.values())
+        for cls in {base for kind in self._kinds for base in kind.__mro__}:
+            if is_torchs(cls.__module__) and not is_users_class(cls):
+                found.world.add_class(cls)
+
     def _walk_defaults(self, values: Iterable[Any], owner: str) -> None:
         for value in values:
             if type(value) not in PLAIN_TYPES and not self.found.find(value):
-                label = f"a default of {owner}"
-                self._walk(value, Route(None, Access.FIXED, None, label, False))
+                route = Route(None, Access.FIXED, None, f"a default of {owner}", False)
+                if isinstance(value, (list, tuple, dict)) and has_attributes(type(value)):
+                    self._walk_by_identity(value, route)
+                else:
+                    self._walk(value, route)
 
     def _walk_closure(self, function: types.FunctionType) -> None:
         for name, cell in zip(
@@ -540,6 +640,21 @@ class Route(NamedTuple):
         return parent is None
 
 
+def _is_torchs(subject: type | types.FunctionType) -> bool:
+    if isinstance(subject, types.FunctionType):
+        return is_torchs_code(subject.__code__)
+    return all(is_torchs(base.__module__) and not is_users_class(base) for base in subject.__mro__)
+
+
+def _file_of(kind: type) -> str:
+    return getattr(sys.modules.get(kind.__module__), "__file__", None) or ""
+
+
+# What a world leaves to the walk.
+_MORE = (
+    torch.Tensor, nn.Module, torch.Generator, types.FunctionType, type, types.ModuleType,
+    functools._lru_cache_wrapper, contextvars.ContextVar,
+)  # fmt: skip
 # Methods that nobody calls of an object that is there already, unless by name.
 _MAKING = frozenset(
     {

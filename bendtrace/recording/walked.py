@@ -25,7 +25,7 @@ import torch
 
 from bendtrace.recording.contents import Contents
 from bendtrace.recording.found import Found
-from bendtrace.recording.kinds import changes_unwatched
+from bendtrace.recording.learned import learned_of
 from bendtrace.recording.parts import (
     Access,
     AttributeKey,
@@ -62,7 +62,6 @@ class Notes:
         owned: objects, and the dict of each that was walked.
         judged: names in namespaces, each with what it stood for, and - where what that held
             decided whether it was worth walking - what was asked of it, and the answer.
-        guessed: objects, and whether they may change unwatched.
         absent: names that code uses, and that are not in the namespace.
         empty: cells without content.
     """
@@ -70,7 +69,6 @@ class Notes:
     is_steady: bool = True
     owned: list[tuple[Any, dict[str, Any]]] = field(default_factory=list)
     judged: dict[tuple[int, str], _Judged] = field(default_factory=dict)
-    guessed: list[tuple[Any, bool]] = field(default_factory=list)
     absent: list[tuple[Mapping[str, Any], str]] = field(default_factory=list)
     empty: list[types.CellType] = field(default_factory=list)
 
@@ -82,9 +80,6 @@ class Notes:
             if namespace.get(name, _MISSING) is not value:
                 return False
             if judge is not None and judge(value) is not answer:
-                return False
-        for value, did_change in self.guessed:
-            if changes_unwatched(value) is not did_change:
                 return False
         return not any(name in namespace for namespace, name in self.absent) and not any(
             map(_is_filled, self.empty)
@@ -139,11 +134,15 @@ class Walked:
                 "stores",
                 "functions",
                 "tells_numbers",
+                "computes",
                 "namespaces",
                 "missing",
                 "hook_tables",
+                "world",
             )
         }
+        self._world = found.world
+        self._learned = learned_of(found.function)
         self._blockers = tuple(found.blockers)
         self._module_paths = dict(found.module_paths)
         self._hook_dicts = list(found.hook_dicts)
@@ -226,7 +225,7 @@ class Walked:
         Args:
             now: what so far has the parts of its arguments only.
         """
-        if now.function is not self._function:
+        if now.function is not self._function or learned_of(now.function) != self._learned:
             return False
         if len(now.parts) != self._first or (*now.helpers,) != self._helpers:
             return False
@@ -247,7 +246,7 @@ class Walked:
             made = self._made(held)
         except _GONE:
             return False
-        if made is None or not self._notes.hold():
+        if made is None or not self._notes.hold() or not self._world.same():
             return False
         self._hand_over(now, made, held)
         now.contents = contents

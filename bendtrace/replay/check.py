@@ -66,6 +66,7 @@ class CheckWriter:
         self._sameness.ask(source)
         self._ask_for_hooks(source)
         self._ask_for_caches(source)
+        self._ask_for_world(source)
         self._ask_for_conditions(source)
         source.line("return None")
         return source
@@ -210,6 +211,13 @@ class CheckWriter:
                 "a cache does not hold any more what the run took from it"
             )
             source.line(f"if not all_kept(cached): return {cleared}")
+
+    def _ask_for_world(self, source: Source) -> None:
+        surroundings = self._recording.surroundings
+        if surroundings.world and not surroundings.leaves_world:
+            source.names["same_world"] = surroundings.world.same
+            other = self._questions.note("something that the model's code can read has changed")
+            source.line(f"if not same_world(): return {other}")
 
     def _ask_for_conditions(self, source: Source) -> None:
         """Ask what flow steps asked of arguments and of the model's numbers."""

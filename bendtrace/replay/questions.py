@@ -13,6 +13,7 @@ from bendtrace.recording.parts import (
     PartKind,
     exact_items,
     exact_members,
+    has_attributes,
     slots_of,
 )
 from bendtrace.recording.recorder import Recording
@@ -117,14 +118,20 @@ class Questions:
         if kind is PartKind.TENSOR:
             _check_tensor(source, part, self._analysis, part in self.marked, fail_if)
         elif kind in (PartKind.LIST, PartKind.TUPLE):
-            fail_if(f"len({name}) != {part.size}", f"{label} does not have {part.size} items")
+            size = part.size
+            if isinstance(size, tuple):
+                size = sum(not isinstance(key, AttributeKey) for key in size)
+            fail_if(f"len({name}) != {size}", f"{label} does not have {size} items")
         elif kind is PartKind.DICT:
             keys = tuple(key for key in part.size if not isinstance(key, AttributeKey))
             other = f"tuple({name}) != {source.constant(keys)}"
             if not keys and part.type is dict:
                 other = name
             fail_if(other, f"{label} has other keys")
-        elif kind is PartKind.OBJECT:
+        if kind in _CONTAINERS and has_attributes(part.type) and isinstance(part.size, tuple):
+            held = sum(isinstance(key, AttributeKey) and key.access is Access.DICT for key in part.size)
+            fail_if(f"len({name}.__dict__) != {held}", f"{label} has gained or lost attributes")
+        if kind is PartKind.OBJECT:
             held = sum(1 for key in part.size if key.access is Access.DICT)
             if held or part.type.__dictoffset__:
                 fail_if(f"len({name}.__dict__) != {held}", f"{label} has gained or lost attributes")
@@ -135,6 +142,7 @@ class Questions:
 
 
 _WHOLE = {PartKind.SET: exact_members, PartKind.LARGE: exact_items, PartKind.ARRAY: Array}
+_CONTAINERS = (PartKind.LIST, PartKind.TUPLE, PartKind.DICT)
 _SAME_FOR_EVER = frozenset({PartKind.MODULE, PartKind.IDENTITY, PartKind.ALIAS, PartKind.TUPLE})
 # Types of which two values are the same if they are equal.
 _BY_VALUE = frozenset({type(None), bool, int, str, bytes})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import itertools
+import re
 import sys
 import types
 from collections.abc import Iterator
@@ -90,9 +91,8 @@ class World:
             result = self.call(*args)
         except Exception as error:
             result = type(error).__name__, str(error).replace(self._package, "world")
-        return repr(bits([result, self._state(), torch.get_rng_state()])).replace(
-            self._package, "world"
-        )
+        text = repr(bits([result, self._state(), torch.get_rng_state()]))
+        return re.sub(" at 0x[0-9a-f]+", "", text.replace(self._package, "world"))
 
     def _state(self) -> Any:
         return [
