@@ -32,7 +32,7 @@ __all__ = [
     "is_installed_file",
     "is_installed_space",
     "is_torchs",
-    "is_torchs_code",
+    "is_torchs_function",
     "is_users_class",
     "is_users_module",
     "members_of",
@@ -145,7 +145,7 @@ class _Search:
     def run(self) -> None:
         while self.waiting:
             function = self.waiting.popleft()
-            if id(function) not in self.functions and not is_torchs_code(function.__code__):
+            if id(function) not in self.functions and not is_torchs_function(function):
                 self.functions[id(function)] = function
                 self._follow(function)
 
@@ -277,9 +277,10 @@ def is_installed_file(file: str) -> bool:
     return "site-packages" in file or "dist-packages" in file
 
 
+_TORCH = os.path.dirname(torch.__file__) + os.sep
 _FINISHED = (
     sysconfig.get_path("stdlib") + os.sep,
-    os.path.dirname(torch.__file__) + os.sep,
+    _TORCH,
     os.path.dirname(os.path.dirname(__file__)) + os.sep,
 )
 
@@ -318,9 +319,9 @@ def is_finished(function: types.FunctionType) -> bool:
     return is_finished_code(function.__code__, function.__globals__)
 
 
-def is_torchs_code(code: types.CodeType) -> bool:
-    """Whether code is in one of torch's files."""
-    return code.co_filename.startswith(_FINISHED[1])
+def is_torchs_function(function: types.FunctionType) -> bool:
+    """Whether a function is torch's, and none that torch has wrapped around one of the user's."""
+    return is_torchs(function.__module__) and function.__code__.co_filename.startswith(_TORCH)
 
 
 class _Facts(NamedTuple):

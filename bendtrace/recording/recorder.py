@@ -560,6 +560,8 @@ class Recorder(TorchFunctionMode):
     def unseen(self, what: str) -> None:
         """Note what a replay could not repeat (see `watcher.Watcher`)."""
         self._lane = None  # from now on, ops may call what is not their own
+        leave()  # it runs live in any case, and what is not watched may compile itself
+        self._away += 1
         self.tape.block(f"{what} at {user_place(sys._getframe(1))} cannot be watched")
 
 

@@ -61,7 +61,7 @@ from bendtrace.recording.reach import (
     is_installed_file,
     is_installed_space,
     is_torchs,
-    is_torchs_code,
+    is_torchs_function,
     is_users_class,
     is_users_module,
     members_of,
@@ -293,6 +293,8 @@ class Walk:
             if isinstance(value.__wrapped__, types.FunctionType):
                 self._walk_code(value.__wrapped__)
             found.caches.append((route.label, value, value.cache_info().misses))
+            # What it keeps, it gives to whoever asks next: no traced scalar must be among that.
+            found.tells_numbers = True
             for kept in kept_in(value):
                 if not isinstance(kept, torch.Tensor):
                     found.world.add(kept, f"{route.label}(...)")
@@ -349,6 +351,7 @@ class Walk:
         kind = type(module)
         if kind not in self._kinds:
             self._kinds.add(kind)
+            self._meet_helper(kind)
             self._walk_code(kind)
             for cls in kind.__mro__:
                 if "forward" in vars(cls):  # also of torch's own modules, which are not followed
@@ -462,6 +465,8 @@ class Walk:
             for cls, known in tuple(found.helpers.items()):
                 members = members_of(cls)
                 named = members & found.names | {m for m in members if m[:2] == "__"} - _MAKING
+                if issubclass(cls, nn.Module):
+                    named -= _MADE
                 if found.computes and is_users_class(cls):
                     named = members
                 if named > known:
@@ -642,7 +647,7 @@ class Route(NamedTuple):
 
 def _is_torchs(subject: type | types.FunctionType) -> bool:
     if isinstance(subject, types.FunctionType):
-        return is_torchs_code(subject.__code__)
+        return is_torchs_function(subject)
     return all(is_torchs(base.__module__) and not is_users_class(base) for base in subject.__mro__)
 
 
@@ -655,10 +660,11 @@ _MORE = (
     torch.Tensor, nn.Module, torch.Generator, types.FunctionType, type, types.ModuleType,
     functools._lru_cache_wrapper, contextvars.ContextVar,
 )  # fmt: skip
+_MADE = frozenset({"__init__", "__new__", "__post_init__"})
 # Methods that nobody calls of an object that is there already, unless by name.
 _MAKING = frozenset(
     {
-        "__init__", "__new__", "__post_init__", "__init_subclass__", "__class_getitem__", "__del__",
+        "__init_subclass__", "__class_getitem__", "__del__",
         "__copy__", "__deepcopy__", "__reduce__", "__reduce_ex__", "__getstate__", "__setstate__",
     }
 )  # fmt: skip

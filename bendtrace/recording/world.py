@@ -358,7 +358,8 @@ def content_reader(value: Any) -> Callable[[Any], Any] | None:
         if isinstance(value, (numpy.Generator, numpy.RandomState, numpy.BitGenerator)):
             return _state_of
     if type(value) is types.BuiltinMethodType:
-        return _bound_to if not isinstance(value.__self__, types.ModuleType) else None
+        free = isinstance(value.__self__, (types.ModuleType, type, types.NoneType))
+        return None if free else _bound_to
     return None
 
 
@@ -388,6 +389,8 @@ def is_opaque(value: Any) -> bool:
         return False
     if isinstance(value, weakref.ref):
         return True
+    if hasattr(kind, "__get__") and not kind.__flags__ & _HEAP_TYPE:
+        return False  # what a class has instead of an attribute
     numpy = sys.modules.get("numpy")
     if numpy is not None and isinstance(value, (numpy.generic, numpy.dtype, numpy.ufunc)):
         return False

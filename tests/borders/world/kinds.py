@@ -183,7 +183,7 @@ KINDS = {
     "deque_of_tensors": Kind("deque([torch.ones(1)])", "S[-1]", "S.append(S[-1] + 1)"),
     "counter_of_tensors": Kind("defaultdict(list, a=[torch.ones(1)])", "S['a'][-1]", "S['a'].append(S['a'][-1] + 1)"),
     "tensor_in_place": Kind("deque([torch.ones(1)])", "S[0]", "S[0].add_(1)"),
-    "logger": Kind("logging.getLogger('world')", "S.level", "S.setLevel(S.level + 10)"),
+    "logger": Kind("logging.getLogger(__name__)", "S.level", "S.setLevel(S.level + 10)"),
     "named_tuple": Kind(
         "Pair(1, [1])", "S.b[0]", "S.b[0] += 1", "Pair = collections.namedtuple('Pair', 'a b')\n"
     ),

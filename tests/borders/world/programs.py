@@ -208,37 +208,36 @@ _CLOCKS = {
 for _name, (_define, _how) in _CLOCKS.items():
     _add(f"clock_{_name}", f"{_define}\ndef model(x): return x * 0 if ({_how}) < 0 else x.sin()\n",
          reason=" ")  # fmt: skip
-_FILE = "import tempfile, pathlib, shutil, glob\nPLACE = os.path.join(tempfile.mkdtemp(), 'there')\n"
+_FILE = "import tempfile, pathlib, shutil, glob\n__place__ = os.path.join(tempfile.mkdtemp(), 'there')\n"
 for _name, _how in {
-    "exists": "os.path.exists(PLACE)",
-    "isfile": "os.path.isfile(PLACE)",
-    "pathlib": "pathlib.Path(PLACE).exists()",
-    "listdir": "bool(os.listdir(os.path.dirname(PLACE)))",
-    "glob": "bool(glob.glob(PLACE))",
-    "access": "os.access(PLACE, os.F_OK)",
+    "exists": "os.path.exists(__place__)",
+    "isfile": "os.path.isfile(__place__)",
+    "pathlib": "pathlib.Path(__place__).exists()",
+    "listdir": "bool(os.listdir(os.path.dirname(__place__)))",
+    "glob": "bool(glob.glob(__place__))",
+    "access": "os.access(__place__, os.F_OK)",
     "stat": "_there()",
-    "scandir": "any(os.scandir(os.path.dirname(PLACE)))",
-    "walk": "any(f for _, _, f in os.walk(os.path.dirname(PLACE)))",
+    "scandir": "any(os.scandir(os.path.dirname(__place__)))",
+    "walk": "any(f for _, _, f in os.walk(os.path.dirname(__place__)))",
 }.items():
-    _more = "def _there():\n    try:\n        os.stat(PLACE)\n        return True\n    except OSError: return False\n"
-    _state = _FILE.replace("PLACE =", "_P = type('P', (), {'__repr__': lambda s: ''})\nPLACE =")
-    _add(f"file_{_name}", f"{_state}{_more}del _P\ndef model(x): return x * 2 if {_how} else x.sin()\n",
-         "open(PLACE, 'w').close()", "", "os.remove(PLACE)", "")  # fmt: skip
-_add("file_imported", "from os.path import exists\n" + _FILE + "def model(x): return x * 2 if exists(PLACE) else x\n",
-     "open(PLACE, 'w').close()", "", "os.remove(PLACE)", "")  # fmt: skip
+    _more = "def _there():\n    try:\n        os.stat(__place__)\n        return True\n    except OSError: return False\n"
+    _add(f"file_{_name}", f"{_FILE}{_more}def model(x): return x * 2 if {_how} else x.sin()\n",
+         "open(__place__, 'w').close()", "", "os.remove(__place__)", "")  # fmt: skip
+_add("file_imported", "from os.path import exists\n" + _FILE + "def model(x): return x * 2 if exists(__place__) else x\n",
+     "open(__place__, 'w').close()", "", "os.remove(__place__)", "")  # fmt: skip
 _add("cwd", "HERE = os.getcwd()\nimport tempfile\ndef model(x): return x * 2 if os.getcwd() == HERE else x\n",
      "os.chdir('/')", "", "os.chdir(HERE)", "")  # fmt: skip
 _add("argv", "import sys\ndef model(x): return x * len(sys.argv)\n", "import sys; sys.argv.append('a')", "",
      "import sys; sys.argv.pop()", "")  # fmt: skip
 _add("recursion_limit", "import sys\nWAS = sys.getrecursionlimit()\ndef model(x): return x * (sys.getrecursionlimit() - WAS)\n",
      "import sys; sys.setrecursionlimit(WAS + 1)", "", "import sys; sys.setrecursionlimit(WAS)", "")  # fmt: skip
-_add("logger_enabled", "LOG = logging.getLogger('world.a')\ndef model(x): return x * 2 if LOG.isEnabledFor(logging.DEBUG) else x\n",
+_add("logger_enabled", "LOG = logging.getLogger(__name__)\ndef model(x): return x * 2 if LOG.isEnabledFor(logging.DEBUG) else x\n",
      "LOG.setLevel(logging.DEBUG)", "", "LOG.setLevel(logging.INFO)", "", "logging.disable(50)", "")  # fmt: skip
-_add("logger_root", "LOG = logging.getLogger('world.b')\ndef model(x): return x * LOG.getEffectiveLevel()\n",
+_add("logger_root", "LOG = logging.getLogger(__name__)\ndef model(x): return x * LOG.getEffectiveLevel()\n",
      "logging.root.setLevel(10)", "", "logging.root.setLevel(20)", "")  # fmt: skip
-_add("logger_by_name", "def model(x): return x * 2 if logging.getLogger('world.c').isEnabledFor(10) else x\n",
-     "logging.getLogger('world.c').setLevel(10)", "", "logging.getLogger('world.c').setLevel(30)", "")  # fmt: skip
-_add("logger_handler", "N = [0]\nclass H(logging.Handler):\n    def emit(self, r): N[0] += 1\nLOG = logging.getLogger('world.d')\n"
+_add("logger_by_name", "def model(x): return x * 2 if logging.getLogger(__name__).isEnabledFor(10) else x\n",
+     "logging.getLogger(__name__).setLevel(10)", "", "logging.getLogger(__name__).setLevel(30)", "")  # fmt: skip
+_add("logger_handler", "N = [0]\nclass H(logging.Handler):\n    def emit(self, r): N[0] += 1\nLOG = logging.getLogger(__name__)\n"
      "LOG.propagate = False\nLOG.addHandler(H())\nLOG.setLevel(10)\ndef model(x):\n    LOG.info('a')\n    return x * N[0]\n")  # fmt: skip
 _add("warnings_error", "def model(x):\n    warnings.warn('no')\n    return x * 2\n",
      "warnings.simplefilter('error')", "", "warnings.simplefilter('ignore')", "")  # fmt: skip
@@ -286,7 +285,7 @@ _add("heap", "import heapq\nH = [1, 2, 3, 4, 5, 6, 7]\ndef model(x): return x * 
 _add("stringio", "import io\nB = io.StringIO('123456789')\ndef model(x): return x * int(B.read(1))\n")
 _add("ctypes", "import ctypes\nC = ctypes.c_int(1)\ndef model(x): return x * C.value\n", "C.value += 1", "", "C.value += 1", "")
 _add("array_array", "import array\nA = array.array('i', [1])\ndef model(x): return x * A[0]\n", "A[0] += 1", "", "A[0] += 1", "")
-_add("id_of", "O = [1]\ndef model(x): return x * (1 if id(O) == KEPT[0] else 2)\nKEPT = [0]\n", "KEPT[0] = id(O)", "", "KEPT[0] = 0", "")
+_add("id_of", "O = [1]\ndef model(x): return x * (1 if id(O) == __kept__[0] else 2)\n__kept__ = [0]\n", "__kept__[0] = id(O)", "", "__kept__[0] = 0", "")
 _add("two_dicts_one", "A = {'v': [1]}\nB = {'v': [1]}\ndef model(x):\n    A['v'][0] += 1\n    return x * B['v'][0]\n", "A['v'] = B['v']", "", "")
 _add("stdlib_name", "from . import helper as statistics\ndef model(x): return x * statistics.read()\n", *_STEPS[:0], "helper.V[0] += 1", "",
      helper="__name__ = 'statistics'\nV = [1]\ndef read(): return V[0]\n")  # fmt: skip
