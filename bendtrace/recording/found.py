@@ -44,6 +44,7 @@ class Found:
         functions: the code of the model, likewise.
         tells_numbers: whether some of that code asks for the exact type of a number.
         computes: whether some of that code looks attributes up by names that it computes.
+        asks_tags: whether some of the user's asks for attributes that may not be there.
         missing: globals that some of it names and that are not there.
         namespaces: those of the classes of the model, with the names in them.
         helpers: classes of other objects, with the members that are used.
@@ -74,6 +75,7 @@ class Found:
         self.functions: list[types.FunctionType] = []
         self.tells_numbers = False
         self.computes = False
+        self.asks_tags = False
         self.missing: list[tuple[Mapping[str, Any], str]] = []
         self.namespaces: dict[int, tuple[Mapping[str, Any], tuple[str, ...]]] = {}
         self.helpers: dict[type, frozenset[str]] = {}

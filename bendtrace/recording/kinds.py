@@ -5,18 +5,10 @@ from __future__ import annotations
 import argparse
 import collections
 import contextvars
-import datetime
 import functools
 import inspect
-import logging
-import numbers
-import pathlib
-import re
 import sys
-import threading
 import types
-import uuid
-import weakref
 from collections.abc import Callable, Iterable
 from enum import Enum
 from typing import Any
@@ -28,10 +20,9 @@ from bendtrace.recording.objects import can_build
 from bendtrace.recording.parts import (
     PLAIN_TYPES,
     PartKind,
-    attributes_of,
+    module_of,
 )
 from bendtrace.recording.reach import (
-    is_torchs,
     reach_of,
 )
 from bendtrace.recording.usage import needs_plain_numbers
@@ -88,7 +79,7 @@ def is_plain_object(kind: type, depth: int) -> bool:
         return True
     if kind in (collections.UserDict, collections.UserList, collections.ChainMap):
         return True
-    package = kind.__module__.split(".")[0]
+    package = module_of(kind).split(".")[0]
     if package in sys.stdlib_module_names or package in ("torch", "numpy") or not can_build(kind):
         return False
     return bool(kind.__dictoffset__) or any("__slots__" in vars(cls) for cls in kind.__mro__[:-1])

@@ -31,6 +31,7 @@ __all__ = [
     "has_attributes",
     "identical",
     "is_array",
+    "module_of",
     "requires_grad",
     "slots_of",
 ]
@@ -145,8 +146,8 @@ class Part:
         label: how a person would write it: `x`, `past[0]`, `self.fc.weight`.
         is_argument: whether it is, or is held by, an argument.
         size: what is guarded of a container: its length (lists, tuples, modules' dicts), its
-            keys (dicts, objects, lists and tuples with attributes), a copy of it (sets and large containers); for a tensor its
-            `TensorFacts`.
+            keys (dicts, objects, lists and tuples with attributes), a copy of it (sets and large
+            containers); for a tensor its `TensorFacts`.
         hidden: keys of a module's attributes that are no parts of it.
     """
 
@@ -281,6 +282,12 @@ def attributes_of(value: Any) -> dict[AttributeKey, Any]:
 def has_attributes(kind: type) -> bool:
     """Whether objects of a class of containers have attributes, too."""
     return kind not in _BARE and bool(kind.__dictoffset__)
+
+
+def module_of(kind: type) -> str:
+    """Return the name of the module of a class; "" for what does not say."""
+    name: Any = kind.__module__  # of some that are written in Cython, a descriptor
+    return name if isinstance(name, str) else ""
 
 
 def slots_of(kind: type) -> Iterator[str]:

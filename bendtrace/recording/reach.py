@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 
 from bendtrace.recording.instructions import computes_names, named_in
+from bendtrace.recording.parts import module_of
 from bendtrace.recording.stamps import Depends, Named, Stamp
 from bendtrace.recording.usage import needs_plain_numbers
 
@@ -182,7 +183,7 @@ class _Search:
             # An attribute is not a global of its own file, whatever its name.
             own = space is function.__globals__
             asked = _facts_of(function.__code__).globals if own else names
-            for name in (space.keys() if computes and not own else asked & space.keys()):
+            for name in space.keys() if computes and not own else asked & space.keys():
                 value = self._look(space, name)
                 if isinstance(value, type):
                     self.globals[id(space), name] = (space, name)
@@ -214,7 +215,7 @@ class _Search:
             owner = namespace_of(base)
             if (
                 base is not object
-                and (not is_torchs(base.__module__) or is_users_class(base))
+                and (not is_torchs(module_of(base)) or is_users_class(base))
                 and id(owner) not in self.owners
             ):
                 self.owners[id(owner)] = self.depends.sized[id(owner)] = owner
@@ -241,7 +242,7 @@ def members_of(cls: type) -> frozenset[str]:
 
 def is_users_class(cls: type) -> bool:
     """Whether a class that code names, or has an object of, is worth following."""
-    return not is_installed(cls.__module__) or _has_users_code(cls)
+    return not is_installed(module_of(cls)) or _has_users_code(cls)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -309,8 +310,10 @@ def is_finished_code(code: types.CodeType, space: Mapping[str, Any]) -> bool:
     if code.co_filename[:1] != "<":
         return _is_finished_file(code.co_filename)
     name = str(space.get("__name__", ""))  # what was made from text is of who made it
-    return code.co_filename.startswith("<frozen ") or name.startswith("namedtuple_") or (
-        is_installed_space(space) if name else False
+    return (
+        code.co_filename.startswith("<frozen ")
+        or name.startswith("namedtuple_")
+        or (is_installed_space(space) if name else False)
     )
 
 

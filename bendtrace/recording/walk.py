@@ -9,6 +9,7 @@ from __future__ import annotations
 import builtins
 import contextvars
 import functools
+import gc
 import inspect
 import sys
 import types
@@ -53,6 +54,7 @@ from bendtrace.recording.parts import (
     exact_members,
     has_attributes,
     is_array,
+    module_of,
 )
 from bendtrace.recording.reach import (
     DESCRIBED,
@@ -187,7 +189,7 @@ class Walk:
             return
         self._registers.add(kind)
         for base in kind.__mro__:
-            if is_installed_file(_file_of(base)) and not is_torchs(base.__module__):
+            if is_installed_file(_file_of(base)) and not is_torchs(module_of(base)):
                 for name, value in [*vars(base).items()]:
                     if isinstance(value, (list, dict, set)) and name[:2] != "__":
                         self.found.world.add(value, f"{base.__name__}.{name}")
@@ -260,18 +262,23 @@ class Walk:
             part = self._add(
                 value, Route(None, Access.FIXED, None, route.label, False), PartKind.IDENTITY
             )
+            for default in gc.get_referents(value):
+                found.world.add(default, f"the default of {value.name}")
             held = found.held[part.index] = {value.name: value.get(UNSET)}
             inside = Route(part, Access.CONTEXT, value.name, value.name, False)
             self._walk(held[value.name], inside)
         elif not route.is_argument and is_plain_object(kind, route.depth) and is_settings(value):
-            self._meet_helper(kind)
+            self.met_object(kind)
             # A configuration: it is not made anew by each call, so it is taken to be the same
             # object, and its attributes are those of a fixed mapping, like a module's.
             self._add(value, route, PartKind.IDENTITY)
             self.notes.owned.append((value, vars(value)))
             self._walk_mapping(vars(value), route.label)
         elif issubclass(kind, (list, tuple, dict)) or is_plain_object(kind, route.depth):
-            self._meet_helper(kind)
+            if route.is_argument:
+                self._meet_helper(kind)
+            else:
+                self.met_object(kind)
             self._walk_container(value, route)
         elif kind is torch.Generator and route.is_argument:
             part = self._add(value, route, PartKind.OBJECT)  # any will do
@@ -287,7 +294,7 @@ class Walk:
             self.notes.is_steady = False
         if isinstance(value, types.FunctionType):
             self._walk_code(value)
-        elif isinstance(value, type) and not route.is_argument and is_users_class(value):
+        elif isinstance(value, type) and is_users_class(value):
             self._meet_helper(value)
         elif isinstance(value, functools._lru_cache_wrapper):
             if isinstance(value.__wrapped__, types.FunctionType):
@@ -529,9 +536,15 @@ class Walk:
                 self._walk_name(namespace, name)
             else:
                 notes.absent.append((namespace, name))
+        # Functions that code may set attributes of, or ask for one that is not there yet.
+        told: set[int] = set()
+        if reach.stores or not reach.names.isdisjoint(("getattr", "hasattr")):
+            values = (namespace.get(name) for namespace, name in reach.globals)
+            told = {id(value) for value in values if isinstance(value, types.FunctionType)}
         for function in reach.functions:
             self._walk_closure(function)
-            if set(vars(function)) - {"__wrapped__"}:
+            tags = vars(function).keys() - {"__wrapped__"}
+            if (tags or id(function) in told) and id(vars(function)) not in found.by_id:
                 self._walk_mapping(vars(function), function.__name__, frozenset({"__wrapped__"}))
             defaults = function.__defaults__ or (), (function.__kwdefaults__ or {}).values()
             self._walk_defaults(chain(*defaults), function.__name__)
@@ -541,7 +554,7 @@ class Walk:
         value = namespace[name]
         if namespace.get("__name__") in sys.stdlib_module_names:
             self._walk_name(namespace, name, isinstance(value, (list, dict)) and name != "modules")
-        elif isinstance(value, Mapping) and not is_torchs(type(value).__module__):
+        elif isinstance(value, Mapping) and not is_torchs(module_of(type(value))):
             self._walk_name(namespace, name, False)
             self.found.world.add(value, name)
 
@@ -553,6 +566,7 @@ class Walk:
             if not is_finished(function):
                 named |= names_in(function.__code__)
         found.world.add_settings(named)
+        found.asks_tags = not named.isdisjoint(("getattr", "hasattr", "AttributeError", "vars"))
         classes = [cls for cls in found.depends.classes.values() if is_users_class(cls)]
         if any(type(cls) is ABCMeta for cls in classes):
             found.world.add_registered()
@@ -561,7 +575,7 @@ class Walk:
             found.world.add_names({id(one): one for one in (*own, *classes)}.values())
         found.world.add_bases(found.depends.classes.values())
         for cls in {base for kind in self._kinds for base in kind.__mro__}:
-            if is_torchs(cls.__module__) and not is_users_class(cls):
+            if is_torchs(module_of(cls)) and not is_users_class(cls):
                 found.world.add_class(cls)
 
     def _walk_defaults(self, values: Iterable[Any], owner: str) -> None:
@@ -610,6 +624,9 @@ class Walk:
             found.held[holder.index][name] = value
         route = Route(holder, Access.ITEM, name, name, False)
         by_identity = isinstance(value, (types.FunctionType, *DESCRIBED))
+        inner = getattr(value, "__func__", None) if by_identity else None
+        if isinstance(inner, functools._lru_cache_wrapper):
+            self._walk(inner, Route(None, Access.FIXED, None, name, False))
         if by_identity or not watched or type(value) is types.MethodDescriptorType:
             self._add(value, route, PartKind.IDENTITY)
         else:
@@ -648,11 +665,11 @@ class Route(NamedTuple):
 def _is_torchs(subject: type | types.FunctionType) -> bool:
     if isinstance(subject, types.FunctionType):
         return is_torchs_function(subject)
-    return all(is_torchs(base.__module__) and not is_users_class(base) for base in subject.__mro__)
+    return all(is_torchs(module_of(base)) and not is_users_class(base) for base in subject.__mro__)
 
 
 def _file_of(kind: type) -> str:
-    return getattr(sys.modules.get(kind.__module__), "__file__", None) or ""
+    return getattr(sys.modules.get(module_of(kind)), "__file__", None) or ""
 
 
 # What a world leaves to the walk.

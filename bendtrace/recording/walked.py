@@ -135,6 +135,7 @@ class Walked:
                 "functions",
                 "tells_numbers",
                 "computes",
+                "asks_tags",
                 "namespaces",
                 "missing",
                 "hook_tables",
@@ -146,7 +147,7 @@ class Walked:
         self._blockers = tuple(found.blockers)
         self._module_paths = dict(found.module_paths)
         self._hook_dicts = list(found.hook_dicts)
-        self._caches = [(label, cache) for label, cache, _ in found.caches]
+        self._caches = found.caches
         self._by_id = {key: part for key, part in found.by_id.items() if part.index >= first}
         self._note_code(found)
         self._note_parts(found)
@@ -239,6 +240,7 @@ class Walked:
             or _identities(contents) != self._ids
             or [*map(type, self._typed)] != self._types
             or any(self._hook_dicts)
+            or any(cache.cache_info().misses != known for _, cache, known in self._caches)
         ):
             return False
         held: dict[int, dict[Any, Any]] = {}
@@ -321,7 +323,7 @@ class Walked:
         now.blockers = [*self._blockers]
         now.module_paths = dict(self._module_paths)
         now.hook_dicts = self._hook_dicts
-        now.caches = [(label, cache, cache.cache_info().misses) for label, cache in self._caches]
+        now.caches = self._caches
         now.places = self._places
         now.alone += [made.get(part.index, part) for part in self._alone]
         now.bare += [made.get(part.index, part) for part in self._bare]

@@ -36,7 +36,7 @@ from typing import Any, Protocol
 
 import torch
 
-from bendtrace.recording.parts import PLAIN_TYPES, identical, is_array, slots_of
+from bendtrace.recording.parts import PLAIN_TYPES, identical, is_array, module_of, slots_of
 from bendtrace.recording.reach import is_users_class
 from bendtrace.recording.versions import version_of
 
@@ -264,8 +264,8 @@ def _array_of(value: Any) -> Any:
 
 
 def _state_of(value: Any) -> Any:
-    return [_flat(getattr(value, "bit_generator", value._bit_generator
-                          if hasattr(value, "_bit_generator") else value).state)]  # fmt: skip
+    generator = getattr(value, "bit_generator", None) or getattr(value, "_bit_generator", value)
+    return [_flat(generator.state)]
 
 
 def _flat(state: Any) -> Any:
@@ -290,13 +290,17 @@ def _named(value: Any) -> Any:
 PYTHONS = ("__name__", "__qualname__", "__doc__", "__module__", "__annotations__")
 
 
+def _filters(module: Any) -> Any:
+    return (*module.filters,)
+
+
 def _precision(module: Any) -> Any:
     now = module.getcontext()
     return [now.prec, now.rounding, now.Emin, now.Emax, now.capitals, now.clamp, now.traps.copy()]
 
 
 _SETTINGS: tuple[tuple[frozenset[str], Any, Callable[[Any], Any], str], ...] = (
-    (frozenset({"warn", "warn_explicit"}), warnings, lambda module: (*module.filters,), "warnings.filters"),
+    (frozenset({"warn", "warn_explicit"}), warnings, _filters, "warnings.filters"),
     (frozenset({"Decimal", "decimal"}), decimal, _precision, "decimal.getcontext()"),
 )  # fmt: skip
 
@@ -360,6 +364,8 @@ def content_reader(value: Any) -> Callable[[Any], Any] | None:
     if type(value) is types.BuiltinMethodType:
         free = isinstance(value.__self__, (types.ModuleType, type, types.NoneType))
         return None if free else _bound_to
+    if callable(value) and hasattr(value, "__self__") and hasattr(value, "__func__"):
+        return _bound_to  # a method that is written in Cython
     return None
 
 
@@ -394,13 +400,13 @@ def is_opaque(value: Any) -> bool:
     numpy = sys.modules.get("numpy")
     if numpy is not None and isinstance(value, (numpy.generic, numpy.dtype, numpy.ufunc)):
         return False
-    if kind.__module__.partition(".")[0] == "torch" and kind.__module__ != "torch.classes":
+    if module_of(kind).partition(".")[0] == "torch" and module_of(kind) != "torch.classes":
         return not _is_pythons(kind) and not callable(value)
     return not _is_pythons(kind)
 
 
 @functools.lru_cache(maxsize=1024)
-def _is_pythons(kind: type) -> bool:
+def _is_pythons(kind: Any) -> bool:
     """Whether all that objects of a class hold is in their attributes."""
     return all(
         base is object

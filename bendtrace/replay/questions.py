@@ -47,7 +47,8 @@ class Questions:
 
     Attributes:
         checks: what each number stands for.
-        marked: state tensors on which the run sets attributes that were not there.
+        marked: state tensors on which the run sets attributes that were not there, or looks for
+            some that may not be there.
     """
 
     def __init__(self, recording: Recording, analysis: Analysis) -> None:
@@ -55,6 +56,9 @@ class Questions:
         self.marked = {
             change.part for change in recording.changes if change.part.kind is PartKind.TENSOR
         }
+        if recording.surroundings.asks_tags:
+            parts = recording.surroundings.parts
+            self.marked |= {part for part in parts if part.kind is PartKind.TENSOR}
         self._analysis = analysis
         self._reached: set[int] = set()  # in the function that is being written
 
@@ -129,7 +133,8 @@ class Questions:
                 other = name
             fail_if(other, f"{label} has other keys")
         if kind in _CONTAINERS and has_attributes(part.type) and isinstance(part.size, tuple):
-            held = sum(isinstance(key, AttributeKey) and key.access is Access.DICT for key in part.size)
+            named = [key for key in part.size if isinstance(key, AttributeKey)]
+            held = sum(key.access is Access.DICT for key in named)
             fail_if(f"len({name}.__dict__) != {held}", f"{label} has gained or lost attributes")
         if kind is PartKind.OBJECT:
             held = sum(1 for key in part.size if key.access is Access.DICT)

@@ -6,12 +6,41 @@ from pathlib import Path
 
 import pytest
 
+import bendtrace as bt
 from tests.borders.world.kinds import programs
+from tests.borders.world.programs import PROGRAMS
 from tests.borders.world.world import Program, check
 
-_PROGRAMS = dict(programs())
+_MADE = dict(programs())
 
 
-@pytest.mark.parametrize("program", _PROGRAMS.values(), ids=_PROGRAMS)
+@pytest.mark.parametrize("program", _MADE.values(), ids=_MADE)
 def test_state_is_what_it_is_in_eager(program: Program, tmp_path: Path) -> None:
     check(program, tmp_path)
+
+
+@pytest.mark.parametrize("program", PROGRAMS.values(), ids=PROGRAMS)
+def test_code_and_the_world_are_as_in_eager(program: Program, tmp_path: Path) -> None:
+    check(program, tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["counter", "deque", "array", "optimizer", "dataclass", "method"])
+@pytest.mark.parametrize("place", ["global", "helper", "attribute", "registry", "default"])
+def test_what_changes_between_calls_is_replayed_meanwhile(
+    kind: str, place: str, tmp_path: Path
+) -> None:
+    bended = check(_MADE[f"{kind}-{place}-between"], tmp_path)
+    assert bended.stats.replays >= 3, (bended.stats, bended.why_live)
+    assert bended.stats.live == 0
+
+
+def test_code_that_was_not_foreseen_is_known_after_one_live_call(tmp_path: Path) -> None:
+    bended = check(PROGRAMS["getattr-reads"], tmp_path)
+    assert bended.stats == bt.served.Stats(traces=3, replays=1, retraces=2, live=1)
+
+
+def test_a_reason_to_run_live_names_the_line(tmp_path: Path) -> None:
+    bended = check(PROGRAMS["clock_time"], tmp_path)
+    (reason,) = bended.why_live
+    assert "time.time at " in reason
+    assert "main.py:" in reason

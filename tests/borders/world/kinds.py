@@ -1,5 +1,7 @@
 """Kinds of state, and places to keep it: programs are made of each kind in each place."""
 
+# ruff: noqa: E501 - programs are read line by line
+
 from __future__ import annotations
 
 import re
@@ -207,7 +209,9 @@ def _places(kind: Kind, changes: bool) -> Iterator[tuple[str, str, str, str]]:
     own = _indented(kind.change, 4) if changes else ""
     inner = _indented(own, 4) if changes else ""
     body = f"{own}    return x * {read}\n"
-    method = f"    def forward(self, x):\n        S = self.state\n{inner}        return x * {read}\n"
+    method = (
+        f"    def forward(self, x):\n        S = self.state\n{inner}        return x * {read}\n"
+    )
     module = f"{define}\nclass Model(nn.Module):\n"
     holds = "    def __init__(self):\n        super().__init__()\n"
     yield "global", f"{define}\nS = {make}\ndef model(x):\n{body}", "", "S"

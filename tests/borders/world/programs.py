@@ -1,5 +1,7 @@
 """Programs by hand: code that is reached by other ways than its name, and the world outside."""
 
+# ruff: noqa: E501 - programs are read line by line
+
 from __future__ import annotations
 
 from tests.borders.world.world import Program
@@ -161,7 +163,10 @@ _add("cache_singleton", "class O: pass\n@functools.cache\ndef get():\n    o = O(
      "def model(x): return x * get().v\n", "get().v += 1", "", "get().v += 1", "")  # fmt: skip
 _add("cache_list", "@functools.cache\ndef get(): return [1]\ndef model(x): return x * get()[0]\n",
      "get()[0] += 1", "", "get()[0] += 1", "")  # fmt: skip
-_add("cache_counts", "@functools.cache\ndef get(): return [1]\ndef model(x):\n    get()[0] += 1\n    return x * get()[0]\n")
+_add(
+    "cache_counts",
+    "@functools.cache\ndef get(): return [1]\ndef model(x):\n    get()[0] += 1\n    return x * get()[0]\n",
+)
 _add("cache_of_size", "EXTRA = [1]\n@functools.lru_cache\ndef get(n): return n * EXTRA[0]\n"
      "def model(x): return x * get(x.shape[0])\n", *_STEPS)  # fmt: skip
 _add("cache_on_class", "class O:\n    v = 1\n    @classmethod\n    @functools.cache\n    def get(cls): return cls()\n"
@@ -174,8 +179,14 @@ _add("singleton_counts", "class O:\n    one = None\n    def __new__(cls):\n     
      "def model(x):\n    O().v += 1\n    return x * O().v\n")  # fmt: skip
 _add("helper_on_itself", "def model(x): return x * helper.read()\n", "", "", "",
      helper="def read():\n    read.n = getattr(read, 'n', 0) + 1\n    return read.n\n")  # fmt: skip
-_add("instance_counter", "class O:\n    made = 0\n    def __init__(self): O.made += 1\ndef model(x):\n    O()\n    return x * O.made\n")
-_add("registry_of_instances", "class O:\n    all = []\n    def __init__(self): O.all.append(self)\ndef model(x):\n    O()\n    return x * len(O.all)\n")
+_add(
+    "instance_counter",
+    "class O:\n    made = 0\n    def __init__(self): O.made += 1\ndef model(x):\n    O()\n    return x * O.made\n",
+)
+_add(
+    "registry_of_instances",
+    "class O:\n    all = []\n    def __init__(self): O.all.append(self)\ndef model(x):\n    O()\n    return x * len(O.all)\n",
+)
 _add("bound_of_output", "def model(x): return (x * 2).sum().item\n")
 _add("subclasses", "class O: pass\ndef model(x): return x * len(O.__subclasses__())\nKEPT = []\n",
      "KEPT.append(type('P', (O,), {}))", "", "KEPT.append(type('P', (O,), {}))", "")  # fmt: skip
@@ -194,7 +205,9 @@ _ENTROPY = {
     "secrets": "__import__('secrets').randbelow(9)",
 }
 for _name, _how in _ENTROPY.items():
-    _add(f"entropy_{_name}", f"def model(x): return x * 0 if ({_how}) < 0 else x.sin()\n", reason=" ")
+    _add(
+        f"entropy_{_name}", f"def model(x): return x * 0 if ({_how}) < 0 else x.sin()\n", reason=" "
+    )
 _CLOCKS = {
     "time": ("from time import time\n", "time()"),
     "perf_counter": ("from time import perf_counter as t\n", "t()"),
@@ -243,7 +256,14 @@ _add("warnings_error", "def model(x):\n    warnings.warn('no')\n    return x * 2
      "warnings.simplefilter('error')", "", "warnings.simplefilter('ignore')", "")  # fmt: skip
 _add("warnings_caught", "def model(x):\n    try: warnings.warn('no')\n    except UserWarning: return x\n    return x * 2\n",
      "warnings.simplefilter('error')", "", "warnings.simplefilter('ignore')", "")  # fmt: skip
-_add("builtin_hidden", "def model(x): return x * len([1])\n", "global len\nlen = lambda l: 7", "", "global len\ndel len", "")
+_add(
+    "builtin_hidden",
+    "def model(x): return x * len([1])\n",
+    "global len\nlen = lambda l: 7",
+    "",
+    "global len\ndel len",
+    "",
+)
 _add("builtin_hidden_in_helper", "def model(x): return x * helper.read()\n", "helper.max = lambda *a: 7", "", "del helper.max", "",
      helper="def read(): return max(1, 2)\n")  # fmt: skip
 _add("weight_tag", _MODULE + "        self.fc = nn.Linear(3, 3)\n    def forward(self, x): return x * getattr(self.fc.weight, 'tag', 1)\nmodel = M()\n",
@@ -263,8 +283,22 @@ _add("class_exchanged", "class A:\n    v = 1\nclass B:\n    v = 2\nC_ = A()\ndef
      "C_.__class__ = B", "", "C_.__class__ = A", "")  # fmt: skip
 _add("abc_register", "import abc\nclass A(abc.ABC): pass\nclass B: pass\nB_ = B()\ndef model(x): return x * 2 if isinstance(B_, A) else x\n",
      "A.register(B)", "")  # fmt: skip
-_add("name_of", "class A: pass\ndef model(x): return x * len(A.__name__)\n", "A.__name__ = 'Long'", "", "A.__name__ = 'A'", "")
-_add("doc_of", "def f(): 'a'\ndef model(x): return x * len(f.__doc__)\n", "f.__doc__ = 'long'", "", "f.__doc__ = 'a'", "")
+_add(
+    "name_of",
+    "class A: pass\ndef model(x): return x * len(A.__name__)\n",
+    "A.__name__ = 'Long'",
+    "",
+    "A.__name__ = 'A'",
+    "",
+)
+_add(
+    "doc_of",
+    "def f(): 'a'\ndef model(x): return x * len(f.__doc__)\n",
+    "f.__doc__ = 'long'",
+    "",
+    "f.__doc__ = 'a'",
+    "",
+)
 _add("decimal", "import decimal\ndef model(x): return x * float(decimal.Decimal(1) / 3)\n",
      "import decimal; decimal.getcontext().prec = 3", "", "import decimal; decimal.getcontext().prec = 28", "")  # fmt: skip
 _add("errstate", "def model(x): return x * (2 if np.geterr()['divide'] == 'raise' else 1)\n",
@@ -275,25 +309,113 @@ _add("environ", "def model(x): return x * len(os.environ.get('WORLD', ''))\n", "
      "os.environ['WORLD'] = 'ab'", "")  # fmt: skip
 _add("getenv", "from os import getenv\ndef model(x): return x * len(getenv('WORLD', ''))\n", "os.environ['WORLD'] = 'a'", "",
      "os.environ['WORLD'] = 'ab'", "")  # fmt: skip
-_add("thread_local", "import threading\nL = threading.local()\nL.v = 1\ndef model(x): return x * L.v\n", "L.v += 1", "", "L.v += 1", "")
-_add("context_var", "import contextvars\nV = contextvars.ContextVar('v', default=1)\ndef model(x): return x * V.get()\n", "V.set(2)", "", "V.set(3)", "")
+_add(
+    "thread_local",
+    "import threading\nL = threading.local()\nL.v = 1\ndef model(x): return x * L.v\n",
+    "L.v += 1",
+    "",
+    "L.v += 1",
+    "",
+)
+_add(
+    "context_var",
+    "import contextvars\nV = contextvars.ContextVar('v', default=1)\ndef model(x): return x * V.get()\n",
+    "V.set(2)",
+    "",
+    "V.set(3)",
+    "",
+)
 _add("context_var_list", "import contextvars\nV = contextvars.ContextVar('v', default=[1])\ndef model(x): return x * V.get()[0]\n",
      "V.get()[0] += 1", "", "V.get()[0] += 1", "")  # fmt: skip
-_add("gc_count", "import gc\ndef model(x): return x * (1 if gc.isenabled() else 2)\n", "import gc; gc.disable()", "", "import gc; gc.enable()", "")
-_add("queue", "import queue\nQ = queue.Queue()\nfor i in range(9): Q.put(i)\ndef model(x): return x * Q.get()\n")
+_add(
+    "gc_count",
+    "import gc\ndef model(x): return x * (1 if gc.isenabled() else 2)\n",
+    "import gc; gc.disable()",
+    "",
+    "import gc; gc.enable()",
+    "",
+)
+_add(
+    "queue",
+    "import queue\nQ = queue.Queue()\nfor i in range(9): Q.put(i)\ndef model(x): return x * Q.get()\n",
+)
 _add("heap", "import heapq\nH = [1, 2, 3, 4, 5, 6, 7]\ndef model(x): return x * heapq.heappop(H)\n")
-_add("stringio", "import io\nB = io.StringIO('123456789')\ndef model(x): return x * int(B.read(1))\n")
-_add("ctypes", "import ctypes\nC = ctypes.c_int(1)\ndef model(x): return x * C.value\n", "C.value += 1", "", "C.value += 1", "")
-_add("array_array", "import array\nA = array.array('i', [1])\ndef model(x): return x * A[0]\n", "A[0] += 1", "", "A[0] += 1", "")
-_add("id_of", "O = [1]\ndef model(x): return x * (1 if id(O) == __kept__[0] else 2)\n__kept__ = [0]\n", "__kept__[0] = id(O)", "", "__kept__[0] = 0", "")
-_add("two_dicts_one", "A = {'v': [1]}\nB = {'v': [1]}\ndef model(x):\n    A['v'][0] += 1\n    return x * B['v'][0]\n", "A['v'] = B['v']", "", "")
+_add(
+    "stringio", "import io\nB = io.StringIO('123456789')\ndef model(x): return x * int(B.read(1))\n"
+)
+_add(
+    "ctypes",
+    "import ctypes\nC = ctypes.c_int(1)\ndef model(x): return x * C.value\n",
+    "C.value += 1",
+    "",
+    "C.value += 1",
+    "",
+)
+_add(
+    "array_array",
+    "import array\nA = array.array('i', [1])\ndef model(x): return x * A[0]\n",
+    "A[0] += 1",
+    "",
+    "A[0] += 1",
+    "",
+)
+_add(
+    "id_of",
+    "O = [1]\ndef model(x): return x * (1 if id(O) == __kept__[0] else 2)\n__kept__ = [0]\n",
+    "__kept__[0] = id(O)",
+    "",
+    "__kept__[0] = 0",
+    "",
+)
+_add(
+    "two_dicts_one",
+    "A = {'v': [1]}\nB = {'v': [1]}\ndef model(x):\n    A['v'][0] += 1\n    return x * B['v'][0]\n",
+    "A['v'] = B['v']",
+    "",
+    "",
+)
 _add("stdlib_name", "from . import helper as statistics\ndef model(x): return x * statistics.read()\n", *_STEPS[:0], "helper.V[0] += 1", "",
      helper="__name__ = 'statistics'\nV = [1]\ndef read(): return V[0]\n")  # fmt: skip
-_add("torch_default", "def model(x): return torch.ones(3) * x.sum()\n", "torch.set_default_dtype(torch.float64)", "", "torch.set_default_dtype(torch.float32)", "")
-_add("global_hidden_class", "class C:\n    def v(self): return 1\ndef model(x): return x * C().v()\n", "global C\nC = type('C', (), {'v': lambda s: 5})", "")
-_add("type_dict", "class C:\n    v = {'a': 1}\ndef model(x): return x * vars(C)['v']['a']\n", "C.v['a'] += 1", "", "C.v['a'] += 1", "")
-_add("local_import", "def model(x):\n    from .helper import S\n    return x * S['a']\n", "helper.S['a'] += 1", "", "helper.S = {'a': 9}", "", helper="S = {'a': 1}\n")
-_add("local_import_counter", "def model(x):\n    from .helper import S\n    return x * S['a']\n", "helper.S['a'] += 1", "", "helper.S['a'] = 9", "", helper="S = Counter(a=1)\n")
+_add(
+    "torch_default",
+    "def model(x): return torch.ones(3) * x.sum()\n",
+    "torch.set_default_dtype(torch.float64)",
+    "",
+    "torch.set_default_dtype(torch.float32)",
+    "",
+)
+_add(
+    "global_hidden_class",
+    "class C:\n    def v(self): return 1\ndef model(x): return x * C().v()\n",
+    "global C\nC = type('C', (), {'v': lambda s: 5})",
+    "",
+)
+_add(
+    "type_dict",
+    "class C:\n    v = {'a': 1}\ndef model(x): return x * vars(C)['v']['a']\n",
+    "C.v['a'] += 1",
+    "",
+    "C.v['a'] += 1",
+    "",
+)
+_add(
+    "local_import",
+    "def model(x):\n    from .helper import S\n    return x * S['a']\n",
+    "helper.S['a'] += 1",
+    "",
+    "helper.S = {'a': 9}",
+    "",
+    helper="S = {'a': 1}\n",
+)
+_add(
+    "local_import_counter",
+    "def model(x):\n    from .helper import S\n    return x * S['a']\n",
+    "helper.S['a'] += 1",
+    "",
+    "helper.S['a'] = 9",
+    "",
+    helper="S = Counter(a=1)\n",
+)
 _add("attention_interface", "from transformers.modeling_utils import AttentionInterface\nEXTRA = [1]\n"
      "def mine(x): return x * EXTRA[0]\nA = AttentionInterface()\nA.register('world', mine)\ndef model(x): return A['world'](x)\n",
      *_STEPS, "A.register('world', lambda x: x * 7)", "")  # fmt: skip
@@ -303,6 +425,13 @@ _add("pydantic_helper", "def model(x): return x * helper.read()\n", "helper.C_.v
      helper="import pydantic\nclass C(pydantic.BaseModel):\n    v: int = 1\nC_ = C()\ndef read(): return C_.v\n")  # fmt: skip
 _add("namespace_package", "import argparse\nCFG = argparse.Namespace(a=argparse.Namespace(k=[1]))\ndef model(x): return x * CFG.a.k[0]\n",
      "CFG.a.k[0] += 1", "", "CFG.a.k.insert(0, 9)", "")  # fmt: skip
-_add("networkx", "import networkx\nG = networkx.Graph()\nG.add_edge(0, 1)\ndef model(x): return x * len(G.edges)\n", "G.add_edge(1, 2)", "", "G.add_edge(2, 3)", "")
+_add(
+    "networkx",
+    "import networkx\nG = networkx.Graph()\nG.add_edge(0, 1)\ndef model(x): return x * len(G.edges)\n",
+    "G.add_edge(1, 2)",
+    "",
+    "G.add_edge(2, 3)",
+    "",
+)
 _add("spread_kwargs", "K = {'m': 2, 'k': 3}\ndef inner(x, **k):\n    for n, v in k.items(): x = x * v if n == 'm' else x + v\n    return x\ndef model(x): return inner(x, **K)\n",
      "v = K.pop('m'); K['m'] = v", "", "")  # fmt: skip

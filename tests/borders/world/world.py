@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import itertools
+import logging
 import re
 import sys
 import types
@@ -92,7 +93,7 @@ class World:
         except Exception as error:
             result = type(error).__name__, str(error).replace(self._package, "world")
         text = repr(bits([result, self._state(), torch.get_rng_state()]))
-        return re.sub(" at 0x[0-9a-f]+", "", text.replace(self._package, "world"))
+        return re.sub(" at 0x[0-9a-fA-F]+", "", text.replace(self._package, "world"))
 
     def _state(self) -> Any:
         return [
@@ -100,16 +101,16 @@ class World:
             for space in (self.main, self.helper)
             for name, value in vars(space).items()
             if name[:2] != "__" and name != "model" and not isinstance(value, _CODE)
+            if "<Logger" not in repr(value)  # which knows all others
         ]
 
 
-_CODE = (types.ModuleType, types.FunctionType, type)
+_CODE = (types.ModuleType, types.FunctionType, type, logging.Logger)
 
 
 @contextmanager
 def surroundings() -> Iterator[None]:
     """Leave Python's own settings as they were."""
-    import logging
     import os
     import random
     import warnings
