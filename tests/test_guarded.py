@@ -11,7 +11,9 @@ import array
 import collections
 import contextvars
 import copy
+import copyreg
 import ctypes
+import datetime
 import functools
 import linecache
 import logging
@@ -20,11 +22,10 @@ import operator
 import os
 import random
 import re
-import sys
-import tempfile
 import threading
 import time
 import types
+import uuid
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -316,7 +317,9 @@ def generator_given(x: Tensor, generator: torch.Generator) -> Tensor:
     return x * torch.rand(3, generator=generator)
 
 
-UNKNOWN = "iterators, deques, `bytearray`, objects nested very deep, and the like"
+UNKNOWN = (
+    "iterators, deques, `bytearray` and the like as arguments; iterators and generators anywhere"
+)
 
 
 @case(UNKNOWN, lambda: (grid(), iter([1, 2])), live_at="next(steps)")
@@ -492,10 +495,57 @@ def first(model: Any, x: Tensor) -> Tensor:
     return x * model.value[0]
 
 
-for value in (lambda: bytearray(b"a"), lambda: array.array("f", [1])):
-    case(UNKNOWN, live_at="x * model.value[0]")(reading(first, value))
-case(UNKNOWN, live_at="self.value = value")(
-    reading(lambda m, x: x * deepest(m.value).value, lambda: deep(12))
+case(UNKNOWN, live_at="next(m.value)")(
+    reading(lambda m, x: x * next(m.value), lambda: iter(range(99)))
+)
+CONTENT = (
+    "counters, deques, `bytearray`, partials, bound methods, registries, objects of any depth: "
+    "what they hold"
+)
+
+
+def alters(model: Any, patch: pytest.MonkeyPatch) -> None:
+    model.value[0] += 1
+
+
+for value in (
+    lambda: bytearray(b"a"),
+    lambda: array.array("f", [1]),
+    lambda: collections.Counter({0: 1}),
+    lambda: collections.deque([1]),
+):
+    change(CONTENT, reading(first, value), alters)
+change(
+    CONTENT, reading(lambda m, x: x * deepest(m.value).value, lambda: deep(12)),
+    lambda m, p: p.setattr(deepest(m.value), "value", 3.0),
+)  # fmt: skip
+change(
+    CONTENT, reading(lambda m, x: x * m.value()[0], lambda: functools.partial(list, [2])),
+    lambda m, p: m.value.args[0].insert(0, 3),
+)  # fmt: skip
+change(
+    "optimizers, schedulers and distributions: what they hold",
+    reading(
+        lambda m, x: x * m.value.param_groups[0]["lr"],
+        lambda: torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.5),
+    ),
+    lambda m, p: p.setitem(m.value.param_groups[0], "lr", 0.25),
+)
+
+
+class Moved:
+    def go(self) -> int:
+        return 2
+
+
+def moves(moved: Moved) -> Any:
+    return Moved, ()
+
+
+copyreg.pickle(Moved, moves)
+MOVED = Moved()
+case("functions that are found by a computed name, by operators, by descriptors", calls=1)(
+    lambda: lambda x: x * copy.copy(MOVED).go()
 )
 
 ATTRIBUTES = "`training` and other plain attributes of all modules"
@@ -644,7 +694,10 @@ def tags(x: Tensor) -> Tensor:
     return y
 
 
-UNWRITABLE = "what it changes otherwise: sets, arrays, long lists, variables around a function"
+UNWRITABLE = (
+    "what it changes otherwise: sets, arrays, counters, deques, long lists, variables around a "
+    "function"
+)
 
 
 @case(UNWRITABLE, live_at="self.value.add(")
@@ -877,7 +930,7 @@ def total(n: int) -> float:
     return float(torch.arange(n).sum())
 
 
-CACHED = "what it keeps that was computed with tensors"
+CACHED = "what it keeps that was computed with tensors, and objects"
 
 
 @case(CACHED, calls=1)
@@ -1466,22 +1519,50 @@ def set_variable(x: Tensor) -> Tensor:
     return x * 2
 
 
-# What is not seen
+# What stands around the model
 
 
-case(
-    "clocks taken by name (`from time import time`), `datetime`; sockets, the stack",
-    change=lambda model, patch: None,  # it is another time by then
-)(lambda: lambda x: x * (time_ns() % 1_000_003))
-case(
-    "files, clocks and variables that torch and the standard library look at by themselves",
-    change=lambda model, patch: patch.setenv("TMPDIR", "/elsewhere"),
-)(lambda: lambda x: x * len(tempfile._candidate_tempdir_list()[0]))
-COMPUTED = "globals named by a computed string: `globals()[...]`, `getattr(module, name)`"
-change(COMPUTED, lambda: lambda x: x * globals()["SC" + "ALE"], puts("SCALE", 3.0))
+BY_NAME = (
+    "clocks taken by name (`from time import time`), `datetime.now()`, whether a file is there, "
+    "the stack"
+)
+
+
+@case(BY_NAME, live_at="time_ns()")
+def clock_by_name(x: Tensor) -> Tensor:
+    return x * 2 if time_ns() else x
+
+
+@case(BY_NAME, live_at="datetime.datetime.now()")
+def date_of_today(x: Tensor) -> Tensor:
+    return x * 2 if datetime.datetime.now() else x
+
+
+@case(BY_NAME, live_at="os.path.exists(")
+def asks_for_a_file(x: Tensor) -> Tensor:
+    return x * 2 if os.path.exists("/") else x
+
+
+@case("globals named by a computed string: `globals()[name]`, `eval`, `importlib`", live_at="SC")
+def computed_global(x: Tensor) -> Any:
+    return x * globals()["SC" + "ALE"]
+
+
+ENTROPY = "randomness that nothing can seed: `os.urandom`, `uuid4`, `secrets`, `default_rng()`"
+
+
+@case(ENTROPY, live_at="uuid4()")
+def draws_a_uuid(x: Tensor) -> Tensor:
+    return x * 2 if uuid.uuid4() else x
+
+
+@case(ENTROPY, live_at="default_rng()")
+def makes_a_generator(x: Tensor) -> Tensor:
+    return x * 2 if np.random.default_rng().random() < 2 else x
+
+
 change(
-    "functions of the standard library that are exchanged, and those of torch and numpy elsewhere: "
-    "`operator.add = f`",
+    "functions of the standard library that are exchanged: `operator.add = f`",
     lambda: lambda x: x * operator.index(2),
     lambda m, p: p.setattr(operator, "index", lambda number: 5),
 )
@@ -1489,8 +1570,11 @@ case(
     "`__name__`, `__doc__` and the like of classes and functions",
     mode=lambda: Attribute(lambda name: setattr(Base, "__name__", name), "Other", "Base"),
 )(lambda: lambda x: x * len(Base.__name__))  # fmt: skip
+INSTALLED_CLASSES = (
+    "classes of installed packages that are changed; `__bases__` that are exchanged, `ABC.register`"
+)
 change(
-    "classes of installed packages that are changed",
+    INSTALLED_CLASSES,
     reading(lambda m, x: x * (m.value.order() + 2), networkx.Graph),
     lambda m, p: p.setattr(networkx.Graph, "order", lambda self: 5),
 )
@@ -1526,26 +1610,32 @@ class Inheriting(Double):
 
 
 INHERITING = Inheriting()
-change(
-    "`__bases__` that are exchanged, `ABC.register`", lambda: lambda x: x * INHERITING.factor(),
-    lambda m, p: setattr(Inheriting, "__bases__", (Triple,)),
-)  # fmt: skip
+case(
+    INSTALLED_CLASSES,
+    mode=lambda: Attribute(lambda b: setattr(Inheriting, "__bases__", b), (Triple,), (Double,)),
+)(lambda: lambda x: x * INHERITING.factor())
 change(
     "a global that comes to hide a builtin", lambda: lambda x: x * len([1]),
     lambda m, p: p.setitem(globals(), "len", lambda x: 9),
 )  # fmt: skip
-SETTINGS_UNSEEN = (
-    "settings of Python's, and those of torch's not named above: `torch.set_warn_always`"
-)
-change(
-    SETTINGS_UNSEEN,
-    lambda: lambda x: x * sys.getrecursionlimit(),
-    lambda m, p: p.setattr(sys, "getrecursionlimit", lambda: 7),
-)
-case(SETTINGS_UNSEEN, mode=lambda: Attribute(torch.set_warn_always, True, False))(
-    lambda: lambda x: x * (2 if torch.is_warn_always_enabled() else 3)
-)
 LOGGER = logging.getLogger("of a model")
-case(SETTINGS_UNSEEN, mode=lambda: Attribute(LOGGER.setLevel, "DEBUG", "NOTSET"))(
+OF_PYTHON = "Python's settings: levels of loggers, filters of warnings, the precision of `decimal`"
+case(OF_PYTHON, mode=lambda: Attribute(LOGGER.setLevel, "DEBUG", "NOTSET"))(
     lambda: lambda x: x * LOGGER.getEffectiveLevel()
 )
+
+# What is not seen
+
+case(
+    "settings of torch's not named above: `torch.set_warn_always`",
+    mode=lambda: Attribute(torch.set_warn_always, True, False),
+)(lambda: lambda x: x * (2 if torch.is_warn_always_enabled() else 3))
+change(
+    "functions of torch and numpy that are exchanged elsewhere than above",
+    lambda: lambda x: x * float(np.polynomial.polynomial.polyval(2, [1, 1])),
+    lambda m, p: p.setattr(np.polynomial.polynomial, "polyval", lambda x, c: 9.0),
+)
+case(
+    "files, clocks and variables that installed packages look at by themselves",
+    change=lambda model, patch: patch.setenv("CUDA_VISIBLE_DEVICES", "0,1"),
+)(lambda: lambda x: x * len(torch.cuda._parse_visible_devices()))

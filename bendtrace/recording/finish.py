@@ -123,6 +123,8 @@ class Finish:
         if ran is not None:
             for reason in forbidden_in(ran):
                 self.tape.block(reason)
+            if self.tape.blockers:
+                ran.codes.clear()  # such runs are live in any case
             for code in learn(self._function, ran, self.surroundings.functions):
                 recording.is_transient = True
                 self.tape.block(

@@ -130,12 +130,12 @@ _FILES = frozenset(
         "exists", "lexists", "is_file", "is_dir", "is_symlink", "is_mount", "stat", "lstat",
         "iterdir", "glob", "rglob", "cwd", "home", "resolve", "absolute", "read_text", "read_bytes",
         "write_text", "write_bytes", "open", "mkdir", "rmdir", "unlink", "rename", "replace",
-        "touch", "chmod", "samefile", "expanduser", "owner", "group", "walk", "readlink",
-        "symlink_to", "hardlink_to", "abspath", "realpath", "expandvars", "ismount", "islink",
+        "touch", "chmod", "samefile", "owner", "group", "walk", "readlink",
+        "symlink_to", "hardlink_to", "abspath", "realpath", "ismount", "islink",
     }
 )  # fmt: skip
 _READS_WORLD: dict[str, frozenset[str]] = {
-    "builtins": frozenset({"globals", "eval", "exec", "input", "open", "breakpoint", "id"}),
+    "builtins": frozenset({"globals", "eval", "exec", "input", "open", "breakpoint"}),
     "type": frozenset({"now", "today", "utcnow", "__subclasses__"}),
     "logging": frozenset({"getLogger", "getLoggerClass", "getLogRecordFactory"}),
     "decimal": frozenset({"getcontext", "localcontext"}),

@@ -106,9 +106,14 @@ def held_by(function: Any) -> Iterator[Any]:
 
 def kept_in(cache: functools._lru_cache_wrapper[Any]) -> Iterator[Any]:
     """Yield the results that a `functools.lru_cache` keeps, and what containers among them hold."""
-    own = (getattr(cache, "__dict__", None), type(cache))
-    waiting = [held for held in gc.get_referents(cache) if type(held) is not object]
-    waiting = [held for held in waiting if all(held is not one for one in own)]
+    own = getattr(cache, "__dict__", None)
+    waiting = [
+        held
+        for held in gc.get_referents(cache)
+        if held is not own
+        and type(held) is not object
+        and not (isinstance(held, type) and held.__module__ == "functools")
+    ]
     entries = next((held for held in waiting if type(held) is dict), {})
     if cache.cache_parameters()["maxsize"] is None:
         waiting = list(entries.values())

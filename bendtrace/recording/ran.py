@@ -8,6 +8,7 @@ since 3.12 it is `sys.monitoring`, where what is of no interest is asked for onc
 
 from __future__ import annotations
 
+import random
 import sys
 import threading
 import types
@@ -61,7 +62,7 @@ class Ran:
 
     def _calls(self, frame: types.FrameType, function: Any) -> None:
         name = function.__name__
-        if name in _ENTROPY and function.__self__ is not None:
+        if name in _ENTROPY and isinstance(function.__self__, (types.ModuleType, random.Random)):
             place = _users_place(frame, self._is_finished)
             if place is not None:
                 self.entropy.setdefault(name, place)

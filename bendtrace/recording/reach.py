@@ -323,7 +323,12 @@ def is_finished(function: types.FunctionType) -> bool:
 
 
 def is_torchs_function(function: types.FunctionType) -> bool:
-    """Whether a function is torch's, and none that torch has wrapped around one of the user's."""
+    """Whether a function is torch's, and none that torch has wrapped around one of the user's.
+
+    Or one that this package has: what it wraps is an op.
+    """
+    if function.__code__.co_filename.startswith(_FINISHED[2]):
+        return True
     return is_torchs(function.__module__) and function.__code__.co_filename.startswith(_TORCH)
 
 

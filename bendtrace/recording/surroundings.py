@@ -8,6 +8,7 @@ what is there after the run - what the run changed.
 from __future__ import annotations
 
 import functools
+import types
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from operator import attrgetter
@@ -174,7 +175,8 @@ class Surroundings(Found):
         if part.kind is PartKind.IDENTITY and not isinstance(part.value, dict):
             for key, value in before.items():
                 if now.get(key) is not value:
-                    self.leaves_world = True  # perhaps only the first of them does
+                    if isinstance(part.value, types.MappingProxyType):
+                        self.leaves_world = True  # perhaps only the first run does
                     self.block(f"the run changes {key} of {part.label}", key)
             return
         if part.kind is not PartKind.IDENTITY and list(before) != list(now):

@@ -24,6 +24,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from bendtrace.recording.contents import WHOLE
+from bendtrace.recording.exchanged import exchanged
 from bendtrace.recording.found import Found
 from bendtrace.recording.joint import gathered_names, hidden_of, is_joint_hook
 from bendtrace.recording.kinds import (
@@ -136,6 +137,9 @@ class Walk:
         """Walk from the callable, and list what keeps a run from being repeated."""
         found = self.found
         self._walk_callable(found.function)
+        for stand_in in exchanged():
+            if isinstance(stand_in.value, types.FunctionType):
+                self._walk_code(stand_in.value)
         for function in learned_of(found.function):
             found.names |= {function.__name__}
             self._walk_code(function)
@@ -363,6 +367,9 @@ class Walk:
             for cls in kind.__mro__:
                 if "forward" in vars(cls):  # also of torch's own modules, which are not followed
                     self._walk_name(namespace_of(cls), "forward")
+                    forward = vars(cls)["forward"]
+                    if isinstance(forward, types.FunctionType) and not is_finished(forward):
+                        self._walk_code(forward)
                     break
         attributes = vars(module)
         for name in _HOOKS:
@@ -514,6 +521,8 @@ class Walk:
                 value = namespace[name]
                 installed = is_installed_space(namespace)
                 watched = namespace is own or not installed or is_watched(value)
+                if installed and isinstance(value, types.FunctionType) and not is_finished(value):
+                    self._walk_code(value)  # it stands in for another
                 if installed and not watched:
                     self._walk_installed(namespace, name)
                 elif watched:

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from bendtrace.recording.contents import Contents
+from bendtrace.recording.exchanged import exchanged
 from bendtrace.recording.found import Found
 from bendtrace.recording.learned import learned_of
 from bendtrace.recording.parts import (
@@ -143,6 +144,7 @@ class Walked:
             )
         }
         self._world = found.world
+        self._exchanged = exchanged()
         self._learned = learned_of(found.function)
         self._blockers = tuple(found.blockers)
         self._module_paths = dict(found.module_paths)
@@ -227,6 +229,8 @@ class Walked:
             now: what so far has the parts of its arguments only.
         """
         if now.function is not self._function or learned_of(now.function) != self._learned:
+            return False
+        if exchanged() != self._exchanged:
             return False
         if len(now.parts) != self._first or (*now.helpers,) != self._helpers:
             return False

@@ -37,7 +37,7 @@ from typing import Any, Protocol
 import torch
 
 from bendtrace.recording.parts import PLAIN_TYPES, identical, is_array, module_of, slots_of
-from bendtrace.recording.reach import is_users_class
+from bendtrace.recording.reach import is_torchs, is_users_class
 from bendtrace.recording.versions import version_of
 
 __all__ = ["PYTHONS", "Finder", "World", "content_reader", "is_opaque", "table_of"]
@@ -153,6 +153,8 @@ class World:
         self._seen[id(value)] = value
         if self._finder.met(value, label):
             return []
+        if is_torchs(module_of(kind)) and callable(value) and not is_users_class(kind):
+            return []  # an operator, or a function that was compiled
         self._finder.met_object(kind)
         if isinstance(value, logging.Logger):  # it keeps answers, which come and go
             self._others.append(_Content(value, _logger, label))
@@ -287,7 +289,7 @@ def _named(value: Any) -> Any:
 
 
 # What Python itself keeps of functions and classes.
-PYTHONS = ("__name__", "__qualname__", "__doc__", "__module__", "__annotations__")
+PYTHONS = ("__name__", "__qualname__", "__doc__", "__module__")
 
 
 def _filters(module: Any) -> Any:
@@ -363,7 +365,7 @@ def content_reader(value: Any) -> Callable[[Any], Any] | None:
             return _state_of
     if type(value) is types.BuiltinMethodType:
         free = isinstance(value.__self__, (types.ModuleType, type, types.NoneType))
-        return None if free else _bound_to
+        return None if free or value.__module__ is not None else _bound_to
     if callable(value) and hasattr(value, "__self__") and hasattr(value, "__func__"):
         return _bound_to  # a method that is written in Cython
     return None
@@ -401,21 +403,19 @@ def is_opaque(value: Any) -> bool:
     if numpy is not None and isinstance(value, (numpy.generic, numpy.dtype, numpy.ufunc)):
         return False
     if module_of(kind).partition(".")[0] == "torch" and module_of(kind) != "torch.classes":
-        return not _is_pythons(kind) and not callable(value)
-    return not _is_pythons(kind)
+        return not callable(value) and not all(map(_is_pythons, kind.__mro__))
+    return not all(map(_is_pythons, kind.__mro__))
 
 
-@functools.lru_cache(maxsize=1024)
-def _is_pythons(kind: Any) -> bool:
-    """Whether all that objects of a class hold is in their attributes."""
-    return all(
+def _is_pythons(base: type) -> bool:
+    """Whether all that a class adds to its objects is in their attributes."""
+    return (
         base is object
         or base in _TRANSPARENT
-        or (
+        or bool(
             base.__flags__ & _HEAP_TYPE
             and not any(type(member) in _OF_C for member in vars(base).values())
         )
-        for base in kind.__mro__
     )
 
 

@@ -68,7 +68,7 @@ class Case:
     def check_served(self, bended: bt.BendedModule) -> None:
         """Assert that calls were replayed, or that the reason why not says where."""
         if self.live is None or not (self.surely or bended.why_live):
-            assert bended.why_live == ()
+            assert bended.why_live == (), bended.why_live
             assert bended.stats.replays >= 2, bended.stats
             return
         assert bended.stats.live >= (2 if self.surely else 1), bended.stats

@@ -207,17 +207,17 @@ class HoldsOnToRandom(nn.Module):
         return x * float(self.draw.random())
 
 
-@border.live("content cannot be guarded", at="self.draw.random()", gradients=False)
+@border.live("run changes self.draw", at="self.draw.random()", gradients=False)
 def a_generator_of_python_in_an_attribute() -> nn.Module:
     return HoldsOnToRandom(random.Random(1))
 
 
-@border.live("content cannot be guarded", at="self.draw.random()", gradients=False)
+@border.live("run changes self.draw", at="self.draw.random()", gradients=False)
 def a_generator_of_numpy_in_an_attribute() -> nn.Module:
     return HoldsOnToRandom(np.random.default_rng(1))
 
 
-@border.live("content cannot be guarded|random")
+@border.live("content cannot be guarded|random|run changes")
 def a_generator_of_python_in_a_closure() -> Any:
     source = random.Random(1)
 
@@ -227,7 +227,7 @@ def a_generator_of_python_in_a_closure() -> Any:
     return model
 
 
-@border.live("content cannot be guarded|random")
+@border.live("content cannot be guarded|random|run changes")
 def a_generator_of_numpy_in_a_closure() -> Any:
     source = np.random.default_rng(1)
 

@@ -173,7 +173,7 @@ class OptimizerInside(Stateful):
         return self.fc(x)
 
 
-@border.live("", at="optimizer.", gradients=False)
+@border.either("", at="optimizer.", gradients=False)  # the first step makes its state
 def an_optimizer_inside() -> nn.Module:
     return OptimizerInside(lambda p: torch.optim.SGD(p, 0.1, momentum=0.5))
 

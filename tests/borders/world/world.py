@@ -116,6 +116,7 @@ def surroundings() -> Iterator[None]:
     import warnings
 
     with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
         level, environment = logging.root.level, dict(os.environ)
         states = random.getstate()
         try:
