@@ -117,6 +117,7 @@ class Walk:
         self._modules: list[types.ModuleType] = []
         self._kinds: set[type] = set()
         self._registers: set[type] = set()
+        self._is_finished = False  # whether it is installed code that has what is walked
 
     @property
     def is_untouched(self) -> bool:
@@ -199,8 +200,9 @@ class Walk:
                         self.found.world.add(value, f"{base.__name__}.{name}")
 
     def met_opaque(self, value: Any, label: str) -> None:
-        """Note what cannot be watched."""
-        self._unwatched.append((label, type(value)))
+        """Note what cannot be watched; what finished code keeps for itself may be anything."""
+        if not self._is_finished:
+            self._unwatched.append((label, type(value)))
 
     # Every `_walk...` adds parts; `Route` says how the thing was come by.
 
@@ -551,12 +553,14 @@ class Walk:
             values = (namespace.get(name) for namespace, name in reach.globals)
             told = {id(value) for value in values if isinstance(value, types.FunctionType)}
         for function in reach.functions:
+            outer, self._is_finished = self._is_finished, is_finished(function)
             self._walk_closure(function)
             tags = vars(function).keys() - {"__wrapped__"}
             if (tags or id(function) in told) and id(vars(function)) not in found.by_id:
                 self._walk_mapping(vars(function), function.__name__, frozenset({"__wrapped__"}))
             defaults = function.__defaults__ or (), (function.__kwdefaults__ or {}).values()
             self._walk_defaults(chain(*defaults), function.__name__)
+            self._is_finished = outer
 
     def _walk_installed(self, namespace: Mapping[str, Any], name: str) -> None:
         """Walk a global of installed code: what stands for it, and what is registered there."""
@@ -565,7 +569,9 @@ class Walk:
             self._walk_name(namespace, name, isinstance(value, (list, dict)) and name != "modules")
         elif isinstance(value, Mapping) and not is_torchs(module_of(type(value))):
             self._walk_name(namespace, name, False)
+            self._is_finished = True
             self.found.world.add(value, name)
+            self._is_finished = False
 
     def _walk_settings(self) -> None:
         """Watch Python's own settings, as far as the code of the user's names what they decide."""

@@ -31,6 +31,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from enum import Enum
+from itertools import chain
 from operator import attrgetter, is_
 from typing import Any, Protocol
 
@@ -66,19 +67,23 @@ class World:
     def __init__(self, finder: Finder) -> None:
         self._finder: Finder | None = finder
         self._seen: dict[int, Any] = {}
-        self._tables: list[_Table] = []
+        self._tables: list[_Content] = []
         self._dicts: list[dict[Any, Any]] = []
         self._versions: list[Any] = []
         self._owners: list[Any] = []
         self._own: list[Any] = []
         self._objects: list[Any] = []
         self._kinds: list[type] = []
+        self._whole: list[_Content] = []
         self._others: list[_Content] = []
+        self._readers: list[Callable[[Any], Any]] = []
+        self._values: list[Any] = []
+        self._items: list[Any] = []
         self._classes: list[type] = []
         self._bases: list[Any] = []
 
     def __bool__(self) -> bool:
-        return bool(self._dicts or self._objects or self._others or self._classes)
+        return bool(self._dicts or self._objects or self._others or self._whole or self._classes)
 
     def add(self, value: Any, label: str) -> None:
         """Watch a thing, and all that it holds."""
@@ -92,17 +97,20 @@ class World:
         """Watch what a class of installed code has, without what that holds."""
         if id(cls) not in self._seen:
             self._seen[id(cls)] = cls
-            self._add_table(table_of(cls), cls.__qualname__)
+            table = table_of(cls)
+            self._tables.append(_Content(table, _members, cls.__qualname__))
+            self._dicts.append(table)
+            self._versions.append(version_of(table))
 
     def add_settings(self, names: set[str]) -> None:
         """Watch settings of Python's that decide what code does that uses some names."""
         for asking, value, read, label in _SETTINGS:
             if not asking.isdisjoint(names):
-                self._others.append(_Content(value, read, label))
+                self._add_content(value, read, label)
 
     def add_registered(self) -> None:
         """Watch what counts as a subclass of an abstract class."""
-        self._others.append(_Content(abc, lambda module: [module.get_cache_token()], "abc"))
+        self._add_content(abc, lambda module: [module.get_cache_token()], "abc")
 
     def add_bases(self, classes: Iterable[type]) -> None:
         """Watch what classes inherit from."""
@@ -112,7 +120,7 @@ class World:
     def add_names(self, things: Iterable[Any]) -> None:
         """Watch the names and texts that Python keeps of functions and classes."""
         for thing in things:
-            self._others.append(_Content(thing, _named, getattr(thing, "__qualname__", "")))
+            self._add_content(thing, _named, getattr(thing, "__qualname__", ""))
 
     def same(self) -> bool:
         """Whether everything holds what it held."""
@@ -125,12 +133,20 @@ class World:
             [*map(type, self._objects)] == self._kinds
             and all(map(is_, map(_mro, self._classes), self._bases))
             and all(map(is_, map(_attributes, self._owners), self._own))
-            and all(content.same() for content in self._others)
+            and self._same_items()
+            and all(content.same() for content in self._whole)
         )
+
+    def _same_items(self) -> bool:
+        """Whether what is compared item by item is the same, which is mostly found out in C."""
+        now = [*chain.from_iterable(map(operator.call, self._readers, self._values))]
+        if len(now) == len(self._items) and all(map(is_, now, self._items)):
+            return True
+        return all(content.same() for content in self._others)
 
     def changed(self) -> Iterator[str]:
         """Yield the labels of what does not hold what it held."""
-        for content in (*self._tables, *self._others):
+        for content in (*self._tables, *self._others, *self._whole):
             if not content.same():
                 yield content.label
         for thing, kind in zip(self._objects, self._kinds, strict=True):
@@ -147,7 +163,9 @@ class World:
 
     def _meet(self, value: Any, label: str) -> list[tuple[Any, str]]:
         kind = type(value)
-        if kind in PLAIN_TYPES:
+        if kind in PLAIN_TYPES or (
+            kind in (tuple, frozenset) and PLAIN_TYPES.issuperset(map(type, value))
+        ):
             return []
         assert self._finder is not None
         self._seen[id(value)] = value
@@ -157,7 +175,7 @@ class World:
             return []  # an operator, or a function that was compiled
         self._finder.met_object(kind)
         if isinstance(value, logging.Logger):  # it keeps answers, which come and go
-            self._others.append(_Content(value, _logger, label))
+            self._add_content(value, _logger, label)
             return []
         found: list[tuple[Any, str]] = []
         reader = content_reader(value)
@@ -166,8 +184,7 @@ class World:
             if reader is _items and kind is dict:
                 found += self._add_table(value, label)
             else:
-                content = _Content(value, reader, label)
-                self._others.append(content)
+                content = self._add_content(value, reader, label)
                 found += [(item, f"{label}[...]") for item in content.held()]
         elif is_opaque(value):
             self._finder.met_opaque(value, label)
@@ -182,11 +199,21 @@ class World:
             found += [(item, form.format(label, name)) for name, item in own.items()]
         if names := tuple(slots_of(kind)):
             self._note(value)
-            content = _Content(value, functools.partial(_slots, names), label)
-            self._others.append(content)
+            content = self._add_content(value, functools.partial(_slots, names), label)
             named = zip(names, content.held(), strict=True)
             found += [(item, form.format(label, name)) for name, item in named]
         return found
+
+    def _add_content(self, value: Any, read: Callable[[Any], Any], label: str) -> _Content:
+        content = _Content(value, read, label)
+        if content.is_whole:
+            self._whole.append(content)
+        else:
+            self._others.append(content)
+            self._readers.append(read)
+            self._values.append(value)
+            self._items += content.held()
+        return content
 
     def _note(self, value: Any) -> None:
         if not self._objects or self._objects[-1] is not value:
@@ -194,7 +221,7 @@ class World:
             self._kinds.append(type(value))
 
     def _add_table(self, table: dict[Any, Any], label: str) -> list[tuple[Any, str]]:
-        self._tables.append(_Table(table, label))
+        self._tables.append(_Content(table, _items, label))
         self._dicts.append(table)
         self._versions.append(version_of(table))
         keys = [(key, f"a key of {label}") for key in table if type(key) not in PLAIN_TYPES]
@@ -218,17 +245,13 @@ class _Content:
             return bool(now == self._was)
         return len(now) == len(self._was) and all(map(_alike, now, self._was))
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether it is not compared item by item."""
+        return type(self._was) is not tuple
+
     def held(self) -> tuple[Any, ...]:
         return self._was if type(self._was) is tuple else ()
-
-
-class _Table(_Content):
-    """What a dict held that its owner's methods do not come between."""
-
-    __slots__ = ()
-
-    def __init__(self, table: dict[Any, Any], label: str) -> None:
-        super().__init__(table, _items, label)
 
 
 def _alike(a: Any, b: Any) -> bool:
@@ -240,6 +263,19 @@ def _alike(a: Any, b: Any) -> bool:
 
 def _items(value: Any) -> tuple[Any, ...]:
     return (*dict.keys(value), *dict.values(value))
+
+
+def _members(table: dict[str, Any]) -> tuple[Any, ...]:
+    """What a class of torch's has, but for what torch.compile and this package exchange in it."""
+    return tuple(
+        part
+        for name, member in table.items()
+        if (name[:2] != "__" or name in _ASKED) and name != "_compiled_call_impl"
+        for part in (name, member)
+    )
+
+
+_ASKED = frozenset({"__getattr__", "__setattr__", "__getitem__", "__iter__", "__len__"})
 
 
 def _ordered(value: Any) -> tuple[Any, ...]:
