@@ -56,6 +56,7 @@ class Reach(NamedTuple):
 
     Attributes:
         functions: methods, properties and plain functions, its own and others.
+        opaque: what `bt.opaque` has made of functions: each is an op.
         globals: (namespace, name) of the globals that these name, also in other modules.
         owners: the namespaces of the classes that it looks for members in.
         members: (class namespace, name) of the class attributes and methods that they name.
@@ -67,6 +68,7 @@ class Reach(NamedTuple):
     """
 
     functions: tuple[types.FunctionType, ...]
+    opaque: tuple[types.FunctionType, ...]
     globals: tuple[Named, ...]
     owners: tuple[Mapping[str, Any], ...]
     members: tuple[Named, ...]
@@ -110,6 +112,7 @@ def _search(subject: type | types.FunctionType, entries: frozenset[str]) -> Reac
     codes = [function.__code__ for function in search.functions.values()]
     return Reach(
         tuple(search.functions.values()),
+        tuple(search.opaque.values()),
         tuple(search.globals.values()),
         tuple(search.owners.values()),
         tuple(search.members.values()),
@@ -137,6 +140,7 @@ class _Search:
         # First in, first out: what a class has itself comes before what it inherits.
         self.waiting: deque[types.FunctionType] = deque()
         self.functions: dict[int, types.FunctionType] = {}
+        self.opaque: dict[int, types.FunctionType] = {}
         self.globals: dict[tuple[int, str], Named] = {}
         self.members: dict[tuple[int, str], Named] = {}
         self.names: set[str] = set()
@@ -146,7 +150,9 @@ class _Search:
     def run(self) -> None:
         while self.waiting:
             function = self.waiting.popleft()
-            if id(function) not in self.functions and not is_torchs_function(function):
+            if function.__code__.co_filename.startswith(_FINISHED[2]):
+                self.opaque[id(function)] = function
+            elif id(function) not in self.functions and not is_torchs_function(function):
                 self.functions[id(function)] = function
                 self._follow(function)
 
@@ -323,12 +329,7 @@ def is_finished(function: types.FunctionType) -> bool:
 
 
 def is_torchs_function(function: types.FunctionType) -> bool:
-    """Whether a function is torch's, and none that torch has wrapped around one of the user's.
-
-    Or one that this package has: what it wraps is an op.
-    """
-    if function.__code__.co_filename.startswith(_FINISHED[2]):
-        return True
+    """Whether a function is torch's, and none that torch has wrapped around one of the user's."""
     return is_torchs(function.__module__) and function.__code__.co_filename.startswith(_TORCH)
 
 

@@ -14,7 +14,7 @@ import inspect
 import sys
 import types
 from abc import ABCMeta
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from enum import Enum
 from itertools import chain, filterfalse
 from typing import Any, NamedTuple
@@ -547,6 +547,8 @@ class Walk:
                 self._walk_name(namespace, name)
             else:
                 notes.absent.append((namespace, name))
+        for function in reach.opaque:
+            self._walk_one_op(function)
         # Functions that code may set attributes of, or ask for one that is not there yet.
         told: set[int] = set()
         if reach.stores or not reach.names.isdisjoint(("getattr", "hasattr")):
@@ -561,6 +563,21 @@ class Walk:
             defaults = function.__defaults__ or (), (function.__kwdefaults__ or {}).values()
             self._walk_defaults(chain(*defaults), function.__name__)
             self._is_finished = outer
+
+    def _walk_one_op(self, function: Any) -> None:
+        """Walk the plain values that a function reads which is called as one op."""
+        inner = getattr(function, "__wrapped__", None)
+        inner = getattr(inner, "__func__", inner)
+        if not isinstance(inner, types.FunctionType) or inner in self._walked:
+            return
+        self._walked.add(inner)
+        reach = reach_of(inner)
+        self.found.depends.add(reach.depends)
+        for namespace, name in reach.globals:
+            if type(namespace.get(name)) in PLAIN_TYPES:
+                self._walk_name(namespace, name)
+        for one in reach.functions:
+            self._walk_closure(one, PLAIN_TYPES)
 
     def _walk_installed(self, namespace: Mapping[str, Any], name: str) -> None:
         """Walk a global of installed code: what stands for it, and what is registered there."""
@@ -602,7 +619,9 @@ class Walk:
                 else:
                     self._walk(value, route)
 
-    def _walk_closure(self, function: types.FunctionType) -> None:
+    def _walk_closure(
+        self, function: types.FunctionType, only: Collection[type] | None = None
+    ) -> None:
         for name, cell in zip(
             function.__code__.co_freevars, function.__closure__ or (), strict=True
         ):
@@ -610,6 +629,8 @@ class Walk:
                 value = cell.cell_contents
             except ValueError:  # an empty cell: the name is assigned later
                 self.notes.empty.append(cell)
+                continue
+            if only is not None and type(value) not in only:
                 continue
             if name != "__class__" and id(cell) not in self.found.by_id:
                 fixed = Route(None, Access.FIXED, None, name, False)
