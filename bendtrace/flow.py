@@ -441,7 +441,7 @@ def _class_of(mark: Mark, tape: Tape) -> tuple[type[FlowStep], str] | None:
         if role.kind == "assert":
             return AssertFlowStep, "assert"
         # Looking for a key compares it with those that are there.
-        return LogicalFlowStep, "key" if role.kind == "index" else role.kind or record.how
+        return LogicalFlowStep, "key" if role.kind == "index" else role.kind or "bool"
     if record.test is Test.LENGTH:
         # Otherwise: the several results of an op, taken apart by hand.
         return (LoopFlowStep, role.kind or "iteration") if walks or record.how == "iter" else None

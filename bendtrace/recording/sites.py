@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-__all__ = ["Place", "Site", "SiteTable", "Span"]
+__all__ = ["Place", "Site", "SiteTable", "Span", "first_offset"]
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _OVERRIDES = torch.overrides.__file__
@@ -108,7 +108,7 @@ class Site:
         return tuple(
             number
             for code, offset in self.chain
-            for number in (id(code), _repeated(code).get(offset, offset))
+            for number in (id(code), first_offset(code, offset))
         )
 
     @cached_property
@@ -230,6 +230,11 @@ _PRECALL, _CACHE = dis.opmap.get("PRECALL"), dis.opmap.get("CACHE")
 _repeats: dict[int, tuple[CodeType, dict[int, int]]] = {}
 
 
+def first_offset(code: CodeType, offset: int) -> int:
+    """Return where an instruction is; of those that repeat the test of a `while`, the first one."""
+    return _repeated(code).get(offset, offset)
+
+
 def _repeated(code: CodeType) -> dict[int, int]:
     """Return, for instructions that repeat the test of a `while`, those that they repeat."""
     known = _repeats.get(id(code))
@@ -244,13 +249,24 @@ def _repetitions(code: CodeType) -> Iterator[tuple[int, int]]:
     for position, jump in enumerate(instructions):
         if "JUMP_BACKWARD" not in jump.opname or jump.argval not in index:
             continue
-        # The body begins after the first copy of the test, which ends in a jump as well.
-        before, after = index[jump.argval] - 1, position
-        if jump.opname == "JUMP_BACKWARD":
-            after -= 1
-        while before >= 0 and after > before and _alike(instructions[before], instructions[after]):
-            yield instructions[after].offset, instructions[before].offset
-            before, after = before - 1, after - 1
+        # The body begins after the first copy of the test; the second one ends in this jump.
+        before = instructions[: index[jump.argval]]
+        there = {instruction.positions for instruction in before}
+        repeated = []
+        while position >= 0 and instructions[position].positions in there:
+            repeated.append(instructions[position])
+            position -= 1
+        here = {instruction.positions for instruction in repeated}
+        first = [one for one in reversed(before) if one.positions in here and _computes(one)]
+        second = [one for one in repeated if _computes(one)]
+        # Where they jump to differs, and so what they leave behind.
+        if all(map(_alike, first, second)) and len(first) >= len(second):
+            for one, other in zip(first, second, strict=False):
+                yield other.offset, one.offset
+
+
+def _computes(one: dis.Instruction) -> bool:
+    return not one.opname.startswith(("POP_TOP", "NOP", "NOT_TAKEN", "JUMP_FORWARD", "JUMP_BACK"))
 
 
 def _alike(one: dis.Instruction, other: dis.Instruction) -> bool:
