@@ -18,7 +18,6 @@ import bendtrace as bt
 from tests.corpus import CASES
 from tests.corpus._case import Case
 
-
 _OF_THE_CORPUS = str(Path(__file__).parent / "corpus")
 
 

@@ -14,7 +14,9 @@ from typing import NamedTuple
 
 import torch
 
-__all__ = ["Place", "Site", "SiteTable", "Span", "first_offset"]
+from bendtrace.recording.features import is_off
+
+__all__ = ["Place", "Site", "SiteTable", "Span", "first_offset", "is_covered"]
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _OVERRIDES = torch.overrides.__file__
@@ -128,7 +130,7 @@ class Site:
         return tuple(
             place
             for (code, offset), place in zip(self.chain, self.places, strict=True)
-            if not place.in_torch and _is_covered(code, offset)
+            if not place.in_torch and is_covered(code, offset)
         )
 
     @property
@@ -205,6 +207,8 @@ def _place(code: CodeType, offset: int) -> Place:
         known = _positions[id(code)] = (code, list(code.co_positions()))
     positions = known[1][offset // 2]
     line = positions[0] or code.co_firstlineno
+    if is_off("places"):
+        return Place(code.co_filename, code.co_name, Span(line, 0, line, 0), offset)
     span = Span(line, positions[2] or 0, positions[1] or line, positions[3] or 0)
     return Place(code.co_filename, code.co_name, span, offset)
 
@@ -274,7 +278,10 @@ def _alike(one: dis.Instruction, other: dis.Instruction) -> bool:
     return same and one.positions == other.positions
 
 
-def _is_covered(code: CodeType, offset: int) -> bool:
+def is_covered(code: CodeType, offset: int) -> bool:
+    """Whether the exception table of code covers an instruction: an error there may be handled."""
+    if is_off("handlers"):
+        return True
     if not code.co_exceptiontable:
         return False
     # Private to dis, but the only reader of the table (Python 3.11 to 3.14).

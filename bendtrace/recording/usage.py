@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import CodeType, FrameType
 from typing import NamedTuple
 
+from bendtrace.recording.features import is_off
 from bendtrace.recording.instructions import (
     CONSTANTS,
     constant_of,
@@ -37,6 +38,8 @@ _identity: dict[int, tuple[CodeType, bool]] = {}
 def compares_identity(code: CodeType) -> bool:
     """Whether code, or code within it, asks `x is y` of things neither of which is a constant."""
     known = _identity.get(id(code))
+    if is_off("identity"):
+        return True
     if known is None:
         asks = has(code, "IS_OP") and any(
             there == "IS_OP" and before not in CONSTANTS
@@ -80,6 +83,8 @@ def needs_plain_numbers(code: CodeType) -> bool:
     it, such as a comprehension, counts.
     """
     known = _plain.get(id(code))
+    if is_off("identity"):
+        return True
     if known is None:
         needs = _has_such_code(code) or any(map(needs_plain_numbers, _within(code)))
         known = _plain[id(code)] = (code, needs)
@@ -108,7 +113,7 @@ def only_tests(frame: FrameType, depth: int = 0) -> bool:
         frame: where the code is at the instruction.
         depth: for bools in a list, 1; in a list of lists, 2; and so on.
     """
-    found: FrameType | None = frame
+    found: FrameType | None = None if is_off("truth") else frame
     while found is not None:
         code, offset = found.f_code, found.f_lasti
         known = _tests.get((id(code), offset, depth))
