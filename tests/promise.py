@@ -129,16 +129,32 @@ def footprint() -> list[Any]:
     ]  # fmt: skip
 
 
+def seed_everything(seed: int) -> None:
+    """Seed the generator of each device that is in use."""
+    torch.default_generator.manual_seed(seed)  # torch.manual_seed keeps a stack for each call
+    if torch.cuda.is_initialized():
+        for generator in torch.cuda.default_generators:
+            generator.manual_seed(seed)
+
+
+def random_states() -> list[Any]:
+    """Return the states of the generators of all devices that are in use."""
+    states = [torch.get_rng_state()]
+    if torch.cuda.is_initialized():
+        states += torch.cuda.get_rng_state_all()
+    return [state.tolist() for state in states]
+
+
 def outcome(call: Callable[..., Any], inputs: Inputs, seed: int) -> tuple[Any, Any, Any, Any]:
     """Call and return (bits of the result, the error, bits of the arguments, RNG state)."""
-    torch.default_generator.manual_seed(seed)  # torch.manual_seed keeps a stack for each call
+    seed_everything(seed)
     args, kwargs = inputs
     result = error = None
     try:
         result = call(*args, **kwargs)
     except Exception as raised:
         error = raised
-    return bits(result), error, bits([args, kwargs]), torch.get_rng_state().tolist()
+    return bits(result), error, bits([args, kwargs]), random_states()
 
 
 def assert_promise(

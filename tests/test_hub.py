@@ -13,7 +13,7 @@ from tests.promise import state
 
 pytest.importorskip("transformers", reason="needs the test extra")
 
-from tests.hub.building import build, quiet, types
+from tests.hub.building import CHOSEN, build, quiet, types
 from tests.hub.heads import HEADS, labelled, trained, types_with
 from tests.hub.inputs import guessed
 from tests.hub.sweeping import row, sweep
@@ -21,30 +21,6 @@ from tests.hub.sweeping import row, sweep
 pytestmark = pytest.mark.filterwarnings("ignore")  # the library's own, of each version others
 
 SHARES = 16
-
-# Of each kind some: how attention, positions, caches, routing, states and inputs are written.
-CHOSEN = [
-    # encoders
-    "albert", "deberta-v2", "longformer", "modernbert",
-    # decoders
-    "bloom", "falcon", "gemma3_text", "gpt_neo", "qwen3",
-    # mixtures of experts
-    "deepseek_v3", "gpt_oss", "granitemoe", "qwen3_moe",
-    # state spaces, recurrences and mixtures of these
-    "falcon_mamba", "jamba", "mamba2", "qwen3_next", "rwkv",
-    # encoders with decoders
-    "bart", "pegasus", "switch_transformers",
-    # images
-    "convnext", "dinov2", "resnet", "segformer", "swin",
-    # detection and segmentation
-    "detr", "maskformer-swin", "sam", "yolos",
-    # audio
-    "encodec", "hubert", "wav2vec2", "whisper",
-    # several kinds of inputs
-    "clip", "idefics3", "llava", "qwen2_vl",
-    # series and decisions
-    "autoformer", "decision_transformer", "patchtst",
-]  # fmt: skip
 
 
 @pytest.mark.parametrize("model_type", CHOSEN)
