@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 from xml.etree import ElementTree
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
@@ -57,6 +58,7 @@ def assert_trains_alike(
         for called, owner, optimizer in pairs:
             optimizer.zero_grad()
             seed_everything(seed)
+            np.random.seed(seed)
             args, kwargs = inputs()
             out = called(*args, **kwargs)
             loss_of(out).backward()
