@@ -402,7 +402,7 @@ def test_inputs_are_read_before_the_model_is_imported(run: Run) -> None:
 
 def test_an_error_of_the_model_comes_with_the_users_traceback(run: Run) -> None:
     result = run("trace", "models.py:raises", "--input", "ones(2, 3)")
-    assert result.error == (
+    assert result.error.replace("mm: ", "") == (  # which torch 2.15 adds
         "models.py:raises, called with x: float32[2, 3], raised RuntimeError:"
         " mat1 and mat2 shapes cannot be multiplied (2x3 and 7x7)"
     )
