@@ -164,6 +164,7 @@ def assert_promise(
     mode: Callable[[], AbstractContextManager[Any]] = nullcontext,
     insert: Callable[[bt.BendedModule], object] = lambda bended: None,
     wrap: Callable[[Any], bt.BendedModule] = bt.BendedModule,
+    compare_with: Callable[[Any], Callable[..., Any]] = lambda eager: eager,
 ) -> bt.BendedModule:
     """Call a model and its `BendedModule` in turn and compare everything after each call.
 
@@ -173,19 +174,21 @@ def assert_promise(
         mode: a context to call in, such as `torch.no_grad`.
         insert: inserts in the `BendedModule` what is to make no difference.
         wrap: makes the `BendedModule`.
+        compare_with: what calls the eager model, such as with hooks of torch's own.
 
     Returns:
         The `BendedModule`, with the statistics of the calls.
     """
     torch.manual_seed(0)
     eager = make()
+    call_eager = compare_with(eager)
     torch.manual_seed(0)
     model = make()
     bended = wrap(model)
     insert(bended)
     for seed, inputs in enumerate(calls):
         with mode():
-            wanted = outcome(eager, inputs(), seed)
+            wanted = outcome(call_eager, inputs(), seed)
             before = footprint()
             given = outcome(bended, inputs(), seed)
             assert footprint() == before, f"call {seed}"

@@ -30,6 +30,7 @@ from bendtrace.analysis import (
 )
 from bendtrace.errors import InputError
 from tests.promise import bits
+from tests.shares import some
 
 
 class Net(nn.Module):
@@ -567,8 +568,8 @@ def test_a_trainer_that_raised_can_be_begun_anew(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("kind", ["over a loader", "alongside"])
+@pytest.mark.parametrize("accumulate", some([1, 2], 2, start=1))
+@pytest.mark.parametrize("kind", some(["over a loader", "alongside"], 2))
 def test_training_in_a_trainer_goes_on_bit_by_bit(
     kind: str, accumulate: int, tmp_path: Path
 ) -> None:

@@ -335,6 +335,7 @@ def test_long_graphs_are_cut_unless_asked_for(run: Run) -> None:
     assert "%add_59" in run("trace", "long.py:f", "--input", "ones(1)", "--full").out
 
 
+@pytest.mark.all
 def test_a_pipe_that_closes_is_no_error() -> None:
     command = f"{sys.executable} -m bendtrace | head -1"
     root = Path(bendtrace.__file__).parents[1]
@@ -495,6 +496,7 @@ def test_python_m_bendtrace_succeeds() -> None:
     assert "6 of 6 calls equal to eager, bit for bit" in done.stdout
 
 
+@pytest.mark.all
 def test_python_m_bendtrace_fails_in_one_line() -> None:
     done = python("trace", "torch.nn:Gelu", "--input", "1")
     assert done.returncode == 2

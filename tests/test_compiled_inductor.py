@@ -17,9 +17,12 @@ from tests.cuda.waiting import waits
 # Without what is done for speed by default, which takes longer to compile.
 PLAIN = {"drop_slower": False, "options": {}}
 
-pytestmark = pytest.mark.skipif(
-    shutil.which("g++") is None and shutil.which("c++") is None, reason="no compiler"
-)
+pytestmark = [
+    pytest.mark.all,
+    pytest.mark.skipif(
+        shutil.which("g++") is None and shutil.which("c++") is None, reason="no compiler"
+    ),
+]
 
 
 @pytest.fixture(autouse=True)

@@ -10,6 +10,7 @@ import torch
 import bendtrace as bt
 from bendtrace.errors import InterjectionError
 from tests.promise import state
+from tests.shares import some
 
 pytest.importorskip("transformers", reason="needs the test extra")
 
@@ -23,7 +24,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # the library's own, of each 
 SHARES = 16
 
 
-@pytest.mark.parametrize("model_type", CHOSEN)
+@pytest.mark.parametrize("model_type", some(CHOSEN, 6))
 def test_a_model_is_itself(model_type: str) -> None:
     """Called, replayed, logged, printed, looked at and set to zero in the middle."""
     found = row(model_type)
@@ -96,7 +97,7 @@ def assert_trains(auto: str, model_type: str) -> bt.BendedModule:
     return bended
 
 
-@pytest.mark.parametrize(("auto", "model_type"), TRAINED)
+@pytest.mark.parametrize(("auto", "model_type"), some(TRAINED, 5))
 def test_training_with_labels(auto: str, model_type: str) -> None:
     stats = assert_trains(auto, model_type).stats
     assert stats.traces + stats.live >= 1

@@ -24,6 +24,7 @@ from bendtrace.graph.mirror import NodeRef
 from tests.corpus import CASES
 from tests.corpus._case import Case
 from tests.promise import assert_promise, bits
+from tests.shares import some
 
 
 class Watch(bt.Interjection):
@@ -92,7 +93,7 @@ def assert_same(given: Any, wanted: Any) -> None:
 # Every run
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", some(CASES, 6, start=2), ids=lambda case: case.name)
 def test_an_observer_of_everything_changes_nothing_in_any_model(case: Case) -> None:
     watch = Watch()
     first, *rest = case.paths.values()
