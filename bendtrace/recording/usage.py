@@ -104,9 +104,11 @@ _tests: dict[tuple[int, int, int], tuple[CodeType, bool | None]] = {}
 
 
 def only_tests(frame: FrameType, depth: int = 0) -> bool:
-    """Whether code does no more than test the bool that its instruction at hand results in.
+    """Whether code does no more than test what its instruction at hand results in, or drop it.
 
-    A traced bool must not go further than that: torch's C++ functions take none but a real one
+    It is tested for its truth, or for being None.
+
+    A traced bool must not go further: torch's C++ functions take none but a real one
     for `keepdim` and the like, and refuse it before the tracer is asked.
 
     Args:
@@ -185,6 +187,7 @@ class _Flow:
     """
 
     def __init__(self, code: CodeType) -> None:
+        self._code = code
         self._steps = list(single_steps(code))
         self._offsets = [step.offset for step in self._steps]
         self._seen: set[str] = set()
@@ -203,6 +206,8 @@ class _Flow:
                 position += 2  # the end of a < b < c, which drops the middle
             elif name == "POP_TOP":
                 return True
+            elif constant_of(self._code, name, step.argument or 0) is None:
+                return self._name(position + 1) == "IS_OP"
             elif name == "RETURN_VALUE":
                 return None
             elif name == "STORE_FAST":
