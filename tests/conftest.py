@@ -13,6 +13,9 @@ import torch
 torch.set_num_threads(1)
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+# Nothing in it is a test or has an example, and importing it takes seconds.
+collect_ignore_glob = ["distributed/*"]
+
 LEFT = pytest.StashKey[int]()
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import os
 import re
 import subprocess
 import sys
@@ -22,6 +23,8 @@ PAGES = [
     *sorted((ROOT / "docs").rglob("*.md")),
 ]  # fmt: skip
 _BLOCK = re.compile(r"^(`{3,})([^\n]*)\n(.*?)^\1$", flags=re.DOTALL | re.MULTILINE)
+# Which kernels torch takes.
+_KERNELS = ("ATEN_CPU_CAPABILITY", "MKL_CBWR", "ONEDNN_MAX_CPU_ISA")
 _SCRIPTS = {"README.md": "refine.py", "diff.md": "refine.py"}  # as their tables call it
 
 
@@ -100,7 +103,10 @@ def _server(*modules: str) -> Callable[[Path, str], int]:
     process = subprocess.Popen(
         [sys.executable, "-P", "-c", _SERVING, *modules],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, encoding="utf-8",
-        env={"PYTHONPATH": str(ROOT), "PATH": "", "PYTHONIOENCODING": "utf-8"},
+        env={
+            "PYTHONPATH": str(ROOT), "PATH": "", "PYTHONIOENCODING": "utf-8",
+            **{name: os.environ[name] for name in _KERNELS if name in os.environ},
+        },
     )  # fmt: skip
     assert process.stdin is not None
     assert process.stdout is not None

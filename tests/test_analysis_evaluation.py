@@ -567,6 +567,7 @@ def test_a_trainer_that_raised_can_be_begun_anew(tmp_path: Path) -> None:
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
 
 
+@pytest.mark.all
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("accumulate", some([1, 2], 2, start=1))
 @pytest.mark.parametrize("kind", some(["over a loader", "alongside"], 2))

@@ -26,7 +26,7 @@ def _forgetful() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("case", some(CASES, 10, start=4), ids=lambda case: case.name)
+@pytest.mark.parametrize("case", some(CASES, 20, start=4), ids=lambda case: case.name)
 def test_gives_what_eager_gives_where_the_backend_changes_nothing(case: Case) -> None:
     # Twice until it is compiled, once compiled, and once more after each other path.
     calls = [path for path in case.paths.values() for _ in range(3)]

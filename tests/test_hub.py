@@ -24,7 +24,11 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # the library's own, of each 
 SHARES = 16
 
 
-@pytest.mark.parametrize("model_type", some(CHOSEN, 6))
+# A few that are small; `--all` has the others.
+QUICK = {"albert", "bloom", "decision_transformer", "dinov2", "granitemoe", "qwen3"}
+
+
+@pytest.mark.parametrize("model_type", some(CHOSEN, chosen=QUICK))
 def test_a_model_is_itself(model_type: str) -> None:
     """Called, replayed, logged, printed, looked at and set to zero in the middle."""
     found = row(model_type)
@@ -97,7 +101,7 @@ def assert_trains(auto: str, model_type: str) -> bt.BendedModule:
     return bended
 
 
-@pytest.mark.parametrize(("auto", "model_type"), some(TRAINED, 5))
+@pytest.mark.parametrize(("auto", "model_type"), some(TRAINED, 8))
 def test_training_with_labels(auto: str, model_type: str) -> None:
     stats = assert_trains(auto, model_type).stats
     assert stats.traces + stats.live >= 1

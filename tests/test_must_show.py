@@ -496,6 +496,7 @@ def generated(model: Any, **options: Any) -> Any:
     return bits([out.sequences, out.logits, torch.get_rng_state()])
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("options", [{"do_sample": False}, {"do_sample": True, "top_k": 20}])
 @pytest.mark.parametrize(("name", "place"), some(LANGUAGE, 4))
 def test_generating_with_steering_is_generating_with_a_change_by_hand(

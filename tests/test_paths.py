@@ -696,6 +696,7 @@ lstm: tuple(3)
     )
 
 
+@pytest.mark.all
 def test_outputs_of_hugging_face_models_are_dug_into_by_name() -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.GPT2Config(

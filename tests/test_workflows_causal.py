@@ -100,6 +100,7 @@ def test_cells_are_those_of_a_loop_with_native_hooks_bit_by_bit(window: int) -> 
     assert len(set(corrupted.tolist())) == 3
 
 
+@pytest.mark.all
 def test_gpt2_is_traced_as_by_native_hooks() -> None:
     model = gpt2()
     names = ["transformer.h.0", "transformer.h.1.attn"]

@@ -110,6 +110,7 @@ def test_a_causal_transformer_looks_back_only() -> None:
     assert inner.mask.nonzero().tolist() == [[0, 3]]
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("attention", some(["eager", "sdpa"], 2, start=1))
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_language_models_of_hugging_face_look_back_only(name: str, attention: str) -> None:
