@@ -14,6 +14,7 @@ import os
 import platform
 import random
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -61,14 +62,23 @@ def look_once() -> None:
     # A mode that the user has entered would see the tiny models.
     if "torch" not in _looked and not _is_inside_a_mode():
         _looked.add("torch")
-        warn_of(probe_torch())
+        warn_of(_apart(probe_torch))
 
 
 def look_at_flow_once() -> None:
     """Run the probe that flow steps need, likewise."""
     if "flow" not in _looked and not _is_inside_a_mode():
         _looked.add("flow")
-        warn_of(probe_flow())
+        warn_of(_apart(probe_flow))
+
+
+def _apart(probe: Callable[[], list[str]]) -> list[str]:
+    """Run a probe in a thread of its own, where no mode of the user's is active."""
+    found: list[str] = []
+    thread = threading.Thread(target=lambda: found.extend(probe()))
+    thread.start()
+    thread.join()
+    return found
 
 
 _looked: set[str] = set()
@@ -230,9 +240,8 @@ def _reads_iterations() -> bool:
     for name, (values, expected) in _ITERATIONS.items():
         if is_plain and name != "shrinks":  # the others test numbers
             continue
-        x = torch.tensor(values)
         with _as_it_was():
-            marks = list(marks_of(_tape(name, x)))
+            marks = list(marks_of(_tape(name, torch.tensor(values))))
         iterations = Iterations(marks)
         found = [
             (mark.role.kind, iterations.at(mark.order)) for mark in marks
