@@ -1,7 +1,7 @@
 """A plugin for pytest that makes kernels differ where on another processor they might.
 
 `python -m pytest -p tests.nudged` multiplies what each kernel that multiplies matrices gives by a
-number near 1 that depends on the kernel and on the shape of the result. So a fused kernel and its
+number near 1, a few steps of rounding off, that depends on the kernel and on the shape of the result. So a fused kernel and its
 parts, one product and the same in pieces, or a batch and its rows one by one have other bits, as
 they have with some libraries of some processors. A test that is red with it compares runs that do
 not take the same kernels.
@@ -31,7 +31,8 @@ def _nudge(number: int, name: str, library: torch.library.Library) -> None:
         first = out[0] if isinstance(out, tuple) else out
         if first.is_floating_point() and first.numel():
             with torch.no_grad():
-                first.mul_(1 + 1e-6 * ((math.prod(first.shape) + number) % 7))
+                steps = 2 * ((math.prod(first.shape) + number) % 7)
+                first.mul_(1 + steps * torch.finfo(first.dtype).eps)
         return out
 
     library.impl(name, nudged, "CPU", with_keyset=True, allow_override=True)
