@@ -1,10 +1,10 @@
 """A plugin for pytest that makes kernels differ where on another processor they might.
 
 `python -m pytest -p tests.nudged` multiplies what each kernel that multiplies matrices gives by a
-number near 1, a few steps of rounding off, that depends on the kernel and on the shape of the result. So a fused kernel and its
-parts, one product and the same in pieces, or a batch and its rows one by one have other bits, as
-they have with some libraries of some processors. A test that is red with it compares runs that do
-not take the same kernels.
+number near 1, a few steps of rounding off, that depends on the kernel and on the shape of the
+result. So a fused kernel and its parts, one product and the same in pieces, or a batch and its
+rows one by one have other bits, as they have with some libraries of some processors. A test that
+is red with it compares runs that do not take the same kernels.
 """
 
 from __future__ import annotations
