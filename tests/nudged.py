@@ -14,8 +14,10 @@ import os
 import warnings
 from typing import Any
 
+import pytest
 import torch
 
+LIBRARY = pytest.StashKey[torch.library.Library]()
 KERNELS = (
     "_transformer_encoder_layer_fwd", "_native_multi_head_attention", "_addmm_activation",
     "_scaled_dot_product_flash_attention_for_cpu", "addmm", "baddbmm", "bmm", "mm",
@@ -38,8 +40,10 @@ def _nudge(number: int, name: str, library: torch.library.Library) -> None:
     library.impl(name, nudged, "CPU", with_keyset=True, allow_override=True)
 
 
-LIBRARY = torch.library.Library("aten", "IMPL")
-with warnings.catch_warnings(action="ignore"):
-    for _number, _name in enumerate(KERNELS):
-        if _name in os.environ.get("NUDGED", _name).split(","):
-            _nudge(_number, _name, LIBRARY)
+def pytest_configure(config: pytest.Config) -> None:
+    """Exchange the kernels; an import alone, as doctests need it, changes nothing."""
+    library = config.stash[LIBRARY] = torch.library.Library("aten", "IMPL")
+    with warnings.catch_warnings(action="ignore"):
+        for number, name in enumerate(KERNELS):
+            if name in os.environ.get("NUDGED", name).split(","):
+                _nudge(number, name, library)
