@@ -302,6 +302,8 @@ class ReplayingModule(StandIn):
             1
         """
         reasons = [reason for trace in self.traces for reason in trace.why_live]
+        if (plainly := self._dispatcher.floor.reason) is not None:
+            reasons.append(plainly)
         return tuple(dict.fromkeys(reasons))
 
     def explain(self, *args: Any, **kwargs: Any) -> Explanation:

@@ -119,13 +119,13 @@ class Values:
                         self._writer.guard(Test.OTHER, op.index, ref.index, "", frame)
             self.bind_tensor(out, op)
             if op.target in _OPTIONAL:
-                self._guard_presence(op, frame)
+                self.guard_presence(op, True, frame)
             return out
         if out is None:
             if op.target in SETTERS:
                 self.facts.clear()
             elif op.target in _OPTIONAL:
-                self._guard_presence(op, frame)
+                self.guard_presence(op, False, frame)
             return None
         kind = type(out)
         traced = TRACED_AS.get(kind)
@@ -188,13 +188,21 @@ class Values:
         op.meta = meta_of(tensor)
         return known
 
-    def traced(self, kind: Any, value: Any, source: Any, frame: FrameType) -> Any:
-        """Return a traced scalar, or a guarded plain one for code that would tell them apart."""
+    def traced(self, kind: Any, value: Any, source: Any, frame: FrameType, depth: int = 0) -> Any:
+        """Return a traced scalar, or a guarded plain one for code that would tell them apart.
+
+        Args:
+            kind: the type of the traced scalar.
+            value: the number.
+            source: the op that gives it, or an element of one.
+            frame: the code that is given it.
+            depth: how many lists around it that code is given.
+        """
         scalar = self.scalar(kind, value, source)
         if kind is TracedBool:
             if compares_identity(frame.f_code):
                 return scalar._consume("type")
-            if not only_tests(frame):
+            if not only_tests(frame, depth):
                 return scalar._consume("bool")
         return (
             scalar._consume("type")
@@ -267,10 +275,10 @@ class Values:
         seen.add(id(thing))
         return any(self.holds_values(held, seen) for held in held_by(thing))
 
-    def _guard_presence(self, op: Op, frame: FrameType) -> None:
-        """Guard whether a tensor has a gradient, or a base."""
+    def guard_presence(self, op: Op, is_there: bool, frame: FrameType) -> None:
+        """Guard whether a tensor has a gradient, a base, or a gradient function."""
         test = self._writer.emit(OpKind.SCALAR, operator.is_, (Ref(op.index), None), {}, frame)
-        test.meta = op.meta is None
+        test.meta = not is_there
         self._writer.guard(Test.VALUE, test.index, test.meta, "metadata", frame)
 
     def _bind_elements(
@@ -300,7 +308,7 @@ class Values:
                         known.ref = self.element(ref, (*path, i), item)
             elif type(item) in TRACED_AS:
                 source = (ref, (*path, i))
-                item = self.traced(TRACED_AS[type(item)], item, source, frame)
+                item = self.traced(TRACED_AS[type(item)], item, source, frame, 1 + len(path))
             elif isinstance(item, (tuple, list)):
                 item, meta = self._bind_elements(item, ref, (*path, i), frame)
             changed = changed or item is not out[i]

@@ -71,6 +71,10 @@ class Writes:
         ):
             self.stale.append((ref, tensor))
 
+    def tensors(self) -> list[Tensor]:
+        """Return the tensors that the op now being written was given."""
+        return [tensor for _, tensor, _ in self._given]
+
     def read_by(self, op: Op) -> None:
         """Note on an op, before it is carried out, whose writing it reads."""
         if self.stale and not op.reads:
@@ -126,7 +130,7 @@ _POSITION = 5  # of the flag, among the arguments of all of them
 def _statistics_of(op: Op) -> Set[int]:
     """Return what an op writes to that torch does not count: statistics of batches, for one.
 
-    Seen in torch 2.13 and 2.14; tests/test_validate.py would notice a change.
+    Seen in torch 2.13 to 2.15; tests/test_validate.py would notice a change.
     """
     name = getattr(op.target, "__name__", "")
     if name in _RECEIVING:
