@@ -110,7 +110,9 @@ def exact_text(value: Any) -> tuple[str, str]:
 
 def exact_tensors(value: Any) -> Any:
     if isinstance(value, Tensor):
-        return value.shape, value.dtype, value.stride(), raw(value)
+        # Storing closes gaps between elements; the order of the dimensions stays.
+        expanded = [stride == 0 for stride in value.stride()]
+        return value.shape, value.dtype, expanded, torch.empty_like(value).stride(), raw(value)
     if isinstance(value, (tuple, list)):
         return type(value), list(map(exact_tensors, value))
     if isinstance(value, dict):

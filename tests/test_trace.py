@@ -357,7 +357,7 @@ def with_numpy_noise(x: Tensor) -> Tensor:
 
 
 def of_unknown_origin(x: Tensor) -> Tensor:
-    return x + torch.from_numpy(np.ones(2, dtype=np.float32))
+    return x + torch.from_dlpack(np.ones(2, dtype=np.float32))
 
 
 @pytest.mark.parametrize(

@@ -404,7 +404,8 @@ def test_what_was_changed_between_two_calls_counts(change: str) -> None:
     torch.manual_seed(0)
     model, x = Model(), torch.ones(2, 4)
     bended = bt.BendedModule(model)
-    assert torch.equal(bended(x), model(x))
+    for _ in range(2):  # the first call may fill the cache, which makes it run live
+        assert torch.equal(bended(x), model(x))
     CHANGES[change](model)
     try:
         expected = model(x)

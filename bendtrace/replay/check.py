@@ -130,9 +130,13 @@ class CheckWriter:
         self._ask_for_namespaces(source)
         codes = [f for f in surroundings.functions if "site-packages" not in f.__code__.co_filename]
         if codes:
-            source.names.update(functions=codes, written=list(map(_WRITTEN, codes)), read=_WRITTEN)
+            keywords = [function.__kwdefaults__ for function in codes if function.__kwdefaults__]
+            source.names.update(
+                functions=codes, keywords=keywords, written=_written_in(codes, keywords),
+                read=_written_in, same=_same,
+            )  # fmt: skip
             edited = self._questions.note("a function has another code, or other defaults")
-            source.line(f"if list(map(read, functions)) != written: return {edited}")
+            source.line(f"if not same(read(functions, keywords), written): return {edited}")
         simple, tables = self._settled.simple, self._settled.tables
         if simple:
             source.names.update(
@@ -331,6 +335,19 @@ class CheckWriter:
 # What is exchanged in a function that is edited in place, as notebooks do when they reload.
 _WRITTEN = operator.attrgetter("__code__", "__defaults__", "__kwdefaults__")
 _OTHER_HOOKS = "the modules have other hooks"
+
+
+def _written_in(functions: list[Any], keywords: list[dict[str, Any]]) -> list[Any]:
+    """Return what is written of functions, and what stands for keywords that nobody gives."""
+    return [
+        *chain.from_iterable(map(_WRITTEN, functions)),
+        *chain.from_iterable(keywords),
+        *chain.from_iterable(map(dict.values, keywords)),
+    ]
+
+
+def _same(now: list[Any], before: list[Any]) -> bool:
+    return len(now) == len(before) and all(map(operator.is_, now, before))
 
 
 def _all_kept(cached: list[tuple[Any, Any]]) -> bool:
