@@ -124,6 +124,8 @@ _BY_NAME: dict[str, frozenset[str]] = {
     }),
     "sys": frozenset({"intern", "exc_info", "exception", "getsizeof", "getrefcount"}),
     "posix": frozenset({"fspath"}),
+    # What a relative import in a function asks.
+    "importlib._bootstrap": frozenset({"parent", "_handle_fromlist"}),
 }  # fmt: skip
 _FILES = frozenset(
     {
@@ -142,6 +144,7 @@ _READS_WORLD: dict[str, frozenset[str]] = {
     "inspect": frozenset({"stack", "currentframe", "trace", "getmembers", "getouterframes"}),
     "pathlib": _FILES,
     "posixpath": _FILES,
+    "uuid": frozenset({"uuid1", "uuid6", "uuid7", "getnode"}),
     "threading": frozenset({"active_count", "enumerate", "current_thread", "main_thread"}),
     "_thread": frozenset({"get_ident", "get_native_id", "_count"}),
     "traceback": frozenset({"extract_stack", "format_stack", "print_stack", "walk_stack"}),

@@ -646,7 +646,8 @@ class Walk:
         found = self.found
         if (id(namespace), name) in self._names_walked:
             return
-        is_pythons = name.startswith("__") and name.endswith("__")
+        # Of a file these are Python's; of a class all that are named so, as libraries do it too.
+        is_pythons = name in _OF_FILES if type(namespace) is dict else name[:2] == "__" == name[-2:]
         if is_pythons and not isinstance(namespace[name], types.FunctionType):
             return
         self._names_walked.add((id(namespace), name))
@@ -714,6 +715,13 @@ _MORE = (
     functools._lru_cache_wrapper, contextvars.ContextVar,
 )  # fmt: skip
 _MADE = frozenset({"__init__", "__new__", "__post_init__"})
+_OF_FILES = frozenset(
+    {
+        *PYTHONS, "__annotations__", "__annotate__", "__annotate_func__", "__builtins__",
+        "__cached__", "__conditional_annotations__", "__file__", "__loader__", "__package__",
+        "__path__", "__spec__", "__warningregistry__",
+    }
+)  # fmt: skip
 # Methods that nobody calls of an object that is there already, unless by name.
 _MAKING = frozenset(
     {

@@ -131,11 +131,23 @@ class World:
             self._versions = now
         return (
             [*map(type, self._objects)] == self._kinds
-            and all(map(is_, map(_mro, self._classes), self._bases))
+            and self._same_bases()
             and all(map(is_, map(_attributes, self._owners), self._own))
             and self._same_items()
             and all(content.same() for content in self._whole)
         )
+
+    def _same_bases(self) -> bool:
+        """Whether classes inherit from what they did, also where that was put back."""
+        now = [*map(_mro, self._classes)]
+        if all(map(is_, now, self._bases)):
+            return True
+        same = [*map(len, now)] == [*map(len, self._bases)] and all(
+            map(is_, chain.from_iterable(now), chain.from_iterable(self._bases))
+        )
+        if same:
+            self._bases = now
+        return same
 
     def _same_items(self) -> bool:
         """Whether what is compared item by item is the same, which is mostly found out in C."""

@@ -8,6 +8,7 @@ import logging
 import re
 import sys
 import types
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -71,7 +72,8 @@ class World:
         importlib.invalidate_caches()
         try:
             torch.manual_seed(0)
-            self.main = importlib.import_module(f"{self._package}.main")
+            with warnings.catch_warnings(action="ignore"):  # of what is deprecated
+                self.main = importlib.import_module(f"{self._package}.main")
         finally:
             sys.path.remove(str(folder))
         self.helper = sys.modules[f"{self._package}.helper"]
@@ -113,7 +115,6 @@ def surroundings() -> Iterator[None]:
     """Leave Python's own settings as they were."""
     import os
     import random
-    import warnings
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
