@@ -29,6 +29,7 @@ from bendtrace.replay.tree import TraceTree
 from bendtrace.served import Explanation, Stats
 
 if TYPE_CHECKING:
+    from bendtrace.auditing import Auditor
     from bendtrace.compiled.speculation import Guess, Speculation
 
 __all__ = ["Dispatcher"]
@@ -42,6 +43,7 @@ class Dispatcher:
         signature: puts arguments in order.
         trees: where paths are kept.
         speculation: paths that are compiled; None if none are.
+        auditor: chooses replays to be done again by the model itself; None for none.
 
     Attributes:
         speculation: as given.
@@ -58,6 +60,7 @@ class Dispatcher:
         signature: Signature,
         trees: Trees,
         speculation: Speculation | None,
+        auditor: Auditor | None = None,
     ) -> None:
         self.speculation = speculation
         self.stats = Stats()
@@ -69,23 +72,28 @@ class Dispatcher:
         self._signature = signature
         self._trees = trees
         self._passing = 0  # runs that filled a cache
+        self._auditor = auditor
         self.floor = Floor()
 
-    def call(self, args: tuple[Any, ...], kwargs: dict[str, Any], plan: Plan | None) -> Any:
+    def call(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], plan: Plan | None,
+        auditor: Auditor | None = None,
+    ) -> Any:  # fmt: skip
         """Serve a call.
 
         Args:
             args: its positional arguments.
             kwargs: its keyword arguments.
             plan: what is inserted; None if nothing is.
+            auditor: has this call compared, if it is a replay; None for what was given first.
         """
-        if plan is None and self.floor.takes():
+        if plan is None and auditor is None and self.floor.takes():
             self.stats.live += 1
             return call_itself(self._model, args, kwargs)
         tree = self._trees.plain if plan is None else self._trees.of(plan)
         names, arguments = self._signature.arrange(args, kwargs)
         guess: Guess | None = None
-        if self.speculation is not None and plan is None:
+        if self.speculation is not None and plan is None and auditor is None:
             guess = self.speculation.guess(names, arguments)
             if guess.recording is not None:
                 self.floor.followed(True)
@@ -119,10 +127,16 @@ class Dispatcher:
         if plan is not None and plan.looks_at_changes(program.recordings(), read_and_changed):
             self.stats.live += 1
             return self._recorded(_Call(args, kwargs, names, arguments, plan, tree)).result
+        auditor = auditor or self._auditor
+        audit = None
+        if auditor is not None and plan is None:
+            audit = auditor.begin(program.recording, args, kwargs)
         result = tree.replay(names, program, arguments)
         if isinstance(result, Finished):
             self.stats.replays += 1
             self.latest_run = result.recording
+            if audit is not None:
+                audit.compare(result.recording, result.output)
             if plan is None:
                 self.floor.followed(True)
             else:

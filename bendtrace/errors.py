@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from bendtrace.flow import FlowStep
 
 __all__ = [
+    "AuditError",
     "BendError",
     "BendShapeError",
     "BendtraceError",
@@ -143,6 +144,25 @@ class NondeterminismError(BendtraceError, RuntimeError):
         ... except bt.errors.NondeterminismError as error:
         ...     print("with all guards equal" in str(error))
         True
+    """
+
+
+class AuditError(BendtraceError, AssertionError):
+    """A replay was wrong: the model itself gives something else (see `BendedModule.audit`).
+
+    This is a fault of bendtrace, or the model depends on something that `docs/limits.md` names.
+
+    Example:
+        >>> import torch, bendtrace as bt
+        >>> torch.set_warn_always(False)
+        >>> bended = bt.BendedModule(lambda x: x * (2 if torch.is_warn_always_enabled() else 3))
+        >>> _ = bended(torch.ones(1)), torch.set_warn_always(True)
+        >>> try:
+        ...     bended.audit(torch.ones(1))
+        ... except bt.errors.AuditError as error:
+        ...     print("gives mul" in str(error), "2, not 3" in str(error))
+        True True
+        >>> torch.set_warn_always(False)
     """
 
 

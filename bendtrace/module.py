@@ -43,10 +43,12 @@ class BendedModule(ReplayingModule):
             function like its backends. Results are then equal within compile's own tolerance.
         backend_options: for that: `mode`, `options` and `dynamic` as torch.compile has them,
             `cuda_graphs`, `drop_slower`, `max_paths` (see docs/compiled.md).
+        audit: what share of the replays the model itself does again, to be compared bit for bit
+            (see `audit`): 0.01 for one in a hundred.
 
     Raises:
-        InputError: if `model` cannot be called, `max_traces` is not a positive number, or there is
-            no such backend or option.
+        InputError: if `model` cannot be called, `max_traces` is not a positive number, there is
+            no such backend or option, or `audit` is no share, or given with a backend.
 
     Example:
         >>> import torch, bendtrace as bt
@@ -60,7 +62,7 @@ class BendedModule(ReplayingModule):
     """
 
     _untraced = ReplayingModule._untraced | {"_bending", "hooks"}
-    _shared = ("reset", "update")
+    _shared = ("audit", "reset", "update")
 
     def __init__(
         self,
@@ -69,10 +71,12 @@ class BendedModule(ReplayingModule):
         max_traces: int | None = 64,
         backend: str | Callable[..., Any] | None = None,
         backend_options: Mapping[str, Any] | None = None,
+        audit: float = 0.0,
     ) -> None:
         super().__init__(
-            model, max_traces=max_traces, backend=backend, backend_options=backend_options
-        )
+            model, max_traces=max_traces, backend=backend, backend_options=backend_options,
+            audit=audit,
+        )  # fmt: skip
         object.__setattr__(self, "_bending", Bending(self, self._known))
 
     _bending: Bending

@@ -32,6 +32,7 @@ from bendtrace.served import Explanation, Stats
 from bendtrace.stand_in import StandIn
 
 if TYPE_CHECKING:
+    from bendtrace import auditing
     from bendtrace.compiled import report as compiled_report
     from bendtrace.compiled import settings as compiled_settings
     from bendtrace.compiled import speculation as compiled_speculation
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     from bendtrace.outline.coverage import Coverage
     from bendtrace.outline.program import Outline
 else:
+    auditing = Later("bendtrace.auditing")
     compiled_report = Later("bendtrace.compiled.report")
     compiled_settings = Later("bendtrace.compiled.settings")
     compiled_speculation = Later("bendtrace.compiled.speculation")
@@ -62,6 +64,7 @@ class ReplayingModule(StandIn):
         max_traces: how many paths to keep; None for all.
         backend: what compiles paths that are taken often; None for none.
         backend_options: options for that.
+        audit: what share of the replays the model itself does again, to be compared.
     """
 
     def __init__(
@@ -71,11 +74,16 @@ class ReplayingModule(StandIn):
         max_traces: int | None = 64,
         backend: str | Callable[..., Any] | None = None,
         backend_options: Mapping[str, Any] | None = None,
+        audit: float = 0.0,
     ) -> None:
         if not callable(model):
             raise InputError(f"a model has to be callable; {model!r} is not")
         if max_traces is not None and (type(max_traces) is not int or max_traces < 1):
             raise InputError(f"max_traces has to be a positive int or None, not {max_traces!r}")
+        if type(audit) not in (int, float) or not 0 <= audit <= 1:
+            raise InputError(f"audit is a share, from 0 to 1, not {audit!r}")
+        if audit and backend is not None:
+            raise InputError("compiled paths are not equal bit by bit: give audit or backend")
         super().__init__()
         speculation: Speculation | None = None
         if backend is not None or backend_options is not None:
@@ -88,7 +96,10 @@ class ReplayingModule(StandIn):
             model, Registry(), self._trees.plain_runs, self._trees.inserted_runs, self.coverage,
             self._settled,
         )  # fmt: skip
-        self._dispatcher = Dispatcher(self._known, self._signature, self._trees, speculation)
+        auditor = auditing.Auditor(model, audit) if audit else None
+        self._dispatcher = Dispatcher(
+            self._known, self._signature, self._trees, speculation, auditor
+        )
         self._inserted = False
         self._board = Board(self._known, self._note_inserted)
         self._as_one_op = opaque(self._called_inside)
@@ -305,6 +316,36 @@ class ReplayingModule(StandIn):
         if (plainly := self._dispatcher.floor.reason) is not None:
             reasons.append(plainly)
         return tuple(dict.fromkeys(reasons))
+
+    def audit(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the model; if that is a replay, let the model itself do it again, and compare.
+
+        The model runs on copies of the inputs and of what it holds, with the same random numbers.
+        Output, inputs, state and random numbers are compared bit for bit, gradients are not. What
+        the model prints, or sends somewhere, is printed and sent twice.
+
+        Args:
+            *args: positional arguments of the model.
+            **kwargs: keyword arguments of the model.
+
+        Returns:
+            The output.
+
+        Raises:
+            AuditError: the model does something else than the replay did.
+            InputError: something is inserted, cannot be copied, or is outside of the model and
+                changed by it.
+
+        Example:
+            >>> import torch, bendtrace as bt
+            >>> bended = bt.BendedModule(torch.nn.Dropout())
+            >>> _ = bended(torch.ones(2)), bended.audit(torch.ones(2))
+            >>> bended.stats.replays
+            1
+        """
+        if self._board:
+            raise InputError("the model itself has nothing inserted: take that away first")
+        return self._dispatcher.call(args, kwargs, None, auditing.Auditor(self._model, 1.0))
 
     def explain(self, *args: Any, **kwargs: Any) -> Explanation:
         """Say which traces could serve some inputs, without running anything.

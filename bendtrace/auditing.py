@@ -1,0 +1,252 @@
+"""Doing replays again by the model itself, and comparing the two bit for bit."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import random
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from itertools import zip_longest
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from bendtrace._compare import same_bits
+from bendtrace._trace import trace
+from bendtrace.errors import AuditError, InputError
+from bendtrace.recording.finish import Recording
+from bendtrace.recording.functions import name_of
+from bendtrace.recording.parts import PLAIN_TYPES, Part, PartKind
+from bendtrace.recording.serving import call_itself
+from bendtrace.recording.tape import Op, OpKind, refs_in
+from bendtrace.recording.writes import storage_of
+from bendtrace.still import Still
+
+__all__ = ["Audit", "Auditor"]
+
+
+class Auditor:
+    """Chooses replays to be done again.
+
+    Args:
+        model: the model.
+        share: how many of the replays are, from 0 to 1.
+    """
+
+    def __init__(self, model: Callable[..., Any], share: float) -> None:
+        self._model = model
+        self._share = share
+        self._chance = random.Random()  # its own: a model's random numbers stay what they are
+
+    def begin(
+        self, recording: Recording, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Audit | None:
+        """Copy what a call is given and what the model holds, if it is one of those chosen."""
+        if self._chance.random() >= self._share:
+            return None
+        return Audit(self._model, recording, args, kwargs)
+
+
+class Audit:
+    """One call: what it was given, and what the model held, before it.
+
+    Tensors that the recorded run does not write to are not copied.
+
+    Args:
+        model: the model.
+        recording: the run that is likely to be replayed.
+        args: positional arguments.
+        kwargs: keyword arguments.
+
+    Raises:
+        InputError: something cannot be copied.
+    """
+
+    def __init__(
+        self,
+        model: Callable[..., Any],
+        recording: Recording,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+    ) -> None:
+        self._given = (model, args, dict(kwargs))
+        shared = _unwritten(recording)
+        try:
+            with _Copying():
+                memo = dict(shared)
+                self._copies: Any = copy.deepcopy(self._given, memo)
+                self._spare: Any = copy.deepcopy(self._given, dict(shared))
+        except Exception as error:
+            raise InputError(
+                f"the model or its inputs cannot be copied, so no call can be audited: {error!r}"
+            ) from error
+        own = {id(vars(module)) for module in _modules_of(model)}
+        for part in (change.part for change in recording.changes):
+            if id(part.value) not in memo and id(part.value) not in own:
+                raise InputError(
+                    f"a call changes {part.label}, which is outside of the model and its inputs "
+                    "and would be changed twice: such calls cannot be audited"
+                )
+        self._versions = [(tensor, tensor._version) for tensor in shared.values()]
+        self._before = Still(_nothing)
+
+    def compare(self, recording: Recording, output: Any) -> None:
+        """Let the model itself do what a replay has done, and compare.
+
+        Args:
+            recording: the run that was repeated.
+            output: what the replay returned.
+
+        Raises:
+            AuditError: something is different.
+        """
+        after, wanted = Still(_nothing), self._copies
+        self._before.rewind()
+        try:
+            result = call_itself(*self._copies)
+            random_numbers = _random_states()
+        except Exception as error:
+            raise self._error(recording, f"the model raises {error!r}") from error
+        finally:
+            after.rewind()
+        model, args, kwargs = self._given
+        for what, given, native in (
+            ("output", output, result),
+            ("arguments", (args, kwargs), wanted[1:]),
+            ("state", _state(model), _state(wanted[0])),
+            ("random numbers", _random_states(), random_numbers),
+        ):
+            if not same_bits(given, native):
+                raise self._error(recording, f"the model's own {what} {_WOULD_BE[what]} different")
+        if any(tensor._version != version for tensor, version in self._versions):
+            raise self._error(recording, "the model writes to a tensor that the replay left")
+
+    def _error(self, recording: Recording, what: str) -> AuditError:
+        self._before.rewind()
+        after = Still(_nothing)
+        try:
+            anew = trace(self._spare[0], *self._spare[1], **self._spare[2]).recording
+        except Exception as error:
+            return AuditError(f"a replay was wrong: {what}; recording it anew raises {error!r}")
+        finally:
+            after.rewind()
+        return AuditError(f"a replay was wrong: {what}; {_first_difference(recording, anew)}")
+
+
+_WOULD_BE = {"output": "is", "arguments": "are", "state": "is", "random numbers": "are"}
+
+
+def _nothing() -> None:
+    """Stand for a model that holds nothing."""
+
+
+class _Copying(TorchFunctionMode):
+    """Lets tensors be copied that come from autograd."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func is Tensor.__deepcopy__ and not args[0].is_leaf:
+            tensor, memo = args
+            if id(tensor) not in memo:
+                with torch.enable_grad():
+                    memo[id(tensor)] = tensor.detach().requires_grad_().clone()
+            return memo[id(tensor)]
+        return func(*args, **(kwargs or {}))
+
+
+def _unwritten(recording: Recording) -> dict[int, Tensor]:
+    """Return the model's tensors that a run does not write to, as a memo for copying."""
+    ops = recording.tape.ops
+    written: set[int] = set()
+    waiting = [index for op in ops for index in op.writes]
+    while waiting:  # what is written may be a view of any of the arguments
+        index = waiting.pop()
+        if index not in written:
+            written.add(index)
+            waiting += [ref.index for ref in refs_in((ops[index].args, ops[index].kwargs))]
+    states = {ops[index].target for index in written if ops[index].kind is OpKind.STATE}
+    parts = recording.surroundings.parts
+    held = {
+        part: _read(part)
+        for part in parts
+        if part.kind is PartKind.TENSOR and not part.is_argument
+    }
+    storages = {0, *(storage_of(held[part]) for part in states if held.get(part) is not None)}
+    return {
+        id(tensor): tensor
+        for tensor in held.values()
+        if tensor is not None and tensor.is_leaf and storage_of(tensor) not in storages
+    }
+
+
+def _read(part: Part) -> Tensor | None:
+    try:
+        found = part.read(())
+    except (LookupError, AttributeError, TypeError, ValueError):  # it is not there any more
+        return None
+    return found if isinstance(found, Tensor) else None
+
+
+def _modules_of(model: Any) -> Iterator[nn.Module]:
+    while isinstance(model, functools.partial):
+        model = model.func
+    model = getattr(model, "__self__", model)
+    return iter(model.modules() if isinstance(model, nn.Module) else ())
+
+
+def _state(model: Any) -> list[Any]:
+    """Return what the modules of a model hold, but for what can only be told by identity."""
+    return [
+        {key: value for key, value in vars(module).items() if _has_content(value)}
+        for module in _modules_of(model)
+    ]
+
+
+def _has_content(value: Any) -> bool:
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return all(map(_has_content, value))
+    if isinstance(value, dict):
+        return all(map(_has_content, (*value.keys(), *value.values())))
+    return isinstance(value, Tensor) or type(value) in PLAIN_TYPES
+
+
+def _random_states() -> list[Any]:
+    numpy = sys.modules.get("numpy")
+    states = [random.getstate(), torch.get_rng_state()]
+    if numpy is not None:
+        states.append(numpy.random.get_state())
+    if torch.cuda.is_initialized():
+        states.append(torch.cuda.get_rng_state_all())
+    return states
+
+
+def _first_difference(replayed: Recording, anew: Recording) -> str:
+    """Say where the model now leaves the run that was repeated."""
+    for old, new in zip_longest(replayed.tape.ops, anew.tape.ops):
+        if old is None:
+            return f"first, it calls {_named(new)} as well"
+        if new is None:
+            return f"first, it does not call {_named(old)}"
+        if old.does_the_same_as(new):
+            continue
+        if old.kind is not new.kind or str(old.target) != str(new.target):
+            return f"first, it calls {_named(new)}, not {_named(old)}"
+        pairs = zip_longest(_arguments(old), _arguments(new))
+        given = next((pair for pair in pairs if pair[0] != pair[1]), (None, None))
+        return f"first, it gives {_named(new)} {given[1]!r}, not {given[0]!r}"
+    return "it calls the same ops with the same arguments"
+
+
+def _arguments(op: Op) -> list[Any]:
+    return [*op.args, *op.kwargs.values()]
+
+
+def _named(op: Op) -> str:
+    name = str(op.target) if op.kind in (OpKind.INPUT, OpKind.STATE) else name_of(op.target)
+    places = () if op.site is None else op.site.places
+    place = next((place for place in places if not place.in_torch), None)
+    return name if place is None else f"{name} at {place} `{place.text}`"
