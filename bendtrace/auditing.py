@@ -169,17 +169,17 @@ def _unwritten(recording: Recording) -> dict[int, Tensor]:
             written.add(index)
             waiting += [ref.index for ref in refs_in((ops[index].args, ops[index].kwargs))]
     states = {ops[index].target for index in written if ops[index].kind is OpKind.STATE}
-    parts = recording.surroundings.parts
-    held = {
-        part: _read(part)
-        for part in parts
-        if part.kind is PartKind.TENSOR and not part.is_argument
-    }
-    storages = {0, *(storage_of(held[part]) for part in states if held.get(part) is not None)}
+    held: dict[Part, Tensor] = {}
+    for part in recording.surroundings.parts:
+        if part.kind is PartKind.TENSOR and not part.is_argument:
+            tensor = _read(part)
+            if tensor is not None:
+                held[part] = tensor
+    storages = {0, *(storage_of(held[part]) for part in states & held.keys())}
     return {
         id(tensor): tensor
         for tensor in held.values()
-        if tensor is not None and tensor.is_leaf and storage_of(tensor) not in storages
+        if tensor.is_leaf and storage_of(tensor) not in storages
     }
 
 
