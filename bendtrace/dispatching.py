@@ -198,10 +198,11 @@ class Dispatcher:
         if recording.is_transient and self._passing < _PASSING:
             self._passing += 1
             self.stats.live += 1
+            output, recording.result = recording.result, None
             self.latest = Trace(
                 recording, ambience, self._signature, self._model, registry=self._known.registry
             )
-            return recording.result
+            return output
         program = call.tree.add(call.names, recording, ambience, evolving)
         self.stats.retraces += self.stats.traces > 0
         self.stats.traces += 1

@@ -319,10 +319,13 @@ def _check_part(part: Part, arguments: tuple[Any, ...]) -> None:
 
 def _content(part: Part, now: Any) -> Any:
     """What `part.size` says of a container, for the one that is there now."""
+    if isinstance(part.size, tuple) and part.kind in (
+        PartKind.DICT, PartKind.LIST, PartKind.TUPLE
+    ):  # fmt: skip
+        keys = dict.keys(now) if part.kind is PartKind.DICT else range(len(now))
+        return (*keys, *(key for key in part.size if isinstance(key, AttributeKey)))
     if part.kind in (PartKind.LIST, PartKind.TUPLE):
         return len(now)
-    if part.kind is PartKind.DICT:
-        return (*dict.keys(now), *(key for key in part.size if isinstance(key, AttributeKey)))
     if part.kind is PartKind.LARGE:
         return now if isinstance(now, dict) else dict(enumerate(now))
     return part.size if part.kind is PartKind.OBJECT else now

@@ -224,7 +224,7 @@ def _taken(part: Part, nodes: dict[int, str]) -> dict[str, Any]:
     return {
         "op": "call_function",
         "target": getattr if attribute else operator.getitem,
-        "args": (NodeRef(nodes[part.parent.index]), str(part.key) if attribute else part.key),
+        "args": (NodeRef(nodes[part.parent.index]), part.key.name if attribute else part.key),
     }
 
 

@@ -44,14 +44,21 @@ def items_of(value: Any, events: Events) -> list[Item] | None:
         held = events.held.get(value.part.index)
         if held is None or value.part.kind is PartKind.TENSOR:
             return None
-        return [_item_of_part(value.part, part) for part in held]
+        return [
+            _item_of_part(value.part, part)
+            for part in held
+            # What is an item as well is shown as that.
+            if not (isinstance(part.key, AttributeKey) and part.key != part.key.name)
+        ]
     return None
 
 
 def _item_of_part(whole: Part, part: Part) -> Item:
     """Return an item of an argument."""
     value = Existing(part)
-    if part.access is not Access.ITEM or isinstance(part.key, AttributeKey):
+    if isinstance(part.key, AttributeKey):
+        return _attribute(part.key.name, value)
+    if part.access is not Access.ITEM:
         return _attribute(str(part.key), value)
     if type(part.key) is not int or issubclass(whole.type, dict):
         return _keyed(part.key, value)

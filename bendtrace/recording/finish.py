@@ -121,8 +121,9 @@ class Finish:
         # It may have been made by its first use, and be as it is from then on.
         recording.is_transient = self.surroundings.leaves_world
         if ran is not None:
-            for reason in forbidden_in(ran):
-                self.tape.block(reason)
+            if not self.tape.blockers or recording.is_transient:  # else it is known to be live
+                for reason in forbidden_in(ran):
+                    self.tape.block(reason)
             if self.tape.blockers:
                 ran.codes.clear()  # such runs are live in any case
             for code in learn(self._function, ran, self.surroundings.functions):

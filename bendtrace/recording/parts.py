@@ -6,7 +6,7 @@ import collections
 import contextvars
 import sys
 import types
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, NamedTuple
@@ -187,7 +187,7 @@ class Part:
         if self.access is Access.CONTEXT:
             return parent.get(UNSET)
         if isinstance(self.key, AttributeKey):
-            return getattr(parent, self.key)
+            return getattr(parent, self.key.name)
         return dict.__getitem__(parent, self.key) if isinstance(parent, dict) else parent[self.key]
 
 
@@ -235,22 +235,35 @@ class Change:
 
 
 class AttributeKey(str):
-    """A key that is an attribute name, to tell it from a dict's key."""
+    """A key that is an attribute name, to tell it from a dict's key.
 
-    __slots__ = ("access",)
+    Attributes:
+        name: of the attribute; the text differs from it where a dict has an item by that name.
+        access: how to come by it.
+    """
+
+    __slots__ = ("access", "name")
     access: Access
+    name: str
 
-    def __new__(cls, name: str, access: Access) -> AttributeKey:  # noqa: D102
-        key = super().__new__(cls, name)
-        key.access = access
+    def __new__(cls, name: str, access: Access, text: str | None = None) -> AttributeKey:  # noqa: D102
+        key = super().__new__(cls, name if text is None else text)
+        key.access, key.name = access, name
+        return key
+
+    def beside(self, items: Mapping[Any, Any]) -> AttributeKey:
+        """Return a key that is none of some items'."""
+        key = self
+        while key in items:
+            key = AttributeKey(self.name, self.access, f".{key}")
         return key
 
     def put(self, owner: Any, value: Any) -> None:
         """Set the attribute of `owner`, past properties and frozen classes."""
         if self.access is Access.DICT:
-            owner.__dict__[str(self)] = value
+            owner.__dict__[self.name] = value
         else:
-            object.__setattr__(owner, self, value)
+            object.__setattr__(owner, self.name, value)
 
 
 def layout_over_ranks(tensor: torch.Tensor) -> dict[str, Any]:
@@ -303,7 +316,9 @@ def slots_of(kind: type) -> Iterator[str]:
 
 def child_label(part: Part, key: Any) -> str:
     """How a person would write a thing in a container."""
-    if isinstance(key, AttributeKey) or part.access is Access.FIXED:
+    if isinstance(key, AttributeKey):
+        return f"{part.label}.{key.name}"
+    if part.access is Access.FIXED:
         return f"{part.label}.{key}"
     return f"{part.label}[{key!r}]"
 
@@ -365,7 +380,8 @@ def content_of(part: Part, names: Iterable[str] = ()) -> dict[Any, Any]:
     if type(value) not in _BARE and (
         part.access is not Access.FIXED or part.kind in (PartKind.OBJECT, PartKind.TENSOR)
     ):
-        content.update(attributes_of(value))
+        own = attributes_of(value)
+        content.update({key.beside(content): item for key, item in own.items()} if content else own)
     return content
 
 

@@ -2,8 +2,8 @@
 
 What a run can read is estimated from the names in its code. Whether the estimate was right is
 seen here: each function of the user's that runs, and each that this code calls of Python's own.
-Up to Python 3.11 that is a profile function, which is taken off while the tracer itself works;
-since 3.12 it is `sys.monitoring`, where what is of no interest is asked for once.
+Up to Python 3.11 that is a profile function, which is taken off while the tracer itself works, or
+what is inserted; since 3.12 it is `sys.monitoring`, which is not listened to meanwhile.
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ import random
 import sys
 import threading
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from bendtrace.recording.reach import is_finished_code
 
-__all__ = ["Ran"]
+__all__ = ["Ran", "ran"]
 
 Called = tuple[str, str]  # the module that something is of, or its type, and its name
 Place = tuple[types.CodeType, int]
@@ -37,6 +38,7 @@ class Ran:
         self.called: dict[Called, Place] = {}
         self.entropy: dict[str, Place] = {}
         self._outer: Any = None
+        self._away = 1  # how often it was left, and not entered again
         self._finished: dict[types.CodeType, bool] = {}
 
     def _is_finished(self, code: types.CodeType, space: dict[str, Any]) -> bool:
@@ -75,15 +77,44 @@ class Ran:
     def begin(self) -> None:
         """Note what the calling thread runs from now on."""
         self._outer = sys.getprofile()
+        self._away = 0
         sys.setprofile(self._profile)
 
+    def leave(self) -> None:
+        """Note nothing until `enter`, as what runs is not the model's."""
+        sys.setprofile(None)
+        self._away += 1
+
     def enter(self) -> None:
-        """Go on noting."""
-        sys.setprofile(self._profile)
+        """Go on noting, once for each time that it was left."""
+        self._away -= 1
+        if not self._away:
+            sys.setprofile(self._profile)
+
+    @contextmanager
+    def left(self) -> Iterator[None]:
+        """Note nothing meanwhile."""
+        self.leave()
+        try:
+            yield
+        finally:
+            self.enter()
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """Note what runs meanwhile, however often it was left."""
+        away, self._away = self._away, 1
+        self.enter()
+        try:
+            yield
+        finally:
+            self.leave()
+            self._away = away
 
     def end(self) -> None:
         """Note nothing any more, and give whoever profiled before its place back."""
         outer, self._outer = self._outer, None
+        self._away = 1
         sys.setprofile(None)
         if hasattr(outer, "enable"):  # of cProfile
             outer.enable()
@@ -97,16 +128,13 @@ class Ran:
             self._calls(frame, function)
 
 
-def _leave() -> None:
-    sys.setprofile(None)
-
-
 class _Monitored(Ran):
     """The same by `sys.monitoring`."""
 
     def begin(self) -> None:
         monitoring: Any = sys.monitoring  # type: ignore[attr-defined]
         self._thread = threading.get_ident()
+        self._away = 0
         self._tool = next((n for n in range(5, -1, -1) if monitoring.get_tool(n) is None), None)
         if self._tool is None:
             self.called["sys", "monitoring"] = _NOWHERE
@@ -118,22 +146,26 @@ class _Monitored(Ran):
         monitoring.set_events(self._tool, events.PY_START | events.CALL)
         monitoring.restart_events()
 
+    def leave(self) -> None:
+        self._away += 1
+
     def enter(self) -> None:
-        pass
+        self._away -= 1
 
     def end(self) -> None:
+        self._away = 1
         if self._tool is not None:
             monitoring: Any = sys.monitoring  # type: ignore[attr-defined]
             monitoring.set_events(self._tool, 0)
             monitoring.free_tool_id(self._tool)
 
     def _py_start(self, code: types.CodeType, offset: int) -> Any:
-        if threading.get_ident() == self._thread:
+        if not self._away and threading.get_ident() == self._thread:
             self._started(sys._getframe(1))
         return None
 
     def _call(self, code: types.CodeType, offset: int, function: Any, first: object) -> Any:
-        if threading.get_ident() == self._thread and type(function) in _NATIVE:
+        if not self._away and type(function) in _NATIVE and threading.get_ident() == self._thread:
             self._calls(sys._getframe(1), function)
         return None
 
@@ -161,6 +193,3 @@ def _users_place(
 def ran() -> Ran:
     """Return what notes the code of a run."""
     return _Monitored() if sys.version_info >= (3, 12) else Ran()
-
-
-leave = _leave if sys.version_info < (3, 12) else (lambda: None)

@@ -40,7 +40,7 @@ from bendtrace.recording.lane import NOT_TAKEN, Lane, hooks_around, lane_for
 from bendtrace.recording.observer import Observer, StopRun
 from bendtrace.recording.parts import PLAIN_TYPES, Part, PartKind
 from bendtrace.recording.places import BEHIND, definition, outside_scalars, user_place
-from bendtrace.recording.ran import leave, ran
+from bendtrace.recording.ran import ran
 from bendtrace.recording.scalars import TRACED, TracedScalar, plain
 from bendtrace.recording.sites import Site
 from bendtrace.recording.surroundings import Surroundings
@@ -89,7 +89,6 @@ class Recorder(TorchFunctionMode):
         self._calls_of: dict[int, int] = {}
         self._strangers: dict[int, tuple[str, nn.Module]] = {}
         self._ran = ran()
-        self._away = 1  # how often the tracer's own code has been entered
         self._within = False  # an op that the mode is not switched off for
         self._lane: Lane | None = None
         self._aside: Lane | None = None  # the lane, while there are shared arrays
@@ -117,11 +116,9 @@ class Recorder(TorchFunctionMode):
         try:
             with watching(self), self:
                 self._ran.begin()
-                self._away = 0
                 try:
                     output = self._outcome(args, kwargs)
                 finally:
-                    self._away = 1
                     self._ran.end()
             self._arrays.finish()
             recording, changes = finish.recording(output, self._ran)
@@ -146,10 +143,12 @@ class Recorder(TorchFunctionMode):
         output = None
         try:
             if self._inserter is not None:
-                args, kwargs = self._inserter.starts(args, kwargs, sys._getframe())
+                with self._ran.left():
+                    args, kwargs = self._inserter.starts(args, kwargs, sys._getframe())
             output = self._function(*args, **kwargs)
             if self._inserter is not None:
-                output = self._inserter.ends(output, sys._getframe())
+                with self._ran.left():
+                    output = self._inserter.ends(output, sys._getframe())
         except StopRun:
             pass
         if self._observer is not None and self._observer.ended:
@@ -173,14 +172,11 @@ class Recorder(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        leave()
-        self._away += 1
+        self._ran.leave()
         try:
             return self._asked(func, types, args, kwargs or {}, sys._getframe(1))
         finally:
-            self._away -= 1
-            if not self._away:
-                self._ran.enter()
+            self._ran.enter()
 
     def _asked(
         self, func: Any, types: Any, args: tuple[Any, ...], kwargs: Any, frame: FrameType
@@ -222,7 +218,7 @@ class Recorder(TorchFunctionMode):
             )
             return value
         if func in DESCEND:
-            with self:
+            with self, self._ran.entered():
                 return entered(func)(*args, **kwargs)
         if func in SHARING:
             return self._call(func, args, kwargs, frame)
@@ -306,8 +302,7 @@ class Recorder(TorchFunctionMode):
         prefix = self._writer.prefix
         if prefix is not None and op.index in prefix.values:
             return prefix.values[op.index]
-        leave()  # what is one op is no code of the run's
-        self._away += 1
+        self._ran.leave()  # what is one op is no code of the run's
         try:
             if prefix is not None and op.index in prefix.errors:
                 raise prefix.errors[op.index]
@@ -323,9 +318,7 @@ class Recorder(TorchFunctionMode):
             op.raised = raised_by(op, error)
             raise
         finally:
-            self._away -= 1
-            if not self._away:
-                self._ran.enter()
+            self._ran.enter()
 
     def _observed(self, op: Op, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         assert self._observer is not None
@@ -427,8 +420,15 @@ class Recorder(TorchFunctionMode):
         frame = sys._getframe(3)
         scope.site = self._writer.site(frame)
         if self._inserter is not None:
-            return self._inserter.module(scope, args, kwargs, frame, self._scoped)
+            with self._ran.left():
+                return self._inserter.module(scope, args, kwargs, frame, self._scoped_within)
         return self._scoped(scope, args, kwargs)
+
+    def _scoped_within(
+        self, scope: ModuleCall, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        with self._ran.entered():
+            return self._scoped(scope, args, kwargs)
 
     def _scoped(self, scope: ModuleCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         outer, module = self._writer.scope, scope.module
@@ -487,7 +487,8 @@ class Recorder(TorchFunctionMode):
         """Run a function as one op (see `watcher.Watcher`)."""
         frame = frame or sys._getframe(2)
         if self._inserter is not None:
-            return self._inserter.op(function, args, kwargs, frame, self._opaque)
+            with self._ran.left():
+                return self._inserter.op(function, args, kwargs, frame, self._opaque)
         return self._opaque(function, args, kwargs, frame)
 
     def _opaque(
@@ -586,7 +587,8 @@ class Recorder(TorchFunctionMode):
     def called_inside(self, module: nn.Module) -> None:
         """Tell the inserter of a module that no gate can be put at (see `watcher.Watcher`)."""
         if self._inserter is not None:
-            self._inserter.inside(module, self.surroundings.module_paths.get(id(module), ""))
+            with self._ran.left():
+                self._inserter.inside(module, self.surroundings.module_paths.get(id(module), ""))
 
     def recomputed(self, entering: bool) -> None:
         """Tell the inserter of a checkpointed block (see `watcher.Watcher`)."""
@@ -596,8 +598,7 @@ class Recorder(TorchFunctionMode):
     def unseen(self, what: str) -> None:
         """Note what a replay could not repeat (see `watcher.Watcher`)."""
         self._lane = self._aside = None  # from now on, ops may call what is not their own
-        leave()  # it runs live in any case, and what is not watched may compile itself
-        self._away += 1
+        self._ran.leave()  # it is live in any case, and what is not watched may compile itself
         self.tape.block(f"{what} at {user_place(sys._getframe(1))} cannot be watched")
 
 

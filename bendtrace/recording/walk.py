@@ -141,6 +141,8 @@ class Walk:
         for stand_in in exchanged():
             if isinstance(stand_in.value, types.FunctionType):
                 self._walk_code(stand_in.value)
+            elif is_users_class(type(stand_in.value)):
+                self._walk(stand_in.value, Route(None, Access.FIXED, None, stand_in.name, False))
         for function in learned_of(found.function):
             found.names |= {function.__name__}
             self._walk_code(function)
@@ -303,11 +305,13 @@ class Walk:
         elif isinstance(value, type) and is_users_class(value):
             self._meet_helper(value)
         elif isinstance(value, functools._lru_cache_wrapper):
-            if isinstance(value.__wrapped__, types.FunctionType):
-                self._walk_code(value.__wrapped__)
+            inner = value.__wrapped__
+            if isinstance(inner, types.FunctionType):
+                self._walk_code(inner)
             found.caches.append((route.label, value, value.cache_info().misses))
-            # What it keeps, it gives to whoever asks next: no traced scalar must be among that.
-            found.tells_numbers = True
+            if not isinstance(inner, types.FunctionType) or not is_finished(inner):
+                # It would take a traced scalar for another key than the number that this is.
+                found.tells_numbers = True
             for kept in kept_in(value):
                 if not isinstance(kept, torch.Tensor):
                     found.world.add(kept, f"{route.label}(...)")

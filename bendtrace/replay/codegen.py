@@ -370,11 +370,12 @@ def _shared_in(value: Any) -> frozenset[int]:
 def _store(source: Source, change: Change, value: str) -> str:
     holder = source.part(change.part)
     if isinstance(change.key, AttributeKey):
-        place = f"{holder}.__dict__[{str(change.key)!r}]"
+        name = change.key.name
+        place = f"{holder}.__dict__[{name!r}]"
         if change.key.access is Access.ATTRIBUTE:
             if change.deleted:
-                return f"delattr({holder}, {str(change.key)!r})"
-            return f"object.__setattr__({holder}, {str(change.key)!r}, {value})"
+                return f"delattr({holder}, {name!r})"
+            return f"object.__setattr__({holder}, {name!r}, {value})"
     elif change.key is None:
         place = f"{holder}[:]"
     else:

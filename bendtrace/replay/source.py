@@ -152,12 +152,12 @@ class Source:
                 return f"dict.__getitem__({parent}, {self.constant(part.key)})"
             return f"{parent}[{self.constant(part.key)}]"
         if part.access is Access.DICT:
-            return f"{parent}.__dict__[{str(part.key)!r}]"
+            return f"{parent}.__dict__[{part.key.name!r}]"
         if part.access is Access.CELL:
             return f"{parent}.cell_contents"
         if part.access is Access.CONTEXT:
             return f"{parent}.get({self.bound(UNSET)})"
-        return f"getattr({parent}, {str(part.key)!r})"
+        return f"getattr({parent}, {part.key.name!r})"
 
     def value(self, value: Any) -> str:
         """Return an expression for recorded arguments."""
@@ -226,14 +226,14 @@ class Source:
         self.line(f"{name} = {self.constant(new)}({cls})")
         for key, value in items:
             self.line(f"{self.constant(base.__setitem__)}({name}, {key}, {value})")
-        own = [(str(key), value) for key, value in attributes if key.access is Access.DICT]
+        own = [(key.name, value) for key, value in attributes if key.access is Access.DICT]
         if own:
             self.line(f"own = {name}.__dict__")
         for key, value in own:
             self.line(f"own[{key!r}] = {value}")
         for key, value in attributes:
             if key.access is not Access.DICT:
-                self.line(f"object.__setattr__({name}, {str(key)!r}, {value})")
+                self.line(f"object.__setattr__({name}, {key.name!r}, {value})")
         return name
 
     def call(self, op: Op) -> str:
