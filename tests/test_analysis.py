@@ -952,6 +952,7 @@ def test_an_analyser_in_a_model_is_copied_and_pickled_with_it() -> None:
 ROOT = Path(__file__).parent.parent
 
 
+@pytest.mark.all
 def test_nothing_optional_is_imported_before_it_is_asked_for() -> None:
     code = (
         "import sys, bendtrace.analysis\n"

@@ -139,6 +139,7 @@ def test_a_model_that_is_deterministic_when_told_to_is_compared() -> None:
     assert row.why.startswith("with deterministic algorithms; without, the model itself gives")
 
 
+@pytest.mark.all
 def test_a_process_that_ends_is_one_case_and_the_rest_is_run() -> None:
     told: list[Row] = []
     options = OnDevice(only=("fine", "ends", "raises", "breaks"))

@@ -461,6 +461,7 @@ def test_each_value_is_drawn_once_and_in_the_boxes_of_its_modules(
     walk(shown.root, [])
 
 
+@pytest.mark.all
 def test_models_of_every_kind_can_be_drawn() -> None:
     ways = itertools.cycle(OPTIONS)
     drawn = 0

@@ -188,6 +188,7 @@ print("the same")
 """
 
 
+@pytest.mark.all
 def test_what_was_exchanged_before_the_import_is_recorded_as_what_it_is() -> None:
     done = subprocess.run([sys.executable, "-c", EARLY], capture_output=True, text=True)
     assert done.stdout == "the same\n", done.stderr

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -82,6 +83,7 @@ def test_paths_are_followed_again_once_they_repeat() -> None:
     assert not bended.why_live
 
 
+@pytest.mark.all
 def test_what_is_inserted_is_called_all_the_same() -> None:
     model, _ = pair()
     bended = bt.BendedModule(model.eval(), max_traces=None)
@@ -93,6 +95,7 @@ def test_what_is_inserted_is_called_all_the_same() -> None:
     assert torch.equal(bended(x), model(x))
 
 
+@pytest.mark.all
 def test_a_trace_that_is_asked_for_is_made() -> None:
     model, _ = pair()
     bended = bt.BendedModule(model.eval(), max_traces=None)

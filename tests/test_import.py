@@ -61,6 +61,7 @@ def test_importing_loads_nothing_but_the_names() -> None:
     assert fresh("") == {"bendtrace", "bendtrace._later", "bendtrace._public"}
 
 
+@pytest.mark.all
 def test_no_garbage_is_looked_for_while_it_is_imported_and_as_before_afterwards() -> None:
     for switch in ("enable", "disable"):
         loaded = fresh(
@@ -84,16 +85,19 @@ def test_tracing_and_replaying_loads_no_graph_library_and_nothing_that_looks_at_
     assert not loaded & LOOKS_AT_RUNS
 
 
+@pytest.mark.all
 def test_what_is_asked_for_is_loaded_then() -> None:
     loaded = fresh(f"{USE}\nassert len(bended.graph()) == 6\nprint(bended.tree)")
     assert {"networkx", "bendtrace.graph.mirror", "bendtrace.outline.program"} <= loaded
 
 
+@pytest.mark.all
 def test_inserting_at_a_path_loads_no_graph_library() -> None:
     insert = "bended.interject('sub_0.linear', lambda value: value * 2)\nbended(torch.ones(1, 2))"
     assert "networkx" not in fresh(USE + insert)
 
 
+@pytest.mark.all
 def test_what_other_libraries_put_on_tensors_is_in_nobody_s_way() -> None:
     fresh(f"class Odd:\n    __hash__ = None\n    __call__ = print\ntorch.Tensor.kept = Odd(){USE}")
 
@@ -139,6 +143,7 @@ def test_there_are_few_names_to_choose_from() -> None:
     fresh("assert dir(bt) == sorted([*bt.__all__, '__version__']) and len(dir(bt)) < 40")
 
 
+@pytest.mark.all
 def test_the_names_are_listed_before_they_are_asked_for() -> None:
     fresh(
         "assert {*bt.__all__, '__version__'} <= set(dir(bt))\n"
@@ -159,11 +164,13 @@ def test_modules_of_the_package_are_attributes_and_other_names_are_not() -> None
         from bendtrace import nonsense  # noqa: F401
 
 
+@pytest.mark.all
 def test_what_was_pickled_is_found_in_a_fresh_process() -> None:
     data = pickle.dumps([bt.graph.NodeRef("relu"), bt.errors.InputError, bt.Trace, bt.graph.Graph])
     fresh(f"import pickle\nassert pickle.loads({data!r})[0] == bt.graph.NodeRef('relu')")
 
 
+@pytest.mark.all
 def test_methods_that_are_imported_later_are_methods() -> None:
     fresh(
         "import inspect\nassert 'rolled' in inspect.signature(bt.Trace.draw).parameters\n"
@@ -191,6 +198,7 @@ class Seen(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
 
+@pytest.mark.all
 def test_importing_within_a_run_is_no_part_of_it() -> None:
     """What is imported when a traced model first asks for it calls no torch function."""
     names = [

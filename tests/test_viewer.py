@@ -849,6 +849,7 @@ def test_a_run_without_modules_and_decisions_opens(page: Page) -> None:
 
 
 @needs_chromium
+@pytest.mark.all
 def test_five_thousand_ops_open_closed_and_are_found(
     page: Page, record_property: pytest.RecordProperty
 ) -> None:
