@@ -250,6 +250,10 @@ NOT_NOTED = {
     "transformer_encoder_layer_fast_path": "under a mode, torch does without its fused layers",
     "multihead_attention_fast_path": "under a mode, torch does without its fused layers",
     "attention_within_segments": "assigns to parts of what was not initialised",
+    **dict.fromkeys(
+        ("variable_of_noise", "legacy_state", "numpy_mask", "modules_of_forward"),
+        "a mode is not asked by old constructors",
+    ),
 }
 
 

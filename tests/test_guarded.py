@@ -37,7 +37,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.autograd import forward_ad
+from torch.autograd import Variable, forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils import parametrizations
 from torch.overrides import TorchFunctionMode
@@ -440,7 +440,7 @@ def text_asked_for(x: Tensor, index: Tensor) -> Tensor:
 
 
 @case(
-    "whether a tensor has a `.grad`, or a base",
+    "whether a tensor has a `.grad`, a `.grad_fn`, or a base",
     change=lambda m, p: setattr(m.w, "grad", torch.ones(3)),
 )
 class HasGradient(nn.Module):
@@ -1307,27 +1307,56 @@ def to_dlpack(x: Tensor) -> Tensor:
     return x + torch.from_dlpack(x)
 
 
-MADE = "tensors made unseen: `torch.Tensor([1])`, `nn.Parameter(y)`, `from_numpy`, a new module"
+MADE_HERE = (
+    "tensors made by old constructors, by numpy, with modules, or as copies: `Variable(y)`, "
+    "`torch.LongTensor([1])`, `from_numpy`, `nn.Parameter(y)`, `nn.Linear(3, 3)`, `deepcopy`"
+)
 
 
-@case(MADE, live_at="torch.Tensor([")
+@case(MADE_HERE)
 def legacy(x: Tensor) -> Tensor:
-    return x * torch.Tensor([1, 2, 3])
+    return Variable(x) * torch.Tensor([1, 2, 3]) + x[torch.LongTensor([0])]
 
 
-@case(MADE, live_at="nn.Parameter(")
+@case(MADE_HERE)
 def parameter_made(x: Tensor) -> Tensor:
     return x * nn.Parameter(torch.ones(3))
 
 
-@case(MADE, live_at="from_numpy(")
+@case(MADE_HERE)
 def made_by_numpy(x: Tensor) -> Tensor:
     return x * torch.from_numpy(np.ones(3))
 
 
-@case(MADE, live_at="nn.Linear(3, 3)(x)")
+@case(MADE_HERE)
 def module_made(x: Tensor) -> Tensor:
-    return nn.Linear(3, 3)(x)
+    made = nn.Linear(3, 3)
+    return made(x) + copy.deepcopy(made)(x)
+
+
+MADE = "tensors made unseen: by a `torch.FloatTensor` of another name, `frombuffer`"
+FLOATS = torch.FloatTensor
+
+
+@case(MADE, live_at="FLOATS([")
+def made_by_another_name(x: Tensor) -> Tensor:
+    return x * FLOATS([1, 2, 3])
+
+
+@case(MADE, live_at="torch.frombuffer(")
+def made_of_a_buffer(x: Tensor) -> Tensor:
+    return x * torch.frombuffer(bytearray(4), dtype=torch.float32)
+
+
+SHARED = "an array that is written to, or kept, while a tensor shares its memory"
+
+
+@case(SHARED, live_at="torch.from_numpy(")
+def written_to(x: Tensor) -> Tensor:
+    values = np.ones(1)
+    y = torch.from_numpy(values)
+    values[0] = 2
+    return x * y
 
 
 @case("threads that forward starts", live_at="thread.start()")

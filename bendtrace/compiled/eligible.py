@@ -104,6 +104,8 @@ def _why_not(op: Op, entry: Context) -> str | None:
             return f"{name} has effects besides what it returns"
         if _RANDOM.search(name) and _may_draw(op, name):
             return f"{name} may draw random numbers"
+        if isinstance(op.target, type):
+            return f"{name} is a constructor, which compilers know no schema of"
         if name in _UNTOLD:
             return f"{name} may write to statistics"
         if name in _UNANSWERED and (op.target in METADATA or _is_getter(op.target)):

@@ -159,11 +159,11 @@ class Validator:
         if op.kind is OpKind.CALL and not known:
             return "it is no function of torch's"
         name = name_of(op.target)
-        if name in UNINITIALIZED:
+        if name in UNINITIALIZED or (isinstance(op.target, type) and self._gives_sizes(op)):
             return "it gives memory as it finds it"
         if name == "storage_offset":
             return "where a value lies in its memory is no part of it"
-        if name in ("grad", "backward"):
+        if name in ("grad", "grad_fn", "backward"):
             return "it reads the autograd graph"
         if name == "data" and (
             getattr(op.target, "__name__", "") == "__set__"
@@ -173,6 +173,11 @@ class Validator:
         if not all(map(_is_plain, (*op.args, *op.kwargs.values()))):
             return "it was given an object"
         return None
+
+    def _gives_sizes(self, op: Op) -> bool:
+        """Whether all that a constructor is given are sizes: `torch.FloatTensor(2, 3)`."""
+        metas = (self._ops[a.index].meta if type(a) is Ref else a for a in op.args)
+        return bool(op.args) and all(type(meta) in (int, tuple) for meta in metas)
 
     def value(self, op: Op, ref: Ref) -> Any:
         """Return what an op was given for a reference, as it was then; `MISSING` if not saved."""

@@ -31,6 +31,7 @@ from torch.nn.parallel.distributed import DistributedDataParallel
 
 from bendtrace.errors import InputError
 from bendtrace.recording.collectives import joint_functions, layout_properties
+from bendtrace.recording.constructors import GONE, entries_of_constructors
 from bendtrace.recording.contexts import forget_casts
 from bendtrace.recording.joint import after_ddp, before_ddp
 from bendtrace.recording.outside import OFTEN_PATCHED, entries_of_outside
@@ -376,7 +377,7 @@ def _entry_points() -> Iterator[_EntryPoint]:
             if hasattr(owner, name):
                 yield entry(owner, name, _as_one_op(getattr(owner, name)))
 
-    for owner, name, ours in entries_of_outside():
+    for owner, name, ours in (*entries_of_outside(), *entries_of_constructors()):
         yield entry(owner, name, ours)
     yield entry(DistributedDataParallel, "_pre_forward", before_ddp)
     yield entry(DistributedDataParallel, "_post_forward", after_ddp)
@@ -446,12 +447,17 @@ def _enter() -> None:
     for entry, now in zip(_ENTRY_POINTS, _before, strict=True):
         if entry.owner in OFTEN_PATCHED and now is not entry.ours:
             entry.ours.__wrapped__ = now
-        setattr(entry.owner, entry.name, entry.ours)
+        if entry.ours is not GONE:
+            setattr(entry.owner, entry.name, entry.ours)
+        elif now is not _ABSENT:
+            delattr(entry.owner, entry.name)
 
 
 def _leave() -> None:
     for entry, value in zip(_ENTRY_POINTS, _before, strict=False):
-        current = vars(entry.owner).get(entry.name)
+        current = vars(entry.owner).get(entry.name, GONE)
+        if current is GONE and value is _ABSENT:
+            continue
         if current is entry.ours and value is _ABSENT:
             delattr(entry.owner, entry.name)
         elif current is entry.ours:

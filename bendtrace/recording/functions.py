@@ -17,11 +17,13 @@ __all__ = [
     "CONTEXT",
     "DESCEND",
     "ESCAPES",
+    "GRAD_FN",
     "IN_PLACE_OPERATORS",
     "METADATA",
     "RESHAPES_IN_PLACE",
     "SETTERS",
     "SHAPES",
+    "SHARING",
     "SPECIAL",
     "UNINITIALIZED",
     "VALUES",
@@ -113,6 +115,12 @@ ESCAPES: dict[Any, str] = {
     ),
     **_getters("__cuda_array_interface__", "grad_fn"),
 }  # fmt: skip
+GRAD_FN: Any = next(function for function, name in ESCAPES.items() if name == "grad_fn")
+
+# What they give may be in the memory of what they are given, which torch knows nothing of.
+SHARING: frozenset[Any] = frozenset(
+    {torch.from_numpy, torch.as_tensor, torch.asarray, torch.frombuffer}
+)
 
 # Assignments to these attributes of a tensor.
 SETTERS = frozenset(
@@ -165,12 +173,13 @@ UNINITIALIZED = frozenset(
     }
 )  # fmt: skip
 
+
 # Compositions of torch's that one wants to look and cut inside of.
 DESCEND: frozenset[Callable[..., Any]] = frozenset({functional.multi_head_attention_forward})
 
 # All that is not simply recorded as a call.
 SPECIAL: frozenset[Any] = frozenset(
-    {*CONTEXT, *METADATA, *VALUES, *DESCEND, *ESCAPES, Tensor.tolist}
+    {*CONTEXT, *METADATA, *VALUES, *DESCEND, *ESCAPES, *SHARING, Tensor.tolist}
 )
 
 _QUESTIONS = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")

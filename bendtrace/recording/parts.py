@@ -96,7 +96,7 @@ class Array:
     __hash__ = None  # type: ignore[assignment]
 
     def __repr__(self) -> str:
-        return f"array{self.value.shape}"
+        return f"<array{self.value.shape}>"
 
 
 def requires_grad(tensor: torch.Tensor) -> bool:

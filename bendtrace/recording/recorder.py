@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import operator
 import sys
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as _module
 from torch.overrides import TorchFunctionMode
 
+from bendtrace.recording.arrays import SharedArrays, may_share
 from bendtrace.recording.boundaries import BOUNDARY_CODES, watching
 from bendtrace.recording.encoding import Encoder, without_traced
 from bendtrace.recording.exchanged import asked, may_stand_in
@@ -23,7 +25,9 @@ from bendtrace.recording.functions import (
     CONTEXT,
     DESCEND,
     ESCAPES,
+    GRAD_FN,
     METADATA,
+    SHARING,
     SPECIAL,
     VALUES,
     entered,
@@ -40,6 +44,7 @@ from bendtrace.recording.scalars import TRACED, TracedScalar, plain
 from bendtrace.recording.sites import Site
 from bendtrace.recording.surroundings import Surroundings
 from bendtrace.recording.tape import ModuleCall, Op, OpKind, Ref, Test
+from bendtrace.recording.usage import only_tests
 from bendtrace.recording.values import TRACED_AS, Values
 from bendtrace.recording.watcher import current_watcher, set_around, unwatched
 from bendtrace.recording.writer import Prefix, Writer
@@ -84,6 +89,8 @@ class Recorder(TorchFunctionMode):
         self._strangers: dict[int, tuple[str, nn.Module]] = {}
         self._within = False  # an op that the mode is not switched off for
         self._lane: Lane | None = None
+        self._aside: Lane | None = None  # the lane, while there are shared arrays
+        self._arrays = SharedArrays(self.tape, surroundings.find)
         if inserter is not None:
             inserter.begins(self)
 
@@ -107,6 +114,7 @@ class Recorder(TorchFunctionMode):
         try:
             with watching(self), self:
                 output = self._outcome(args, kwargs)
+            self._arrays.finish()
             recording, changes = finish.recording(output)
             if self._observer is not None:
                 for ref, tensor in self._writer.writes.stale:
@@ -121,7 +129,7 @@ class Recorder(TorchFunctionMode):
         finally:
             self.active = False
             self._values.retire()
-            self._lane = None
+            self._lane = self._aside = None
             # A cycle of recorder and encoder must not keep what the caller gave alive.
             self._writer.close()
 
@@ -197,6 +205,13 @@ class Recorder(TorchFunctionMode):
         if func in DESCEND:
             with self:
                 return entered(func)(*args, **kwargs)
+        if func in SHARING:
+            return self._call(func, args, kwargs, frame)
+        if func == GRAD_FN and (func(*args) is None or only_tests(frame)):
+            op, value = self._record(func, args, kwargs, frame)
+            op.meta = None if value is None else type(value).__name__
+            self._values.guard_presence(op, value is not None, frame)
+            return value
         if func in ESCAPES:
             if self._observer is not None:
                 self._observer.escaped(args)
@@ -212,10 +227,23 @@ class Recorder(TorchFunctionMode):
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType
     ) -> Any:
         op, out = self._record(func, args, kwargs, frame)
+        if func in SHARING:
+            self._shares(op, func, args, kwargs, out, frame)
         bound = self._values.bind(out, op, frame)
         if self._observer is not None:
             self._show(op, args, out)
         return bound
+
+    def _shares(
+        self, op: Op, func: Any, args: Any, kwargs: dict[str, Any], out: Any, frame: FrameType
+    ) -> None:
+        """Watch the arrays that an op was given, if what it gave is in their memory."""
+        prefix, again = self._writer.prefix, None
+        if prefix is not None and op.index in prefix.values:
+            again = functools.partial(unwatched, func, args, kwargs)
+        self._arrays.gave(op, (*args, *kwargs.values()), out, again, frame)
+        if self._arrays and self._lane is not None:
+            self._lane, self._aside = None, self._lane
 
     def _show(self, op: Op, args: tuple[Any, ...], out: Any) -> None:
         assert self._observer is not None
@@ -243,6 +271,10 @@ class Recorder(TorchFunctionMode):
             values, usable = self._encoder.arguments(tuple(kwargs.values()))
             named = dict(zip(kwargs, values, strict=True))
             kwargs = dict(zip(kwargs, usable, strict=True))
+        if self._arrays:
+            self._arrays.begins(self._writer.writes.tensors())
+            if not self._arrays:
+                self._lane, self._aside = self._aside, None
         op = self._writer.emit(OpKind.CALL, func, encoded, named, frame)
         self._writer.writes.read_by(op)
         if op.reads and self._observer is not None:
@@ -263,6 +295,8 @@ class Recorder(TorchFunctionMode):
             else:
                 out = self._observed(op, func, args, kwargs)
             self._writer.writes.written_by(op)
+            if self._arrays:
+                self._arrays.ended(op, self._writer.writes.tensors())
             return out
         except Exception as error:
             op.raised = raised_by(op, error)
@@ -463,6 +497,8 @@ class Recorder(TorchFunctionMode):
         finally:
             self._within = outer
         with torch._C.DisableTorchFunction():
+            if may_share(function):
+                self._shares(op, function, args, kwargs, out, frame)
             bound = self._values.bind(out, op, frame)
             if self._observer is not None:
                 self._observer.escaped(out)
@@ -534,7 +570,7 @@ class Recorder(TorchFunctionMode):
 
     def unseen(self, what: str) -> None:
         """Note what a replay could not repeat (see `watcher.Watcher`)."""
-        self._lane = None  # from now on, ops may call what is not their own
+        self._lane = self._aside = None  # from now on, ops may call what is not their own
         self.tape.block(f"{what} at {user_place(sys._getframe(1))} cannot be watched")
 
 

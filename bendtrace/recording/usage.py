@@ -78,9 +78,11 @@ _tests: dict[tuple[int, int], tuple[CodeType, bool | None]] = {}
 
 
 def only_tests(frame: FrameType) -> bool:
-    """Whether code does no more than test the bool that its instruction at hand results in.
+    """Whether code does no more than test what its instruction at hand results in, or drop it.
 
-    A traced bool must not go further than that: torch's C++ functions take none but a real one
+    It is tested for its truth, or for being None.
+
+    A traced bool must not go further: torch's C++ functions take none but a real one
     for `keepdim` and the like, and refuse it before the tracer is asked.
     """
     found: FrameType | None = frame
@@ -124,6 +126,8 @@ class _Flow:
                 position += 2  # the end of a < b < c, which drops the middle
             elif name in ("POP_TOP", "UNARY_NOT") or name.startswith("POP_JUMP"):
                 return True
+            elif name == "LOAD_CONST" and step.argval is None:
+                return self._steps[position + 1].opname == "IS_OP"
             elif name == "RETURN_VALUE":
                 return None
             elif name == "STORE_FAST":

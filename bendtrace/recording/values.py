@@ -119,13 +119,13 @@ class Values:
                         self._writer.guard(Test.OTHER, op.index, ref.index, "", frame)
             self.bind_tensor(out, op)
             if op.target in _OPTIONAL:
-                self._guard_presence(op, frame)
+                self.guard_presence(op, True, frame)
             return out
         if out is None:
             if op.target in SETTERS:
                 self.facts.clear()
             elif op.target in _OPTIONAL:
-                self._guard_presence(op, frame)
+                self.guard_presence(op, False, frame)
             return None
         kind = type(out)
         traced = TRACED_AS.get(kind)
@@ -267,10 +267,10 @@ class Values:
         seen.add(id(thing))
         return any(self.holds_values(held, seen) for held in held_by(thing))
 
-    def _guard_presence(self, op: Op, frame: FrameType) -> None:
-        """Guard whether a tensor has a gradient, or a base."""
+    def guard_presence(self, op: Op, is_there: bool, frame: FrameType) -> None:
+        """Guard whether a tensor has a gradient, a base, or a gradient function."""
         test = self._writer.emit(OpKind.SCALAR, operator.is_, (Ref(op.index), None), {}, frame)
-        test.meta = op.meta is None
+        test.meta = not is_there
         self._writer.guard(Test.VALUE, test.index, test.meta, "metadata", frame)
 
     def _bind_elements(

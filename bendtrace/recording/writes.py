@@ -71,6 +71,10 @@ class Writes:
         ):
             self.stale.append((ref, tensor))
 
+    def tensors(self) -> list[Tensor]:
+        """Return the tensors that the op now being written was given."""
+        return [tensor for _, tensor, _ in self._given]
+
     def read_by(self, op: Op) -> None:
         """Note on an op, before it is carried out, whose writing it reads."""
         if self.stale and not op.reads:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.autograd import Variable
 
 from tests.borders.border import Border, Case, given
 
@@ -48,7 +49,7 @@ def returned_as_an_array(x: Tensor) -> Any:
     return x.detach().numpy().copy()
 
 
-@border.live("unknown origin", at="np.ones(4)")
+@border.replays
 def from_a_constant_array(x: Tensor) -> Tensor:
     return x + torch.from_numpy(np.ones(4))
 
@@ -142,8 +143,7 @@ def a_list_of_tensors_as_tensor(x: Tensor) -> Tensor:
     return x * torch.tensor([x.detach().sum(), x.detach().max()]).sum()
 
 
-@border.live(
-    "array|unknown origin",
+@border.replays(
     inputs=[given(torch.ones(3), np.arange(3.0)), given(torch.ones(3), np.ones(3))] * 3,
 )
 def an_array_as_an_argument(x: Tensor, values: Any) -> Tensor:
@@ -168,7 +168,7 @@ class HoldsAnArrayMadeATensor(HoldsAnArray):
         return x + torch.tensor(self.values)
 
 
-@border.live("unknown origin", at="add_")
+@border.live("by way of the tensor", at="from_numpy")
 class HoldsAnArrayThatBecomesATensor(HoldsAnArray):
     def forward(self, x: Tensor) -> Tensor:
         y = torch.from_numpy(self.values)
@@ -176,32 +176,85 @@ class HoldsAnArrayThatBecomesATensor(HoldsAnArray):
         return x + y
 
 
+@border.live("written to afterwards", at="as_tensor")
+def an_array_written_to_after_it_is_a_tensor(x: Tensor) -> Tensor:
+    values = np.zeros(4, dtype=np.float32)
+    y = torch.as_tensor(values)
+    values[0] = 1
+    return x + y
+
+
+@border.live("written to afterwards", at="from_numpy")
+def an_array_written_to_and_back(x: Tensor) -> Tensor:
+    values = np.arange(8, dtype=np.float32)
+    y = torch.from_numpy(values[2:6])
+    values[3] = 10
+    y = x + y
+    values[3] = 3
+    return y
+
+
+@border.live("by way of the tensor", at="from_numpy")
+def an_array_read_after_its_tensor_is_written_to(x: Tensor) -> Tensor:
+    values = np.zeros(4, dtype=np.float32)
+    torch.from_numpy(values).add_(x.detach()[0])
+    total = float(values.sum())
+    del values
+    return x * total
+
+
+@border.live("still there", at="from_numpy")
+def an_array_given_out_with_its_tensor(x: Tensor) -> Any:
+    values = np.arange(4, dtype=np.float32)
+    return x * 2, torch.from_numpy(values), values
+
+
+@border.replays
+def a_mask_made_in_numpy(x: Tensor) -> Tensor:
+    mask = np.triu(np.ones((4, 4)), k=1).astype("uint8")
+    unmasked = torch.from_numpy(mask) == 0
+    return (x @ unmasked.to(x.dtype)) * torch.from_numpy(np.arange(4.0)[::2].copy()).sum()
+
+
+@border.replays
+def an_array_that_branches_come_after(x: Tensor) -> Tensor:
+    values = np.arange(4, dtype=np.float32)
+    y = x * torch.from_numpy(values)
+    return y if y.sum() > 0 else y - 1
+
+
+@border.replays
+class HoldsAnArrayThatIsATensor(HoldsAnArray):
+    def forward(self, x: Tensor) -> Any:
+        return x + torch.from_numpy(self.values), torch.FloatTensor(self.values)
+
+
 @border.replays
 def multiplied_by_numpy_numbers(x: Tensor) -> Tensor:
     return x * np.float32(2.5) + np.int64(3)
 
 
-@border.live("unknown origin", at="torch.Tensor(")
+@border.replays
 def a_legacy_constructor(x: Tensor) -> Tensor:
     return x + torch.Tensor([1, 2, 3, 4])
 
 
-@border.live("unknown origin", at="FloatTensor(")
+@border.replays
 def a_legacy_constructor_by_type(x: Tensor) -> Tensor:
     return x + torch.FloatTensor(4).fill_(2)
 
 
-@border.live("unknown origin", at="torch.Tensor(")
+@border.replays
 def a_legacy_constructor_that_is_only_returned(x: Tensor) -> Any:
     return x * 2, torch.Tensor([4, 5])
 
 
-@border.live("unknown origin", at="torch.LongTensor(")
+@border.replays
 def a_legacy_constructor_as_an_index(x: Tensor) -> Tensor:
     return x[torch.LongTensor([0, 2])]
 
 
-@border.live("unknown origin", at="y[index]")
+@border.replays
 def a_legacy_constructor_written_at(x: Tensor) -> Tensor:
     index = torch.LongTensor([0, 2])
     y = x.clone()
@@ -209,14 +262,42 @@ def a_legacy_constructor_written_at(x: Tensor) -> Tensor:
     return y
 
 
-@border.live("unknown origin", at="torch.Tensor(")
+@border.replays
 def a_legacy_constructor_of_content(x: Tensor) -> Tensor:
     return torch.Tensor(x.tolist()) + x
 
 
-@border.live("unknown origin|of a tensor", at="torch.Tensor(")
+@border.replays
 def a_legacy_constructor_of_a_tensor(x: Tensor) -> Tensor:
     return torch.Tensor(x.detach()) + x
+
+
+@border.replays(inputs=[given(torch.ones(n, 4)) for n in (3, 5, 3, 5, 2, 2)])
+def a_legacy_constructor_of_sizes(x: Tensor) -> Tensor:
+    return (
+        x.sum() + torch.zeros_like(torch.FloatTensor(x.shape[0], x.size(1))) + len(torch.Tensor())
+    )
+
+
+@border.live("unknown origin", at="FLOATS(")
+def a_legacy_constructor_by_another_name(x: Tensor) -> Tensor:
+    return x + FLOATS([1, 2, 3, 4])
+
+
+FLOATS = torch.FloatTensor
+
+
+@border.replays
+def legacy_constructors_as_types(x: Tensor) -> Any:
+    kinds = {torch.FloatTensor: 2.0, torch.DoubleTensor: 3.0}
+    same = torch.FloatTensor is FLOATS and isinstance(x.detach(), torch.FloatTensor)
+    return x.type(torch.DoubleTensor) * kinds[torch.FloatTensor] if same else x
+
+
+@border.replays
+def variables(x: Tensor) -> Any:
+    y = Variable(x.data, requires_grad=True)
+    return x * y, Variable(torch.zeros(4)) + x, Variable(x) * 2, isinstance(y, Variable)
 
 
 @border.replays
@@ -229,17 +310,17 @@ def type_conversions(x: Tensor) -> Any:
     return x.type(torch.DoubleTensor) * 2, x.type_as(torch.ones(1).double()), x.detach().type()
 
 
-@border.live("unknown origin", at="nn.Parameter(")
+@border.replays
 def a_parameter_made_inside(x: Tensor) -> Tensor:
     return x * nn.Parameter(torch.ones(4))
 
 
-@border.live("unknown origin", at="nn.Parameter(")
+@border.replays
 def a_parameter_of_the_input(x: Tensor) -> Tensor:
     return nn.Parameter(x.detach()) * 2
 
 
-@border.live("unknown origin", at="nn.Linear")
+@border.replays
 def a_module_made_inside(x: Tensor) -> Tensor:
     return nn.Linear(4, 4)(x)
 

@@ -228,7 +228,7 @@ def a_deep_copy(x: Tensor) -> Tensor:
     return x + copy.deepcopy(x.detach()) * 2
 
 
-@border.live("", at="deepcopy")
+@border.replays
 class ADeepCopyOfAModule(Stateful):
     def forward(self, x: Tensor) -> Tensor:
         return copy.deepcopy(self.fc)(x)
