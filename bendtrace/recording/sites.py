@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-__all__ = ["Place", "Site", "SiteTable", "Span"]
+__all__ = ["Place", "Site", "SiteTable", "Span", "place_at"]
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _OVERRIDES = torch.overrides.__file__
@@ -197,6 +197,11 @@ def _site(frame: FrameType, end: FrameType | None) -> Site:
 
 # By identity, because hashing a code object is slow; it is kept, so that no id is used again.
 _positions: dict[int, tuple[CodeType, list[tuple[int | None, ...]]]] = {}
+
+
+def place_at(code: CodeType, offset: int) -> Place:
+    """Return the place of the instruction that a frame says it is at."""
+    return _place(code, _call_at(code, offset))
 
 
 def _place(code: CodeType, offset: int) -> Place:
