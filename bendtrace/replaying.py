@@ -290,7 +290,9 @@ class ReplayingModule(StandIn):
 
     @property
     def why_live(self) -> tuple[str, ...]:
-        """Why some calls run the model's own Python; empty if none has to.
+        """Why some calls run, or ran, the model's own Python; empty if none has to.
+
+        First come the reasons that hold with what is inserted now, then those of other calls.
 
         Example:
             >>> import torch, bendtrace as bt
@@ -302,6 +304,9 @@ class ReplayingModule(StandIn):
             1
         """
         reasons = [reason for trace in self.traces for reason in trace.why_live]
+        # Also of what was inserted for a while: these calls count, too.
+        for recording in (*self._trees.plain_runs(), *self._trees.inserted_runs()):
+            reasons += recording.tape.blockers
         return tuple(dict.fromkeys(reasons))
 
     def explain(self, *args: Any, **kwargs: Any) -> Explanation:
