@@ -74,6 +74,11 @@ class ReplayingModule(StandIn):
     ) -> None:
         if not callable(model):
             raise InputError(f"a model has to be callable; {model!r} is not")
+        if isinstance(model, type):
+            raise InputError(
+                f"{model.__name__} is a class, which makes models: give an object of it, as in "
+                f"BendedModule({model.__name__}(...))"
+            )
         if max_traces is not None and (type(max_traces) is not int or max_traces < 1):
             raise InputError(f"max_traces has to be a positive int or None, not {max_traces!r}")
         super().__init__()
@@ -88,9 +93,11 @@ class ReplayingModule(StandIn):
             model, Registry(), self._trees.plain_runs, self._trees.inserted_runs, self.coverage,
             self._settled,
         )  # fmt: skip
-        self._dispatcher = Dispatcher(self._known, self._signature, self._trees, speculation)
         self._inserted = False
         self._board = Board(self._known, self._note_inserted)
+        self._dispatcher = Dispatcher(
+            self._known, self._signature, self._trees, speculation, self._board.called
+        )
         self._as_one_op = opaque(self._called_inside)
         self._stand_in_for(model, self._shared)
 
@@ -157,7 +164,7 @@ class ReplayingModule(StandIn):
             return call_itself(self._model, args, kwargs)
         plan = self._board.plan(args, kwargs)
         if plan is not None:
-            with running(plan):
+            with running(plan), self._board.called():
                 return self._dispatcher.call(args, kwargs, plan)
         if torch._C._get_tracing_state() is not None:
             return call_itself(self._model, args, kwargs)
