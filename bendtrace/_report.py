@@ -98,6 +98,8 @@ def _steps(steps: FlowSteps, width: int) -> list[str]:
 def _value(step: FlowStep) -> str:
     if not isinstance(step, LoopFlowStep):
         return shorten(repr(step.value), 20, placeholder="...")
+    if step.iterations is None:
+        return "unknown"
     bound = f" of {step.bound}" if step.bound is not None else ""
     return f"{_count(step.iterations, 'time')}{bound}"
 

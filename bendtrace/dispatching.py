@@ -23,6 +23,7 @@ from bendtrace.recording.run import Signature, uninitialized_in
 from bendtrace.recording.serving import call_itself
 from bendtrace.replay.ambience import Ambience
 from bendtrace.replay.explain import Mismatch, explain_check, explain_divergence, explain_guard
+from bendtrace.replay.floor import Floor
 from bendtrace.replay.program import Divergence, Finished, Program
 from bendtrace.replay.tree import TraceTree
 from bendtrace.served import Explanation, Stats
@@ -49,6 +50,7 @@ class Dispatcher:
         last_mismatch: why the latest call that was not a replay was not one.
         latest: the latest trace.
         latest_run: what the latest call has repeated, or made.
+        floor: which calls run the model itself because its paths do not repeat.
     """
 
     def __init__(
@@ -70,6 +72,7 @@ class Dispatcher:
         self._trees = trees
         self._called = called
         self._passing = 0  # runs that filled a cache
+        self.floor = Floor()
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any], plan: Plan | None) -> Any:
         """Serve a call.
@@ -79,12 +82,16 @@ class Dispatcher:
             kwargs: its keyword arguments.
             plan: what is inserted; None if nothing is.
         """
+        if plan is None and self.floor.takes():
+            self.stats.live += 1
+            return call_itself(self._model, args, kwargs)
         tree = self._trees.plain if plan is None else self._trees.of(plan)
         names, arguments = self._signature.arrange(args, kwargs)
         guess: Guess | None = None
         if self.speculation is not None and plan is None:
             guess = self.speculation.guess(names, arguments)
             if guess.recording is not None:
+                self.floor.followed(True)
                 self.stats.replays += 1
                 self.latest_run = guess.recording
                 return guess.output
@@ -101,9 +108,11 @@ class Dispatcher:
             with self._called():
                 return call_itself(self._model, args, kwargs)
         if program is None:
+            self._leads_down_unknown(plan)
             return self._record_new(_Call(args, kwargs, names, arguments, plan, tree))
         if program.live_only:
             if tree.looks_again(program):
+                self._leads_down_unknown(plan)
                 call = _Call(args, kwargs, names, arguments, plan, tree)
                 return self._look_again(call, program)
             self.stats.live += 1
@@ -119,12 +128,19 @@ class Dispatcher:
         if isinstance(result, Finished):
             self.stats.replays += 1
             self.latest_run = result.recording
-            if plan is not None:
+            if plan is None:
+                self.floor.followed(True)
+            else:
                 plan.ran(result.recording)
             if guess is not None and self.speculation is not None:
                 self.speculation.replayed(guess, names, program, result, arguments)
             return result.output
+        self._leads_down_unknown(plan)
         return self._resume(_Call(args, kwargs, names, arguments, plan, tree), program, result)
+
+    def _leads_down_unknown(self, plan: Plan | None) -> None:
+        if plan is None:  # what is inserted has to be called, whatever that costs
+            self.floor.followed(False)
 
     def trace(self, args: tuple[Any, ...], kwargs: dict[str, Any], plan: Plan | None) -> Any:
         """Run the model under the tracer, keep the path, and return the output."""

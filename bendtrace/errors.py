@@ -27,6 +27,7 @@ __all__ = [
     "DivergenceError",
     "HarvestError",
     "HookNameError",
+    "IncompatibleVersionWarning",
     "InputError",
     "InterjectionError",
     "LayerKeyError",
@@ -41,7 +42,6 @@ __all__ = [
     "SaveError",
     "SiteError",
     "TraceLimitWarning",
-    "UntriedVersionWarning",
 ]
 
 
@@ -566,15 +566,15 @@ class TraceLimitWarning(UserWarning):
     """
 
 
-class UntriedVersionWarning(UserWarning):
-    """Python or torch is newer than any version that bendtrace's tests were run with.
+class IncompatibleVersionWarning(UserWarning):
+    """A part of bendtrace is switched off, since this Python or this torch is not as it expects.
 
-    Said once in a process, when the first run is recorded.
+    Given once in a process, at the first trace, when the probes have found such a part.
 
     Example:
         >>> import warnings, torch, bendtrace as bt
         >>> with warnings.catch_warnings():
-        ...     warnings.simplefilter("error", bt.errors.UntriedVersionWarning)
+        ...     warnings.simplefilter("error", bt.errors.IncompatibleVersionWarning)
         ...     out = bt.BendedModule(torch.relu)(torch.ones(1))
         >>> out
         tensor([1.])

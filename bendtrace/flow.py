@@ -21,8 +21,10 @@ from textwrap import shorten
 from typing import Any, overload
 
 from bendtrace._later import tabulate
+from bendtrace.recording.features import is_off
 from bendtrace.recording.functions import SHAPES, is_gate
 from bendtrace.recording.iterations import Iterations, Mark, is_inside_comparison, marks_of
+from bendtrace.recording.probes import look_at_flow_once
 from bendtrace.recording.sites import Place, Span
 from bendtrace.recording.statements import part_taken
 from bendtrace.recording.syntax import Loop
@@ -61,7 +63,8 @@ class FlowStep:
         guard: number of the guard that it put on `Trace.guards`; None for a read of a shape
             that nothing depends on yet.
         iteration: for each loop around it that the trace knows, the iteration it was in,
-            outermost first, counted from 0.
+            outermost first, counted from 0. Empty as well where this Python's instructions do not
+            tell (see `errors.IncompatibleVersionWarning`).
 
     Example:
         >>> import torch, bendtrace as bt
@@ -187,7 +190,7 @@ class LoopFlowStep(FlowStep):
         bound: how many iterations the header provides for; None for `while`, and where that
             depends on more than traced values.
         iterations: how often the body was begun. For a loop that was left early: of how many
-            iterations anything was recorded.
+            iterations anything was recorded. None where that is not known, as with `iteration`.
 
     Example:
         >>> import torch, bendtrace as bt
@@ -204,7 +207,14 @@ class LoopFlowStep(FlowStep):
     """
 
     bound: int | None = None
-    iterations: int = 0
+    iterations: int | None = 0
+
+    @property
+    def how_often(self) -> str:
+        """How often the body was begun, in words: "2 iterations"."""
+        if self.iterations is None:
+            return "an unknown number of iterations"
+        return f"{self.iterations} iteration{'s' * (self.iterations != 1)}"
 
     def to_dict(self) -> dict[str, Any]:
         """Return the step as plain values, ready for JSON."""
@@ -290,9 +300,9 @@ class FlowSteps(Sequence[FlowStep]):
 
 def _iterations(step: LoopFlowStep) -> str:
     number, bound = step.iterations, step.bound
-    if bound is not None and bound != number:
+    if bound is not None and number is not None and bound != number:
         return f"{number} of {bound} iterations"
-    return f"{number} iteration{'s' * (number != 1)}"
+    return step.how_often
 
 
 def flow_steps(tape: Tape, names: list[str]) -> FlowSteps:
@@ -312,6 +322,7 @@ def flow_steps(tape: Tape, names: list[str]) -> FlowSteps:
         >>> [step.text for step in steps]
         ['x.sum() > 0']
     """
+    look_at_flow_once()
     marks = list(marks_of(tape))
     iterations = Iterations(marks)
     steps: list[FlowStep] = []
@@ -349,7 +360,15 @@ def flow_steps(tape: Tape, names: list[str]) -> FlowSteps:
         if iterations.begins_while(mark.order) and (tests := mark.role.tests) is not None:
             steps.append(step.whole(tests, iterations.count(mark.order)))
         steps.append(step.finish(cls))
+    if is_off("iterations"):
+        steps = [_without_iterations(step) for step in steps]
     return FlowSteps(steps)
+
+
+def _without_iterations(step: FlowStep) -> FlowStep:
+    if isinstance(step, LoopFlowStep):
+        return replace(step, iteration=(), iterations=None)
+    return replace(step, iteration=())
 
 
 def _is_asked_by_gate(record: Op | Guard, tape: Tape) -> bool:
@@ -441,7 +460,7 @@ def _class_of(mark: Mark, tape: Tape) -> tuple[type[FlowStep], str] | None:
         if role.kind == "assert":
             return AssertFlowStep, "assert"
         # Looking for a key compares it with those that are there.
-        return LogicalFlowStep, "key" if role.kind == "index" else role.kind or record.how
+        return LogicalFlowStep, "key" if role.kind == "index" else role.kind or "bool"
     if record.test is Test.LENGTH:
         # Otherwise: the several results of an op, taken apart by hand.
         return (LoopFlowStep, role.kind or "iteration") if walks or record.how == "iter" else None

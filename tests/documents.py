@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import atexit
 import functools
+import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
-__all__ = ["PAGES", "ROOT", "code_of", "is_run", "name_of", "printed", "shown_in"]
+__all__ = ["PAGES", "ROOT", "code_of", "is_run", "name_of", "printed", "run_forked", "shown_in"]
 
 ROOT = Path(__file__).parent.parent
 PAGES = [
@@ -22,6 +23,8 @@ PAGES = [
     *sorted((ROOT / "docs").rglob("*.md")),
 ]  # fmt: skip
 _BLOCK = re.compile(r"^(`{3,})([^\n]*)\n(.*?)^\1$", flags=re.DOTALL | re.MULTILINE)
+# Which kernels torch takes.
+_KERNELS = ("ATEN_CPU_CAPABILITY", "MKL_CBWR", "ONEDNN_MAX_CPU_ISA")
 _SCRIPTS = {"README.md": "refine.py", "diff.md": "refine.py"}  # as their tables call it
 
 
@@ -58,12 +61,18 @@ def printed(page: Path, folder: Path) -> list[str]:
     name = _SCRIPTS.get(page.name, f"{page.stem}.py")
     code = code_of(page)
     (folder / name).write_text(code, "utf-8")
-    failed = _server("torch", *re.findall(r"^(?:import|from) (transformers)\b", code, re.M)[:1])(
-        folder, name
-    )
-    assert not failed, (folder / "stderr").read_text("utf-8")
+    modules = "torch", *re.findall(r"^(?:import|from) (transformers)\b", code, re.M)[:1]
+    assert not run_forked(folder, name, modules), (folder / "stderr").read_text("utf-8")
     text = (folder / "stdout").read_text("utf-8")
     return [line.rstrip() for line in text.replace(f"{folder}/", "").splitlines()]
+
+
+def run_forked(folder: Path, name: str, modules: Iterable[str] = ("torch",)) -> int:
+    """Run a script that is in a folder, where some modules are imported; return its exit status.
+
+    What it prints is in the files `stdout` and `stderr` of the folder.
+    """
+    return _server(*modules)(folder, name)
 
 
 # Importing torch takes longer than most pages do. So one process imports it, and each page is run
@@ -94,7 +103,10 @@ def _server(*modules: str) -> Callable[[Path, str], int]:
     process = subprocess.Popen(
         [sys.executable, "-P", "-c", _SERVING, *modules],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, encoding="utf-8",
-        env={"PYTHONPATH": str(ROOT), "PATH": "", "PYTHONIOENCODING": "utf-8"},
+        env={
+            "PYTHONPATH": str(ROOT), "PATH": "", "PYTHONIOENCODING": "utf-8",
+            **{name: os.environ[name] for name in _KERNELS if name in os.environ},
+        },
     )  # fmt: skip
     assert process.stdin is not None
     assert process.stdout is not None

@@ -129,16 +129,32 @@ def footprint() -> list[Any]:
     ]  # fmt: skip
 
 
+def seed_everything(seed: int) -> None:
+    """Seed the generator of each device that is in use."""
+    torch.default_generator.manual_seed(seed)  # torch.manual_seed keeps a stack for each call
+    if torch.cuda.is_initialized():
+        for generator in torch.cuda.default_generators:
+            generator.manual_seed(seed)
+
+
+def random_states() -> list[Any]:
+    """Return the states of the generators of all devices that are in use."""
+    states = [torch.get_rng_state()]
+    if torch.cuda.is_initialized():
+        states += torch.cuda.get_rng_state_all()
+    return [state.tolist() for state in states]
+
+
 def outcome(call: Callable[..., Any], inputs: Inputs, seed: int) -> tuple[Any, Any, Any, Any]:
     """Call and return (bits of the result, the error, bits of the arguments, RNG state)."""
-    torch.default_generator.manual_seed(seed)  # torch.manual_seed keeps a stack for each call
+    seed_everything(seed)
     args, kwargs = inputs
     result = error = None
     try:
         result = call(*args, **kwargs)
     except Exception as raised:
         error = raised
-    return bits(result), error, bits([args, kwargs]), torch.get_rng_state().tolist()
+    return bits(result), error, bits([args, kwargs]), random_states()
 
 
 def assert_promise(
@@ -148,6 +164,7 @@ def assert_promise(
     mode: Callable[[], AbstractContextManager[Any]] = nullcontext,
     insert: Callable[[bt.BendedModule], object] = lambda bended: None,
     wrap: Callable[[Any], bt.BendedModule] = bt.BendedModule,
+    compare_with: Callable[[Any], Callable[..., Any]] = lambda eager: eager,
 ) -> bt.BendedModule:
     """Call a model and its `BendedModule` in turn and compare everything after each call.
 
@@ -157,19 +174,21 @@ def assert_promise(
         mode: a context to call in, such as `torch.no_grad`.
         insert: inserts in the `BendedModule` what is to make no difference.
         wrap: makes the `BendedModule`.
+        compare_with: what calls the eager model, such as with hooks of torch's own.
 
     Returns:
         The `BendedModule`, with the statistics of the calls.
     """
     torch.manual_seed(0)
     eager = make()
+    call_eager = compare_with(eager)
     torch.manual_seed(0)
     model = make()
     bended = wrap(model)
     insert(bended)
     for seed, inputs in enumerate(calls):
         with mode():
-            wanted = outcome(eager, inputs(), seed)
+            wanted = outcome(call_eager, inputs(), seed)
             before = footprint()
             given = outcome(bended, inputs(), seed)
             assert footprint() == before, f"call {seed}"

@@ -26,6 +26,7 @@ from bendtrace.analysis.evaluation import AnalyserEvaluation
 from bendtrace.analysis.probes import LinearProbe
 from bendtrace.errors import InputError
 from tests.promise import state
+from tests.shares import some
 
 SGD = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 ADAM = functools.partial(torch.optim.Adam, lr=0.01)
@@ -167,7 +168,9 @@ def features_of(model: nn.Module, name: str, inputs: list[Tensor]) -> list[list[
 
 @pytest.mark.parametrize("cls", MODELS)
 @pytest.mark.parametrize("optimizer", [SGD, ADAM, torch.optim.LBFGS, torch.optim.Adagrad])
-@pytest.mark.parametrize("without", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize(
+    "without", some([torch.enable_grad, torch.no_grad, torch.inference_mode], 3)
+)
 def test_probes_are_bit_by_bit_those_of_a_plain_loop(
     cls: type[nn.Module], optimizer: Any, without: Any
 ) -> None:

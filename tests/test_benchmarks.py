@@ -26,6 +26,8 @@ from tests.benchmarks.timing import interleaved, summary
 from tests.benchmarks.ways import WAYS, Refused, Way, WrongOutput, assert_right, reason_of
 from tests.benchmarks.worker import TASKS, ask, carry_out
 
+pytestmark = pytest.mark.all
+
 SMALL = tuple(case.name for case in CASES if case.quick)
 EAGER = WAYS[0]
 DOCS = page.DOCS

@@ -171,6 +171,7 @@ def test_other_threads_are_not_recorded() -> None:
     assert trace.module_calls == []
 
 
+@pytest.mark.all
 def test_importing_dynamo_during_a_run_leaves_its_own_patches_in_place() -> None:
     code = """
 import torch, bendtrace as bt

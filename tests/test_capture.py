@@ -31,6 +31,7 @@ from tests.corpus import CASES
 from tests.corpus._case import Case
 from tests.hf_models import MODELS, TinyModel
 from tests.promise import Inputs, bits, footprint, outcome, state
+from tests.shares import some
 
 is_cow = torch._C._is_cow_tensor
 
@@ -129,13 +130,13 @@ def assert_same_run(
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", some(CASES, 8, start=0), ids=lambda case: case.name)
 def test_a_logged_run_is_the_run_itself(case: Case, way: str, tmp_path: Path) -> None:
     for inputs in case.paths.values():
         assert_same_run(case.make, inputs, WAYS[way], tmp_path)
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", some(CASES, 6, start=1), ids=lambda case: case.name)
 def test_gradients_of_parameters_are_those_of_the_run_itself(case: Case) -> None:
     for inputs in case.paths.values():
         torch.manual_seed(1)
@@ -157,7 +158,7 @@ def test_gradients_of_parameters_are_those_of_the_run_itself(case: Case) -> None
 
 
 @pytest.mark.parametrize("way", ["all", "gradients", "stream"])
-@pytest.mark.parametrize("model", MODELS, ids=lambda model: model.name)
+@pytest.mark.parametrize("model", some(MODELS, 5), ids=lambda model: model.name)
 def test_hugging_face_models_do_the_same_logged(model: TinyModel, way: str, tmp_path: Path) -> None:
     with torch.set_grad_enabled(way == "gradients"):
         assert_same_run(model.make, lambda: ((), model.inputs()), WAYS[way], tmp_path)
@@ -178,7 +179,7 @@ def border_cases() -> dict[str, border.Case]:
 BORDERS = border_cases()
 
 
-@pytest.mark.parametrize("name", BORDERS)
+@pytest.mark.parametrize("name", some(BORDERS, 5))
 def test_a_logged_run_at_a_border_is_the_run_itself(name: str) -> None:
     case = BORDERS[name]
     for mode in case.modes:
@@ -202,7 +203,9 @@ def test_a_logged_run_at_a_border_is_the_run_itself(name: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch's own, when it compiles
-@pytest.mark.parametrize("name", [name for name, case in BORDERS.items() if case.gradients])
+@pytest.mark.parametrize(
+    "name", some([name for name, case in BORDERS.items() if case.gradients], 5, start=1)
+)
 def test_gradients_at_a_border_are_those_of_the_run_itself(name: str) -> None:
     case = BORDERS[name]
     eager, model = case._made(), case._made()
@@ -258,7 +261,9 @@ NOT_NOTED = {
 
 
 @pytest.mark.parametrize(
-    "case", [case for case in CASES if case.name not in NOT_NOTED], ids=lambda case: case.name
+    "case",
+    some([case for case in CASES if case.name not in NOT_NOTED], 6, start=2),
+    ids=lambda case: case.name,
 )
 def test_values_are_those_that_by_hand_copies_have(case: Case) -> None:
     for inputs in case.paths.values():

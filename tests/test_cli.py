@@ -335,6 +335,7 @@ def test_long_graphs_are_cut_unless_asked_for(run: Run) -> None:
     assert "%add_59" in run("trace", "long.py:f", "--input", "ones(1)", "--full").out
 
 
+@pytest.mark.all
 def test_a_pipe_that_closes_is_no_error() -> None:
     command = f"{sys.executable} -m bendtrace | head -1"
     root = Path(bendtrace.__file__).parents[1]
@@ -402,7 +403,7 @@ def test_inputs_are_read_before_the_model_is_imported(run: Run) -> None:
 
 def test_an_error_of_the_model_comes_with_the_users_traceback(run: Run) -> None:
     result = run("trace", "models.py:raises", "--input", "ones(2, 3)")
-    assert result.error == (
+    assert result.error.replace("mm: ", "") == (  # which torch 2.15 adds
         "models.py:raises, called with x: float32[2, 3], raised RuntimeError:"
         " mat1 and mat2 shapes cannot be multiplied (2x3 and 7x7)"
     )
@@ -495,6 +496,7 @@ def test_python_m_bendtrace_succeeds() -> None:
     assert "6 of 6 calls equal to eager, bit for bit" in done.stdout
 
 
+@pytest.mark.all
 def test_python_m_bendtrace_fails_in_one_line() -> None:
     done = python("trace", "torch.nn:Gelu", "--input", "1")
     assert done.returncode == 2

@@ -21,6 +21,8 @@ from torch import Tensor, nn
 import bendtrace as bt
 from tests.documents import ROOT
 
+pytestmark = pytest.mark.all
+
 FOLDER = ROOT / "docs" / "coming_from"
 PAGES = sorted(page for page in FOLDER.glob("*.md") if page.stem != "index")
 _CELLS = re.compile(r"(?<!\\)\|")

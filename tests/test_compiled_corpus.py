@@ -10,6 +10,7 @@ import torch
 from tests.compiled.common import assert_promise_with
 from tests.corpus import CASES
 from tests.corpus._case import Case
+from tests.shares import some
 
 # With sizes that depend on values, in-place operations, several paths, numbers, views.
 SOME = (
@@ -25,7 +26,7 @@ def _forgetful() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", some(CASES, 20, start=4), ids=lambda case: case.name)
 def test_gives_what_eager_gives_where_the_backend_changes_nothing(case: Case) -> None:
     # Twice until it is compiled, once compiled, and once more after each other path.
     calls = [path for path in case.paths.values() for _ in range(3)]
@@ -33,7 +34,9 @@ def test_gives_what_eager_gives_where_the_backend_changes_nothing(case: Case) ->
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.enable_grad])
-@pytest.mark.parametrize("case", [c for c in CASES if c.name in SOME], ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case", some([c for c in CASES if c.name in SOME], 4), ids=lambda case: case.name
+)
 def test_gives_what_eager_gives_through_autograd_s_compiler(case: Case, mode: type) -> None:
     calls = [path for path in case.paths.values() for _ in range(3)]
     assert_promise_with("aot_eager", case.make, [*calls, *case.paths.values()], mode)

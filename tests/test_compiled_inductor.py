@@ -12,13 +12,17 @@ from torch import Tensor, nn
 import bendtrace as bt
 from bendtrace.compiled import settings
 from tests.compiled.models import Experts, Gated
+from tests.cuda.waiting import waits
 
 # Without what is done for speed by default, which takes longer to compile.
 PLAIN = {"drop_slower": False, "options": {}}
 
-pytestmark = pytest.mark.skipif(
-    shutil.which("g++") is None and shutil.which("c++") is None, reason="no compiler"
-)
+pytestmark = [
+    pytest.mark.all,
+    pytest.mark.skipif(
+        shutil.which("g++") is None and shutil.which("c++") is None, reason="no compiler"
+    ),
+]
 
 
 @pytest.fixture(autouse=True)
@@ -84,35 +88,14 @@ def test_where_the_default_does_not_compile_inductor_as_it_is_does(
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 @pytest.mark.parametrize("options", [{}, {"cuda_graphs": True}])
-def test_a_call_waits_for_the_gpu_once(
-    options: dict[str, bool], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_call_waits_for_the_gpu_once(options: dict[str, bool]) -> None:
     model, x = Gated().cuda(), inputs(0).cuda()
     options = {"drop_slower": False, **options}
     bended = bt.BendedModule(model, backend="inductor", backend_options=options)
-    waits = 0
-    item = Tensor.item
-
-    def waited(tensor: Tensor) -> float:
-        nonlocal waits
-        waits += 1
-        torch.cuda.set_sync_debug_mode("default")
-        try:
-            return item(tensor)
-        finally:
-            torch.cuda.set_sync_debug_mode("error")
-
     with torch.no_grad():
         for _ in range(6):
             bended(x)
         served, wanted = bended.compiled.hits, model(x)
-        monkeypatch.setattr(Tensor, "item", waited)
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            given = [bended(x) for _ in range(3)]
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-    assert waits == 3
-    assert bended.compiled.hits == served + 3
-    for each in given:
-        torch.testing.assert_close(each, wanted)
+        assert [waits(lambda: bended(x)) for _ in range(3)] == [1, 1, 1]
+        assert bended.compiled.hits == served + 3
+        torch.testing.assert_close(bended(x), wanted)

@@ -83,6 +83,7 @@ def run(tmp_path_factory: pytest.TempPathFactory):
     return started
 
 
+@pytest.mark.all
 @pytest.mark.parametrize(
     ("module", "check"),
     [
@@ -103,6 +104,7 @@ def test_both_ranks_find(run, module: str, check: str) -> None:
         assert found == "passed", f"rank {rank}:\n{found}"
 
 
+@pytest.mark.all
 def test_the_page_prints_what_it_shows(tmp_path: Path) -> None:
     text = (ROOT / "docs" / "distributed.md").read_text()
     blocks = re.findall(r"```(\w*)\n(.*?)```", text, flags=re.DOTALL)
@@ -180,6 +182,7 @@ def test_ranks_of_other_groups_do_not_hear_of_it() -> None:
     assert [bool(text) for text in found] == [True, True, False, False]
 
 
+@pytest.mark.all
 def test_ranks_that_wait_in_a_circle_are_told() -> None:
     crew = _Crew(3)
     pairs = [Group(f"{a}{b}", (a, b)) for a, b in ((0, 1), (1, 2), (0, 2))]

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.documents import PAGES, ROOT, code_of, is_run, name_of, printed, shown_in
+from tests.shares import some
 
 # Pages that another test runs, in their own way.
 ELSEWHERE = {
@@ -18,10 +19,12 @@ MADE = {
     "docs/comparisons.md": "reader.svg", "docs/hugging_face.md": "llama.svg",
     "docs/pictures.md": "gpt2.svg", "docs/tutorial.md": "early_exit.svg",
 }  # fmt: skip
+# The first that a newcomer sees; `--all` runs every page.
+BRIEF = {ROOT / "README.md", ROOT / "docs" / "tutorial.md"}
 RUN = [page for page in PAGES if is_run(page) and name_of(page) not in ELSEWHERE]
 
 
-@pytest.mark.parametrize("page", RUN, ids=name_of)
+@pytest.mark.parametrize("page", some(RUN, chosen=BRIEF), ids=name_of)
 def test_the_examples_of_the_page_print_what_it_shows(page: Path, tmp_path: Path) -> None:
     for package in ("transformers", "peft"):
         if re.search(rf"^\s*(import|from) {package}\b", code_of(page), re.MULTILINE):

@@ -351,6 +351,7 @@ class Many(nn.Module):
         return x
 
 
+@pytest.mark.all
 def test_ten_thousand_ops_fit_into_a_small_picture() -> None:
     trace = traced(Many(1700).eval(), torch.ones(1, 4))
     ops = sum(entry.kind == "op" for entry in trace.entries)

@@ -99,6 +99,7 @@ def test_boxes_lie_in_their_boxes_and_do_not_overlap(drawing: tuple[Shape, list[
             assert not overlap(one, other)
 
 
+@pytest.mark.all
 @given(drawings())
 @settings(max_examples=150, deadline=None)
 def test_lines_lead_from_each_source_to_each_target(drawing: tuple[Shape, list[Net]]) -> None:
@@ -117,6 +118,7 @@ def test_lines_lead_from_each_source_to_each_target(drawing: tuple[Shape, list[N
             ), target.key
 
 
+@pytest.mark.all
 @given(drawings())
 @settings(max_examples=150, deadline=None)
 def test_lines_run_straight_across_or_down_and_through_no_shape(
@@ -136,6 +138,7 @@ def test_lines_run_straight_across_or_down_and_through_no_shape(
                 assert not (across and down), (wire.points, leaf.key)
 
 
+@pytest.mark.all
 @given(drawings())
 @settings(max_examples=150, deadline=None)
 def test_lines_of_different_values_do_not_lie_upon_each_other(
@@ -152,6 +155,7 @@ def test_lines_of_different_values_do_not_lie_upon_each_other(
             assert right <= start or stop <= left
 
 
+@pytest.mark.all
 @given(drawings())
 @settings(max_examples=100, deadline=None)
 def test_no_line_runs_through_the_title_of_a_box(drawing: tuple[Shape, list[Net]]) -> None:

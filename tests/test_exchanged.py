@@ -313,6 +313,7 @@ print("quiet")
 """
 
 
+@pytest.mark.all
 def test_what_torch_does_to_itself_is_no_exchange() -> None:
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", QUIET], capture_output=True, text=True

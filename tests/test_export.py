@@ -17,6 +17,7 @@ import bendtrace as bt
 from bendtrace.errors import ConversionError
 from bendtrace.graph.export import from_node_link, to_dot, to_graphml, to_node_link
 from tests.corpus import CASES, Case
+from tests.shares import some
 
 # What breaks formats: quotes, escapes, entities, controls, halves of surrogate pairs.
 ODD = [
@@ -64,7 +65,7 @@ def halving() -> bt.graph.Graph:
     return bt.trace(model, torch.full((1, 2), 2.0)).graph
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", some(CASES, 8, start=2), ids=lambda case: case.name)
 def test_every_format_holds_every_corpus_graph(case: Case) -> None:
     for graph in itertools.islice(mirrors(case), 2):
         data = to_node_link(graph)

@@ -19,6 +19,7 @@ from tests.hub.steps import (
     assert_trains_alike,
 )
 from tests.promise import assert_promise, bits, outcome
+from tests.shares import some
 
 
 def seeded(seed: int) -> torch.Generator:
@@ -52,7 +53,7 @@ TEXTS = [
 KINDS = [("LSTM", True), ("LSTM", False), ("GRU", True), ("RNN", False)]
 
 
-@pytest.mark.parametrize(("kind", "both"), KINDS)
+@pytest.mark.parametrize(("kind", "both"), some(KINDS, 3))
 def test_packed_sequences_of_any_lengths(kind: str, both: bool) -> None:
     def make() -> nn.Module:
         return Packed(kind, both)

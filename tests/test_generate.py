@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import bendtrace as bt
 from tests.promise import bits, footprint, state
+from tests.shares import some
 
 pytest.importorskip("transformers", reason="needs the test extra")
 
@@ -72,7 +73,7 @@ def same(eager: Any, bended: bt.BendedModule, seed: int = 0, **options: Any) -> 
     return bended.stats.replays - replays
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", some(WAYS, 2))
 def test_tokens_are_those_of_eager_and_known_steps_are_replayed(
     make: Callable[[], Any], way: str
 ) -> None:
@@ -117,7 +118,7 @@ def test_prompts_of_other_lengths_and_batches(make: Callable[[], Any]) -> None:
     assert bended.stats.live == 0
 
 
-@pytest.mark.parametrize("way", ["greedy", "sampling", "beams"])
+@pytest.mark.parametrize("way", some(["greedy", "sampling", "beams"], 3))
 def test_a_padded_batch(make: Callable[[], Any], way: str) -> None:
     eager, bended = make(), bt.BendedModule(make())
     for seed, length in ((0, 6), (1, 6), (2, 9)):
@@ -240,7 +241,7 @@ def _cropped_and_reordered(model: Any, ids: Tensor, cache: Any) -> Iterator[Any]
 LOOPS = [_greedy, _cache_of_the_output, _whole_text_each_time, _with_a_mask, _cropped_and_reordered]
 
 
-@pytest.mark.parametrize("grad", [True, False], ids=["grad", "no_grad"])
+@pytest.mark.parametrize("grad", some([True, False], 2, start=1), ids=["grad", "no_grad"])
 @pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__.strip("_"))
 def test_a_loop_written_by_hand(make: Callable[[], Any], loop: Any, grad: bool) -> None:
     from transformers import DynamicCache

@@ -984,6 +984,7 @@ print(rounds(2000) - small)
 """
 
 
+@pytest.mark.all
 def test_memory_does_not_grow_with_the_data_set(tmp_path: Path) -> None:
     # The longer one is of 128 MiB.
     told = subprocess.run(

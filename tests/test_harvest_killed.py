@@ -20,6 +20,8 @@ from torch.utils.data import DataLoader, TensorDataset
 import bendtrace as bt
 from bendtrace.harvesting import Harvest
 
+pytestmark = pytest.mark.all
+
 ROOT = Path(__file__).parent.parent
 COUNT = 36
 

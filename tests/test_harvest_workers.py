@@ -19,6 +19,8 @@ import bendtrace as bt
 from bendtrace.errors import InputError
 from bendtrace.harvesting import Harvest
 
+pytestmark = pytest.mark.all
+
 ROOT = Path(__file__).parent.parent
 COUNT = 41
 

@@ -10,10 +10,11 @@ import torch
 import bendtrace as bt
 from bendtrace.errors import InterjectionError
 from tests.promise import state
+from tests.shares import some
 
 pytest.importorskip("transformers", reason="needs the test extra")
 
-from tests.hub.building import build, quiet, types
+from tests.hub.building import CHOSEN, build, quiet, types
 from tests.hub.heads import HEADS, labelled, trained, types_with
 from tests.hub.inputs import guessed
 from tests.hub.sweeping import row, sweep
@@ -22,32 +23,12 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # the library's own, of each 
 
 SHARES = 16
 
-# Of each kind some: how attention, positions, caches, routing, states and inputs are written.
-CHOSEN = [
-    # encoders
-    "albert", "deberta-v2", "longformer", "modernbert",
-    # decoders
-    "bloom", "falcon", "gemma3_text", "gpt_neo", "qwen3",
-    # mixtures of experts
-    "deepseek_v3", "gpt_oss", "granitemoe", "qwen3_moe",
-    # state spaces, recurrences and mixtures of these
-    "falcon_mamba", "jamba", "mamba2", "qwen3_next", "rwkv",
-    # encoders with decoders
-    "bart", "pegasus", "switch_transformers",
-    # images
-    "convnext", "dinov2", "resnet", "segformer", "swin",
-    # detection and segmentation
-    "detr", "maskformer-swin", "sam", "yolos",
-    # audio
-    "encodec", "hubert", "wav2vec2", "whisper",
-    # several kinds of inputs
-    "clip", "idefics3", "llava", "qwen2_vl",
-    # series and decisions
-    "autoformer", "decision_transformer", "patchtst",
-]  # fmt: skip
+
+# A few that are small; `--all` has the others.
+QUICK = {"albert", "bloom", "decision_transformer", "dinov2", "granitemoe", "qwen3"}
 
 
-@pytest.mark.parametrize("model_type", CHOSEN)
+@pytest.mark.parametrize("model_type", some(CHOSEN, chosen=QUICK))
 def test_a_model_is_itself(model_type: str) -> None:
     """Called, replayed, logged, printed, looked at and set to zero in the middle."""
     found = row(model_type)
@@ -120,7 +101,7 @@ def assert_trains(auto: str, model_type: str) -> bt.BendedModule:
     return bended
 
 
-@pytest.mark.parametrize(("auto", "model_type"), TRAINED)
+@pytest.mark.parametrize(("auto", "model_type"), some(TRAINED, 8))
 def test_training_with_labels(auto: str, model_type: str) -> None:
     stats = assert_trains(auto, model_type).stats
     assert stats.traces + stats.live >= 1

@@ -21,7 +21,7 @@ pytest.importorskip("accelerate", reason="needs accelerate")
 from tests.hub.adapters import KINDS, adapted, in_pieces, language_model, several, texts
 from tests.hub.building import build, quiet
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # those of other libraries
+pytestmark = [pytest.mark.all, pytest.mark.filterwarnings("ignore")]  # those of other libraries
 
 Change = Callable[[Any], Any]
 

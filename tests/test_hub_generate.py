@@ -17,7 +17,7 @@ pytest.importorskip("transformers", reason="needs the test extra")
 
 from tests.hub.building import build, quiet
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # the library's own
+pytestmark = [pytest.mark.all, pytest.mark.filterwarnings("ignore")]  # the library's own
 
 LONG = 5
 CAUSAL = "AutoModelForCausalLM"

@@ -5,11 +5,9 @@ from __future__ import annotations
 import ast
 import gc
 import inspect
-import os
 import pickle
 import pkgutil
-import subprocess
-import sys
+import tempfile
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -20,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 import bendtrace as bt
 from bendtrace._later import Later, imported
 from bendtrace._public import MODULES, PLACES
+from tests.documents import run_forked
 
 # What takes long to import, and is not needed for tracing and replaying.
 HEAVY = {"matplotlib", "networkx", "pandas", "scipy", "tabulate", "tqdm", "xml"}
@@ -46,15 +45,16 @@ assert bended.stats.replays == 2, bended.stats
 
 
 def fresh(code: str) -> set[str]:
-    """Run code in a fresh process; return the modules that it imported over torch's."""
+    """Run code where torch is imported and no more; return the modules that it imported."""
     script = (
         "import sys, torch\nbefore = set(sys.modules)\nimport bendtrace as bt\n"
         f"{code}\nprint(*set(sys.modules) - before)"
     )
-    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
-    done = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return set(done.stdout.split())
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place)
+        (folder / "script.py").write_text(script, "utf-8")
+        assert not run_forked(folder, "script.py"), (folder / "stderr").read_text("utf-8")
+        return set((folder / "stdout").read_text("utf-8").split())
 
 
 def test_importing_loads_nothing_but_the_names() -> None:

@@ -178,6 +178,7 @@ def test_parameters_are_the_models_own() -> None:
     assert state(model) == before
 
 
+@pytest.mark.all
 def test_nothing_as_large_as_the_parameters_is_allocated() -> None:
     class Wide(nn.Module):
         def __init__(self) -> None:

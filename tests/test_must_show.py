@@ -23,6 +23,7 @@ from bendtrace.interject.interjection import Interjection, NodePass
 from tests.hf_models import MODELS as LANGUAGE_MODELS
 from tests.hf_models import VOCAB
 from tests.promise import bits, footprint, state
+from tests.shares import some
 
 Edit = Callable[[Tensor], Tensor]
 Edits = dict[str, Edit]
@@ -438,7 +439,7 @@ def interventions(shape: torch.Size) -> dict[str, Edit]:
 
 
 @pytest.mark.parametrize("what", ["patching", "ablation", "steering"])
-@pytest.mark.parametrize(("name", "place"), LANGUAGE)
+@pytest.mark.parametrize(("name", "place"), some(LANGUAGE, 3))
 def test_interventions_in_language_models(name: str, place: str, what: str) -> None:
     eager, model = language_model(name), language_model(name)
     bended, ids = bt.BendedModule(model), tokens()
@@ -463,7 +464,7 @@ def test_interventions_in_language_models(name: str, place: str, what: str) -> N
     assert state(model) == state(eager)
 
 
-@pytest.mark.parametrize(("name", "place"), LANGUAGE)
+@pytest.mark.parametrize(("name", "place"), some(LANGUAGE, 3, start=1))
 def test_gradient_capture_in_language_models(name: str, place: str) -> None:
     eager, model = language_model(name), language_model(name)
     bended, ids = bt.BendedModule(model), tokens()
@@ -495,8 +496,9 @@ def generated(model: Any, **options: Any) -> Any:
     return bits([out.sequences, out.logits, torch.get_rng_state()])
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("options", [{"do_sample": False}, {"do_sample": True, "top_k": 20}])
-@pytest.mark.parametrize(("name", "place"), LANGUAGE)
+@pytest.mark.parametrize(("name", "place"), some(LANGUAGE, 4))
 def test_generating_with_steering_is_generating_with_a_change_by_hand(
     name: str, place: str, options: dict[str, Any]
 ) -> None:

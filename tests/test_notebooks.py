@@ -10,6 +10,8 @@ from typing import Any
 import matplotlib.pyplot as plt
 import pytest
 
+pytestmark = pytest.mark.all
+
 NOTEBOOKS = sorted((Path(__file__).parent.parent / "notebooks").glob("*.ipynb"))
 
 

@@ -34,6 +34,7 @@ from bendtrace.paths.strings import dug
 from tests.corpus import CASES
 from tests.corpus._case import Case
 from tests.promise import bits, footprint, outcome, state
+from tests.shares import some
 
 Edit = Callable[[Any], Any]
 
@@ -874,7 +875,7 @@ NOT_SEEN = {
 }
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", some(CASES, 6, start=3), ids=lambda case: case.name)
 def test_looking_at_every_value_of_a_model_changes_nothing(case: Case) -> None:
     """All values that can be patched are, with patches that keep them."""
     torch.manual_seed(0)

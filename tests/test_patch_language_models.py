@@ -17,6 +17,7 @@ from bendtrace.interject.patches.probes import ProbePatch, RecordPatch
 from bendtrace.interject.patches.values import AddPatch, ReplacePatch, ZeroPatch
 from bendtrace.patchable import PatchableGraph
 from tests.promise import bits, footprint, state
+from tests.shares import some
 
 pytest.importorskip("transformers", reason="needs the test extra")
 
@@ -117,7 +118,7 @@ def logits_and_gradients(call: Any, model: Any, ids: Tensor) -> Any:
     return bits([out, [parameter.grad for parameter in model.parameters()]])
 
 
-@pytest.mark.parametrize(("name", "place"), CASES)
+@pytest.mark.parametrize(("name", "place"), some(CASES, 3))
 def test_logits_and_gradients_are_those_of_a_change_by_hand(name: str, place: str) -> None:
     path, patch, call, edit = PLACES[name][place]
     eager, model = make(name), make(name)
@@ -154,7 +155,7 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", some(WAYS, 3))
 @pytest.mark.parametrize("name", PLACES)
 def test_generating_under_a_patch_is_generating_with_a_change_by_hand(name: str, way: str) -> None:
     eager, model = make(name), make(name)
@@ -190,7 +191,7 @@ def test_a_token_can_be_forced_and_forbidden(name: str) -> None:
     assert first not in other[0, 5:].tolist()
 
 
-@pytest.mark.parametrize("name", PLACES)
+@pytest.mark.parametrize("name", some(PLACES, 2))
 def test_the_cache_holds_patched_keys_as_by_hand(name: str) -> None:
     """A patch of the prompt's step alone is felt in later steps through the cache."""
     layer = "transformer.h_0" if name == "gpt2" else "model.layers_0"

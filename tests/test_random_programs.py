@@ -13,13 +13,15 @@ from hypothesis import HealthCheck, given, note, settings
 import bendtrace as bt
 from tests.programs import Call, Program, Unlike, check, programs
 from tests.programs.found import FOUND
+from tests.shares import some
 
 
-def test_random_programs_do_what_eager_does() -> None:
+@pytest.mark.parametrize("examples", some([60, 500], chosen=[60]))
+def test_random_programs_do_what_eager_does(examples: int) -> None:
     seen: collections.Counter[str] = collections.Counter()
 
     @settings(
-        max_examples=500,
+        max_examples=examples,
         derandomize=True,
         database=None,
         deadline=None,

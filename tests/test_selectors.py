@@ -59,6 +59,8 @@ HOLDERS = {
 OTHER_FUNCTIONS = {
     "conv_tbc": "has no heading in the documentation",
     "grouped_mm": "a product of matrices",
+    "scaled_addmm": "a product of matrices",  # since torch 2.15
+    "scaled_addmm_": "a product of matrices",
     "scaled_grouped_mm": "a product of matrices",
     "scaled_mm": "a product of matrices",
     "one_hot": "makes a code of numbers, and has no parameters",

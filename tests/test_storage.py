@@ -507,6 +507,7 @@ def forked(action: Callable[[], None]) -> int:
         os._exit(1)
 
 
+@pytest.mark.all
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="crashes are tried in forked processes")
 @pytest.mark.parametrize("older", [False, True])
 def test_a_crash_at_any_moment_leaves_the_old_save_or_the_new_one(
@@ -548,6 +549,7 @@ def test_a_crash_at_any_moment_leaves_the_old_save_or_the_new_one(
         assert len(os.listdir(path)) == 2
 
 
+@pytest.mark.all
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="crashes are tried in forked processes")
 def test_a_process_killed_while_saving_leaves_a_complete_save(tmp_path: Path) -> None:
     path = tmp_path / "log"
@@ -577,6 +579,7 @@ def test_a_process_killed_while_saving_leaves_a_complete_save(tmp_path: Path) ->
     assert len(os.listdir(path)) == 2
 
 
+@pytest.mark.all
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="a second process reads while one saves")
 def test_a_log_can_be_loaded_while_it_is_being_replaced(tmp_path: Path) -> None:
     path = tmp_path / "log"

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import bendtrace as bt
 from tests.promise import bits, state
+from tests.shares import some
 
 STEPS = 20
 
@@ -203,7 +204,7 @@ def same_training(make: Callable[[], nn.Module], data: Data, **options: Any) -> 
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", some(MODELS, 3))
 def test_twenty_steps_are_those_of_eager(name: str, optimizer: str) -> None:
     make, data = MODELS[name]
     same_training(make, data, optimize=OPTIMIZERS[optimizer])

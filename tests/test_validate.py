@@ -19,6 +19,7 @@ from tests.corpus import CASES
 from tests.corpus._case import Case
 from tests.hf_models import MODELS, TinyModel
 from tests.promise import bits, state
+from tests.shares import some
 
 
 def logged(function: Callable[..., Any], *args: Any, **kwargs: Any) -> bt.Trace:
@@ -28,7 +29,7 @@ def logged(function: Callable[..., Any], *args: Any, **kwargs: Any) -> bt.Trace:
 # What is true
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", some(CASES, 6, start=4), ids=lambda case: case.name)
 def test_the_log_of_every_corpus_model_is_true(case: Case) -> None:
     for inputs in case.paths.values():
         torch.manual_seed(1)
@@ -45,7 +46,7 @@ def test_the_log_of_every_corpus_model_is_true(case: Case) -> None:
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.enable_grad, torch.inference_mode])
-@pytest.mark.parametrize("model", MODELS, ids=lambda model: model.name)
+@pytest.mark.parametrize("model", some(MODELS, 4), ids=lambda model: model.name)
 def test_the_log_of_every_hugging_face_model_is_true(model: TinyModel, mode: Any) -> None:
     made = model.make()
     with mode():
@@ -507,15 +508,23 @@ def test_flops_of_all_layers_are_those_of_the_model(make: Any, shape: tuple[int,
     assert sum((entry.macs or 0) * 2 for entry in log.layers) == total(log)
 
 
-@pytest.mark.parametrize("model", MODELS, ids=lambda model: model.name)
+def counts_attention() -> bool:
+    """Whether torch's counter sees what fused attention computes on a CPU (since torch 2.15)."""
+    x = torch.ones(1, 1, 2, 4)
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        nn.functional.scaled_dot_product_attention(x, x, x)
+    return counter.get_total_flops() > 0
+
+
+@pytest.mark.parametrize("model", some(MODELS, 4), ids=lambda model: model.name)
 def test_flops_of_hugging_face_models_are_those_of_the_model(model: TinyModel) -> None:
     made = model.make()
     with torch.no_grad():
         log = bt.trace(made, **model.inputs())
         wanted = counted(made, **model.inputs())
-    # What fused attention computes, torch's counter does not see on a CPU.
     attention = [e for e in log.layers if e.layer_type == "scaleddotproductattention"]
-    assert total(log) - sum(entry.flops or 0 for entry in attention) == wanted > 0
+    unseen = 0 if counts_attention() else sum(entry.flops or 0 for entry in attention)
+    assert total(log) - unseen == wanted > 0
     for entry in attention:
         query, key, value = (log[label].shape for label in entry.parents[:3])
         count = 2 * query[0] * query[1] * query[2] * key[2] * (query[3] + value[3])

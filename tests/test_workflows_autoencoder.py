@@ -198,6 +198,7 @@ def test_gradients_go_by_way_of_the_latents() -> None:
             torch.testing.assert_close(mine.grad, theirs.grad)
 
 
+@pytest.mark.all
 def test_it_is_trained_in_place() -> None:
     model, sae = made(Transformer), autoencoder()
     optimizer = torch.optim.Adam(sae.parameters(), lr=0.01)

@@ -21,6 +21,7 @@ from bendtrace.workflows import (
     transformer_lens_aliases,
 )
 from tests.lens_models import Patient, Transformer, hooked, made, same, tokens, untouched
+from tests.shares import some
 
 
 def hooks_on(model: nn.Module, call: Callable[[], Any]) -> tuple[Any, dict[str, list[Any]]]:
@@ -88,7 +89,7 @@ NAMED: list[tuple[Any, list[str]]] = [
 
 
 @pytest.mark.parametrize(("names_filter", "keys"), NAMED)
-@pytest.mark.parametrize("warm", [False, True])
+@pytest.mark.parametrize("warm", some([False, True], 2, start=1))
 def test_a_filter_takes_names_patterns_and_functions(
     names_filter: Any, keys: list[str], warm: bool
 ) -> None:
@@ -438,7 +439,8 @@ def by_definition(name: str, model: Any, batch: Any) -> dict[str, Tensor]:
     return {key: value.detach() for key, value in found.items()}
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama"])
+@pytest.mark.all
+@pytest.mark.parametrize("name", some(["gpt2", "llama"], 2))
 def test_names_of_transformer_lens_are_what_they_mean(name: str) -> None:
     model, batch = language_model(name)
     batch = {**batch, "output_attentions": True}

@@ -25,6 +25,7 @@ from tests.causal_models import (
     transformer,
     with_part,
 )
+from tests.shares import some
 
 ROOT = Path(__file__).parent.parent
 
@@ -75,7 +76,7 @@ def _by_hand(
     return torch.tensor(corrupted, dtype=torch.float64), torch.tensor(cells, dtype=torch.float64)
 
 
-@pytest.mark.parametrize("window", [1, 2, 3])
+@pytest.mark.parametrize("window", some([1, 2, 3], 3, start=1))
 def test_cells_are_those_of_a_loop_with_native_hooks_bit_by_bit(window: int) -> None:
     model = transformer()
     names = ["blocks.0.mlp", "blocks.1.attn", "blocks.1.mlp", "norm"]
@@ -99,6 +100,7 @@ def test_cells_are_those_of_a_loop_with_native_hooks_bit_by_bit(window: int) -> 
     assert len(set(corrupted.tolist())) == 3
 
 
+@pytest.mark.all
 def test_gpt2_is_traced_as_by_native_hooks() -> None:
     model = gpt2()
     names = ["transformer.h.0", "transformer.h.1.attn"]

@@ -28,6 +28,7 @@ from tests.causal_models import (
     transformer,
     with_part,
 )
+from tests.shares import some
 
 
 class Residual(nn.Module):
@@ -110,7 +111,7 @@ def test_a_direct_edge_is_what_between_puts_on_it() -> None:
 
 
 @pytest.mark.parametrize("model", [transformer(), gpt2(), gpt2(use_cache=False)])
-@pytest.mark.parametrize("direction", ["denoise", "noise"])
+@pytest.mark.parametrize("direction", some(["denoise", "noise"], 2))
 def test_all_paths_to_the_output_are_activation_patching(model: nn.Module, direction: Any) -> None:
     is_gpt2 = hasattr(model, "transformer")
     names = (

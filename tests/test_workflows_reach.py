@@ -15,6 +15,7 @@ from bendtrace.errors import InputError, NodePathError
 from bendtrace.workflows import ancestry, influence, receptive_field
 from tests.lens_models import Patient, Transformer, made, tokens
 from tests.promise import bits, state
+from tests.shares import some
 
 # Elements
 
@@ -109,7 +110,8 @@ def test_a_causal_transformer_looks_back_only() -> None:
     assert inner.mask.nonzero().tolist() == [[0, 3]]
 
 
-@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.all
+@pytest.mark.parametrize("attention", some(["eager", "sdpa"], 2, start=1))
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_language_models_of_hugging_face_look_back_only(name: str, attention: str) -> None:
     pytest.importorskip("transformers", reason="needs the test extra")
@@ -123,7 +125,7 @@ def test_language_models_of_hugging_face_look_back_only(name: str, attention: st
     assert field.masks["input_ids"].tolist() == [[True] * 3 + [False] * 2, [False] * 5]
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", some(range(3), 3))
 def test_smooth_models_agree_with_their_jacobian(seed: int) -> None:
     torch.manual_seed(seed)
     mix = torch.randn(5, 5, dtype=torch.float64) * (torch.rand(5, 5) > 0.6)

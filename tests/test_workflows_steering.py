@@ -24,6 +24,7 @@ from tests.lens_models import (
     tokens,
     untouched,
 )
+from tests.shares import some
 
 DIRECTION = torch.linspace(-1, 1, WIDTH)
 
@@ -531,7 +532,7 @@ def family(request: pytest.FixtureRequest) -> tuple[str, Any, Any]:
     return request.param, language_model(request.param), language_model(request.param)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", some(WAYS, 3))
 def test_generating_is_that_of_a_hook_on_the_model(family: Any, way: str) -> None:
     name, eager, model = family
     bended = bt.BendedModule(model)

@@ -59,7 +59,7 @@ class Probe(Statistic):
             nn.Linear, features, outputs, bias=bias, dtype=dtype, device="cpu"
         )
         generator = torch.Generator().manual_seed(seed)
-        # Those of nn.Linear, seen in torch 2.13 and 2.14; tests/test_analysis_probes.py compares.
+        # Those of nn.Linear, seen in torch 2.13 to 2.15; tests/test_analysis_probes.py compares.
         nn.init.kaiming_uniform_(linear.weight, a=math.sqrt(5), generator=generator)
         if bias:
             bound = 1 / math.sqrt(features)

@@ -467,7 +467,7 @@ _BY_TYPE = frozenset(
         "half", "int", "long", "to", "type", "type_as",
     }
 )  # fmt: skip
-# Set on results, seen in torch 2.13 and 2.14; test_compiled_corpus.py would notice another name.
+# Set on results, seen in torch 2.13 to 2.15; test_compiled_corpus.py would notice another name.
 _MARK = "_dynamo_propagated_dynamic_indices"
 _CAPTURES = ("capture_scalar_outputs", "capture_dynamic_output_shape_ops")
 _COMPILERS = ("torch._dynamo", "torch._inductor", "torch._functorch", "torch.fx")

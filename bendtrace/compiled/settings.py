@@ -70,7 +70,7 @@ class Settings:
         return (self._inductor(self.options),)
 
     def _inductor(self, options: Mapping[str, Any] | None) -> Callable[..., Any]:
-        # What torch.compile makes of these, seen in torch 2.13 and 2.14; test_compiled_inductor.py
+        # What torch.compile makes of these, seen in torch 2.13 to 2.15; test_compiled_inductor.py
         # would notice a change.
         made: Callable[..., Any] = torch._TorchCompileInductorWrapper(
             self.mode or "default", None if options is None else dict(options), self.dynamic

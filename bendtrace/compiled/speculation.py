@@ -227,7 +227,7 @@ def _now(arguments: tuple[Any, ...]) -> float:
 
 def _is_watched() -> bool:
     """Whether somebody wants to see each op of a call."""
-    # Seen in torch 2.13 and 2.14; tests/test_compiled.py would notice a change.
+    # Seen in torch 2.13 to 2.15; tests/test_compiled.py would notice a change.
     return bool(
         torch._C._len_torch_dispatch_stack()
         or torch._C._functorch.peek_interpreter_stack() is not None

@@ -102,7 +102,7 @@ class FlowChange:
         if step is None:
             return "-"
         if self.kind == "iterations" and isinstance(step, LoopFlowStep):
-            return f"{step.iterations} iteration{'s' * (step.iterations != 1)}"
+            return step.how_often
         return repr(step.value)
 
     def to_dict(self) -> dict[str, Any]:

@@ -156,7 +156,9 @@ def decision_lines(steps: Sequence[FlowStep]) -> list[str]:
     """Return what a decision was about, and how it was taken."""
     first = steps[0]
     if isinstance(first, LoopFlowStep):
-        its = sorted({step.iterations for step in steps if isinstance(step, LoopFlowStep)})
+        its = sorted({step.iterations or 0 for step in steps if isinstance(step, LoopFlowStep)})
+        if first.iterations is None:
+            return [f"{first.kind}: {first.how_often}"]
         often = "\N{EN DASH}".join(map(str, sorted({its[0], its[-1]})))
         noun = "iteration" if its == [1] else "iterations"
         return [f"{first.kind}: {often} {noun}"]

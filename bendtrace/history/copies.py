@@ -37,7 +37,7 @@ def lazily_copied(value: Tensor) -> Tensor:
         and not value.is_neg()
     ):
         try:
-            # Private to torch (seen in 2.13 and 2.14). tests/test_capture.py notices if later
+            # Private to torch (seen in 2.13 to 2.15). tests/test_capture.py notices if later
             # writes reach what was kept, or if anything is copied without one.
             return value._lazy_clone()
         except RuntimeError:  # memory of others, such as numpy's, or none at all

@@ -156,7 +156,7 @@ def step_text(step: FlowStep) -> str:
     """Say what a flow step did: ``if `x.sum() > 0` was True (model.py:3)``."""
     value = f"was {step.value!r}"
     if isinstance(step, LoopFlowStep):
-        value = f"ran {counted(step.iterations, 'iteration')}"
+        value = f"ran {step.how_often}"
     iteration = f", iteration {'.'.join(map(str, step.iteration))}" if step.iteration else ""
     return f"{step.kind} `{step.text}` {value}{iteration} ({step.file}:{step.line})"
 

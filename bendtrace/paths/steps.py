@@ -73,5 +73,5 @@ class StepSource:
 
 def _outcome(step: FlowStep) -> str:
     if isinstance(step, LoopFlowStep):
-        return f"{step.iterations} iteration{'s' * (step.iterations != 1)}"
+        return step.how_often
     return repr(step.value)

@@ -4,7 +4,7 @@ A function mode does not see the call of a module, nor an `autograd.Function`, a
 function, a transform such as vmap, or the seeding of torch's generator. While at least one
 recorder is running in the process, the few entry points below are exchanged for ones that first
 look whether the *calling thread* is recording; when the last recorder ends, the originals are
-put back. They were seen in torch 2.13 and 2.14; test_boundaries.py would notice a change.
+put back. They were seen in torch 2.13 to 2.15; test_boundaries.py would notice a change.
 """
 
 from __future__ import annotations

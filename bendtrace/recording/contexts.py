@@ -41,7 +41,7 @@ _PLAIN = {
     for grad in (False, True)
     for inference in (False, True)
 }
-_ANY_AUTOCAST = torch._C._is_any_autocast_enabled  # seen in 2.13 and 2.14; test_corpus notices
+_ANY_AUTOCAST = torch._C._is_any_autocast_enabled  # seen in 2.13 to 2.15; test_corpus notices
 
 
 def current_context() -> Context:
@@ -64,7 +64,7 @@ def current_context() -> Context:
 forget_casts = torch.clear_autocast_cache
 
 
-# Seen in torch 2.13 and 2.14; test_guarded.py would notice a change. Each op asks for all of them.
+# Seen in torch 2.13 to 2.15; test_guarded.py would notice a change. Each op asks for all of them.
 _deterministic = torch._C._get_deterministic_algorithms
 _only_warns = torch._C._get_deterministic_algorithms_warn_only
 _precision = torch._C._get_float32_matmul_precision

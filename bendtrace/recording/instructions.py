@@ -10,8 +10,21 @@ import dis
 import sys
 from collections.abc import Iterator
 from types import CodeType
+from typing import Any, NamedTuple
 
-__all__ = ["branches", "has", "named_in", "steps_of"]
+__all__ = [
+    "CONSTANTS",
+    "Step",
+    "branches",
+    "constant_of",
+    "has",
+    "named_in",
+    "single_steps",
+    "steps_of",
+]
+
+# The instructions that push a constant. Which of them a constant takes differs between Pythons.
+CONSTANTS = frozenset({"LOAD_CONST", "LOAD_SMALL_INT", "LOAD_COMMON_CONSTANT"})
 
 # How arguments stand for names was seen in CPython 3.11 to 3.14; tests/test_instructions.py
 # compares with what `dis` says. Later ones are asked by way of it.
@@ -59,6 +72,17 @@ def named_in(code: CodeType) -> Iterator[tuple[str, str]]:
         extended = (extended | argument) << 8 if number == _EXTENDED else 0
 
 
+def constant_of(code: CodeType, name: str, argument: int) -> Any:
+    """Return the constant that an instruction pushes; the code itself if it pushes none."""
+    if name == "LOAD_CONST":
+        return code.co_consts[argument]
+    if name == "LOAD_SMALL_INT":
+        return argument
+    if name == "LOAD_COMMON_CONSTANT":
+        return dis._common_constants[argument]  # type: ignore[attr-defined]
+    return code
+
+
 def has(code: CodeType, name: str) -> bool:
     """Whether some instruction is among those of code, functions nested in it not included."""
     return dis.opmap[name] in code.co_code[::2]
@@ -69,3 +93,47 @@ def branches(code: CodeType) -> bool:
     return bool(code.co_exceptiontable) or any(
         "JUMP" in name or name == "FOR_ITER" for name, _ in steps_of(code)
     )
+
+
+class Step(NamedTuple):
+    """An instruction as all Pythons have it.
+
+    Attributes:
+        offset: where the instruction is, in bytes. The two steps of one instruction share it.
+        name: of the instruction, without what says how a variable is loaded.
+        argument: as it is written.
+        value: what the argument stands for.
+        shown: the same in words of `dis`.
+        positions: in the source; None where two steps share them.
+    """
+
+    offset: int
+    name: str
+    argument: int | None
+    value: Any
+    shown: str
+    positions: dis.Positions | None
+
+
+_IDLE = frozenset({"NOP", "RESUME", "CACHE", "EXTENDED_ARG", "PRECALL", "NOT_TAKEN"})
+_LOADS = frozenset({"LOAD_FAST_BORROW", "LOAD_FAST_CHECK"})
+
+
+def single_steps(code: CodeType) -> Iterator[Step]:
+    """Yield the instructions that do something, those that do two things as two steps.
+
+    Since Python 3.13, `STORE_FAST_LOAD_FAST` and its like name two local variables; since 3.14,
+    `LOAD_FAST_BORROW` is another way of loading one.
+    """
+    for step in dis.get_instructions(code):
+        name = step.opname
+        if name in _IDLE:
+            continue
+        if "FAST" in name and isinstance(step.argval, tuple):
+            first = "STORE_FAST" if name.startswith("STORE") else "LOAD_FAST"
+            other = "STORE_FAST" if name.count("STORE") == 2 else "LOAD_FAST"
+            for part, value in zip((first, other), step.argval, strict=True):
+                yield Step(step.offset, part, None, value, value, None)
+            continue
+        name = "LOAD_FAST" if name in _LOADS else name
+        yield Step(step.offset, name, step.arg, step.argval, step.argrepr, step.positions)

@@ -13,23 +13,25 @@ from __future__ import annotations
 
 import dis
 import os
-import sys
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from types import CodeType
 
 from bendtrace.recording.functions import is_gate, name_of
-from bendtrace.recording.sites import Place, Site, Span
+from bendtrace.recording.instructions import has, single_steps
+from bendtrace.recording.sites import Place, Site, Span, first_offset
 from bendtrace.recording.statements import (
     Role,
     compares_containers,
     decides,
     leaves_loop,
     role_of,
+    walked_from,
 )
 from bendtrace.recording.syntax import Loop
 from bendtrace.recording.tape import Guard, ModuleCall, Op, OpKind, Ref, Tape, Test
+from bendtrace.recording.usage import asking_comparisons
 
 __all__ = [
     "Iterations",
@@ -95,24 +97,21 @@ def is_inside_comparison(record: Op | Guard, tape: Tape) -> bool:
     assert record.site is not None
     found, level, _ = _user_site(record.scope, record.site)
     code, offset = found.chain[level]
-    name, argument = dis.opname[code.co_code[offset]], code.co_code[offset + 1]
-    if name == "COMPARE_OP" and sys.version_info >= (3, 13) and argument & _ASKS_FOR_TRUTH:
-        if dis.cmp_op[argument >> 5] == "==":
-            return compares_containers(found.places[level])
-        op = tape.ops[record.index]
-        if _asks_for_truth(op):
-            op = tape.ops[op.args[0].index]
-        return name_of(op.target).strip("_") == "eq"  # which is what is asked of items
-    return name in ("COMPARE_OP", "CONTAINS_OP")
+    asking = asking_comparisons(code).get(offset)
+    if asking is None:
+        return dis.opname[code.co_code[offset]] in ("COMPARE_OP", "CONTAINS_OP")
+    if asking.symbol == "==":
+        is_item = isinstance(record, Guard) and record.how == "item"
+        return is_item or compares_containers(found.places[level])
+    op = tape.ops[record.index]
+    if _asks_for_truth(op):
+        op = tape.ops[op.args[0].index]
+    return name_of(op.target).strip("_") == "eq"  # which is what is asked of items
 
 
 def _asks_for_truth(op: Op) -> bool:
     """Whether an op is the `bool` of what another gave."""
     return name_of(op.target) == "__bool__" and type(op.args[0]) is Ref
-
-
-# Since Python 3.13, an `if` has its comparison itself turn the result into a truth value.
-_ASKS_FOR_TRUTH = 16
 
 
 def _user_site(scope: ModuleCall, site: Site) -> tuple[Site, int, ModuleCall]:
@@ -150,18 +149,29 @@ def running_code(scope: ModuleCall, site: Site) -> Iterator[tuple[Place, object]
 
 
 # The compiler ascribes asking for a truth value, or for an iterator, to the statement around it,
-# or to all of `a and b`. The instruction that gave the value is ascribed to its expression, but not
-# those of Python 3.13 that are two in one. From 3.13 on, an iterator is ascribed to what is walked.
-_WALKING = () if sys.version_info >= (3, 13) else ("GET_ITER",)
+# or to all of `a and b`. The instruction that gave the value is ascribed to its expression.
+_BETWEEN = ("STORE_", "COPY", "TO_BOOL")  # of a walrus, and such
+
+
+def _walks_by_statement() -> bool:
+    """Whether asking for an iterator is ascribed to the statement (up to Python 3.12)."""
+    steps = single_steps(compile("for i in x: y", "<bendtrace>", "exec"))
+    at = next(step.positions for step in steps if step.name == "GET_ITER")
+    return at is None or (at.col_offset, at.end_col_offset) != (9, 10)
+
+
+# Since Python 3.15, a generator asks for the iterator itself, when it is made.
+_GENERATORS_ASK = has(compile("(i for i in x)", "<bendtrace>", "eval").co_consts[0], "GET_ITER")
+_WALKING = ("GET_ITER",) if _walks_by_statement() else ()
 _ASKING = ("POP_JUMP", "JUMP_IF", "UNARY_NOT", "TO_BOOL", *_WALKING)
-_TWO_IN_ONE = ("STORE_FAST_LOAD_FAST", "LOAD_FAST_LOAD_FAST", "LOAD_FAST_BORROW_LOAD_FAST_BORROW")
-_BETWEEN = ("STORE_", "COPY", "NOP", "TO_BOOL", "EXTENDED_ARG")  # of a walrus, and such
 
 
 def _tested(site: Site, level: int) -> Place:
     """Return a place of a site; where it asks for a truth value, that of what is asked."""
     place = site.places[level]
     span = _asked(site.chain[level][0]).get(place.offset)
+    if _GENERATORS_ASK and span is None:
+        span = walked_from(place)
     return place if span is None else place._replace(span=span)
 
 
@@ -176,22 +186,21 @@ def _asked(code: CodeType) -> dict[int, Span]:
 
 
 def _find_asked(code: CodeType) -> Iterator[tuple[int, Span]]:
-    source: dis.Instruction | None = None
-    for instruction in dis.get_instructions(code):
-        if instruction.opname.startswith(_ASKING) and source is not None:
-            line, end_line, column, end_column = source.positions or (None,) * 4
+    source: dis.Positions | None = None
+    for step in single_steps(code):
+        if step.name.startswith(_ASKING) and source is not None:
+            line, end_line, column, end_column = source
             if None not in (line, end_line, column, end_column):
-                yield instruction.offset, Span(line, column, end_line, end_column)  # type: ignore[arg-type]
-        if instruction.opname in _TWO_IN_ONE:
-            source = None
-        elif not instruction.opname.startswith(_BETWEEN):
-            source = instruction
+                yield step.offset, Span(line, column, end_line, end_column)  # type: ignore[arg-type]
+        if not step.name.startswith(_BETWEEN):
+            source = step.positions  # None of those that are two in one
 
 
 def marks_of(tape: Tape) -> Iterator[Mark]:
     """Yield a mark for each op and guard that has a place in the source, in order."""
     records: list[tuple[Order, Op | Guard]] = [((op.index, 0), op) for op in tape.ops]
     records += [((g.position - 1, 1 + number), g) for number, g in enumerate(tape.guards)]
+    items = {guard.index for guard in tape.guards if guard.how == "item"}
     for order, record in sorted(records, key=lambda item: item[0]):
         if record.site is not None:
             place, activation, scope = user_code(record.scope, record.site)
@@ -199,10 +208,33 @@ def marks_of(tape: Tape) -> Iterator[Mark]:
             if place.function in _COMPREHENSIONS:
                 found, level, owner = _user_site(record.scope, record.site)
                 outer = (id(owner), found.chain[level + 2 :])
+            role = role_of(place)
+            place = _once(place, record, tape, items)
             yield Mark(
-                order, record, place, role_of(place), activation, outer, scope,
+                order, record, place, role, activation, outer, scope,
                 _element_of(tape, record), _beside(tape, record),
             )  # fmt: skip
+
+
+def _once(place: Place, record: Op | Guard, tape: Tape, items: set[int]) -> Place:
+    """Return a place with the offset that it has in order of the source, whatever was compiled.
+
+    Up to Python 3.13, the test of a `while` is there twice. Since 3.13, a comparison may ask for
+    the truth of its result itself; that lies behind comparing, at an odd offset.
+    """
+    assert record.site is not None
+    found, level, _ = _user_site(record.scope, record.site)
+    code, offset = found.chain[level]
+    asks = offset in asking_comparisons(code) and _asks(record, items)
+    asks = asks and not is_inside_comparison(record, tape)
+    return place._replace(offset=first_offset(code, offset) + asks)
+
+
+def _asks(record: Op | Guard, items: set[int]) -> bool:
+    """Whether a record asks for a truth, other than of an item of containers."""
+    if isinstance(record, Guard):
+        return record.test is Test.TRUTH and record.how not in _OF_RESULTS
+    return _asks_for_truth(record) and record.index not in items
 
 
 def _beside(tape: Tape, record: Op | Guard) -> str:
@@ -409,8 +441,6 @@ def _is_back(before: Mark, mark: Mark) -> bool:
     record, last = mark.record, before.record
     if isinstance(record, Guard):  # on what was just computed, or on the next thing
         return not isinstance(last, Op) or record.index != last.index
-    if isinstance(last, Op) and _asks_for_truth(record) and record.args[0].index == last.index:
-        return False  # of what the same instruction has compared
     # Comparing containers, or finding a key, asks for the truth of one comparison after another.
     return not (isinstance(last, Guard) and record.kind is OpKind.SCALAR)
 

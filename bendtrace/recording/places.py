@@ -22,6 +22,7 @@ __all__ = [
     "user_place",
     "users_code",
     "users_frame",
+    "users_level",
 ]
 
 _TRACER = os.path.dirname(__file__) + os.sep
@@ -38,6 +39,14 @@ def outside_scalars() -> FrameType:
     while frame.f_code.co_filename.startswith(_TRACER) and frame.f_back is not None:
         frame = frame.f_back
     return frame
+
+
+def users_level() -> int:
+    """The `stacklevel` by which a warning of our caller names the line of the user."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and frame.f_code.co_filename.startswith((_PACKAGE, _TORCH)):
+        frame, level = frame.f_back, level + 1
+    return level
 
 
 def users_frame(frame: FrameType) -> FrameType:

@@ -350,15 +350,15 @@ class Recorder(TorchFunctionMode):
             return out
         return self._traced_list(out, Ref(op.index), frame)
 
-    def _traced_list(self, value: Any, ref: Ref, frame: FrameType) -> Any:
+    def _traced_list(self, value: Any, ref: Ref, frame: FrameType, depth: int = 0) -> Any:
         if type(value) is complex:
             self._writer.guard(Test.VALUE, ref.index, value, "tolist", frame)
             return value
         if type(value) is not list:
-            return self._values.scalar(TRACED_AS[type(value)], value, ref)
+            return self._values.traced(TRACED_AS[type(value)], value, ref, frame, depth)
         self._writer.guard(Test.LENGTH, ref.index, len(value), "length", frame)
         return [
-            self._traced_list(item, self._values.element(ref, (i,), item), frame)
+            self._traced_list(item, self._values.element(ref, (i,), item), frame, depth + 1)
             for i, item in enumerate(value)
         ]
 

@@ -16,9 +16,9 @@ from bendtrace.recording.agreement import ENDS, recorded_call
 from bendtrace.recording.inserter import Inserter
 from bendtrace.recording.observer import Observer
 from bendtrace.recording.parts import Access, Part, PartKind
+from bendtrace.recording.probes import look_once
 from bendtrace.recording.recorder import Prefix, Recorder, Recording
 from bendtrace.recording.surroundings import Surroundings
-from bendtrace.recording.tried import warn_if_untried
 
 __all__ = ["Signature", "record", "uninitialized_in"]
 
@@ -117,7 +117,7 @@ def record(
         InputError: if the function is a model with parameters that are not initialised yet.
         Exception: whatever the function raises, as it is.
     """
-    warn_if_untried()
+    look_once()
     surroundings = Surroundings(function, signature.bind(args, kwargs))
     if not surroundings.is_repeated and uninitialized_in(function):
         raise InputError(

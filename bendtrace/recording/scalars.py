@@ -1,7 +1,7 @@
 """Traced scalars: Python numbers that came out of a tensor and know which op gave them.
 
 They subclass torch's symbolic numbers because torch's argument parser hands those to the
-tracer untouched, wherever an int, float or bool is allowed (seen in torch 2.13 and 2.14; the
+tracer untouched, wherever an int, float or bool is allowed (seen in torch 2.13 to 2.15; the
 tests in `test_scalars.py` would notice a change). They answer `__class__` as the plain type,
 so `isinstance(n, int)` holds. Whenever Python itself needs the value - a branch, an index, a
 hash, a format - one of the methods below is called, and the tracer is told.

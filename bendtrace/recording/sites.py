@@ -14,7 +14,9 @@ from typing import NamedTuple
 
 import torch
 
-__all__ = ["Place", "Site", "SiteTable", "Span", "place_at"]
+from bendtrace.recording.features import is_off
+
+__all__ = ["Place", "Site", "SiteTable", "Span", "first_offset", "is_covered", "place_at"]
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _OVERRIDES = torch.overrides.__file__
@@ -108,7 +110,7 @@ class Site:
         return tuple(
             number
             for code, offset in self.chain
-            for number in (id(code), _repeated(code).get(offset, offset))
+            for number in (id(code), first_offset(code, offset))
         )
 
     @cached_property
@@ -128,7 +130,7 @@ class Site:
         return tuple(
             place
             for (code, offset), place in zip(self.chain, self.places, strict=True)
-            if not place.in_torch and _is_covered(code, offset)
+            if not place.in_torch and is_covered(code, offset)
         )
 
     @property
@@ -210,6 +212,8 @@ def _place(code: CodeType, offset: int) -> Place:
         known = _positions[id(code)] = (code, list(code.co_positions()))
     positions = known[1][offset // 2]
     line = positions[0] or code.co_firstlineno
+    if is_off("places"):
+        return Place(code.co_filename, code.co_name, Span(line, 0, line, 0), offset)
     span = Span(line, positions[2] or 0, positions[1] or line, positions[3] or 0)
     return Place(code.co_filename, code.co_name, span, offset)
 
@@ -235,6 +239,11 @@ _PRECALL, _CACHE = dis.opmap.get("PRECALL"), dis.opmap.get("CACHE")
 _repeats: dict[int, tuple[CodeType, dict[int, int]]] = {}
 
 
+def first_offset(code: CodeType, offset: int) -> int:
+    """Return where an instruction is; of those that repeat the test of a `while`, the first one."""
+    return _repeated(code).get(offset, offset)
+
+
 def _repeated(code: CodeType) -> dict[int, int]:
     """Return, for instructions that repeat the test of a `while`, those that they repeat."""
     known = _repeats.get(id(code))
@@ -249,13 +258,24 @@ def _repetitions(code: CodeType) -> Iterator[tuple[int, int]]:
     for position, jump in enumerate(instructions):
         if "JUMP_BACKWARD" not in jump.opname or jump.argval not in index:
             continue
-        # The body begins after the first copy of the test, which ends in a jump as well.
-        before, after = index[jump.argval] - 1, position
-        if jump.opname == "JUMP_BACKWARD":
-            after -= 1
-        while before >= 0 and after > before and _alike(instructions[before], instructions[after]):
-            yield instructions[after].offset, instructions[before].offset
-            before, after = before - 1, after - 1
+        # The body begins after the first copy of the test; the second one ends in this jump.
+        before = instructions[: index[jump.argval]]
+        there = {instruction.positions for instruction in before}
+        repeated = []
+        while position >= 0 and instructions[position].positions in there:
+            repeated.append(instructions[position])
+            position -= 1
+        here = {instruction.positions for instruction in repeated}
+        first = [one for one in reversed(before) if one.positions in here and _computes(one)]
+        second = [one for one in repeated if _computes(one)]
+        # Where they jump to differs, and so what they leave behind.
+        if all(map(_alike, first, second)) and len(first) >= len(second):
+            for one, other in zip(first, second, strict=False):
+                yield other.offset, one.offset
+
+
+def _computes(one: dis.Instruction) -> bool:
+    return not one.opname.startswith(("POP_TOP", "NOP", "NOT_TAKEN", "JUMP_FORWARD", "JUMP_BACK"))
 
 
 def _alike(one: dis.Instruction, other: dis.Instruction) -> bool:
@@ -263,7 +283,10 @@ def _alike(one: dis.Instruction, other: dis.Instruction) -> bool:
     return same and one.positions == other.positions
 
 
-def _is_covered(code: CodeType, offset: int) -> bool:
+def is_covered(code: CodeType, offset: int) -> bool:
+    """Whether the exception table of code covers an instruction: an error there may be handled."""
+    if is_off("handlers"):
+        return True
     if not code.co_exceptiontable:
         return False
     # Private to dis, but the only reader of the table (Python 3.11 to 3.14).

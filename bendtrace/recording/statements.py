@@ -43,6 +43,7 @@ __all__ = [
     "leaves_loop",
     "part_taken",
     "role_of",
+    "walked_from",
 ]
 
 
@@ -84,6 +85,7 @@ def role_of(place: Place) -> Role:
     if isinstance(node, ast.FormattedValue):  # `{n}` has a place of its own since Python 3.12
         around_it = file.parents[node]
         node = around_it if isinstance(around_it, ast.JoinedStr) else node
+    node = _called(file, node)
     if node is None:
         around = file.statement_at(place.span)
         loops = () if around is None else file.loops_around(around)
@@ -95,6 +97,24 @@ def role_of(place: Place) -> Role:
     tests = None if tested is None else file.loop(tested)
     loops = file.loops_around(node)
     return Role(kind, text, heads, tests, loops, isinstance(node, ast.Subscript), several)
+
+
+def _called(file: SourceFile, node: ast.expr | None) -> ast.expr | None:
+    """Return the call of `any(...)` where its name alone stands for it.
+
+    Since Python 3.14, the compiler puts loops over generators into the place of `any`, `all`,
+    `tuple` and others, and ascribes them to the name.
+    """
+    parent = None if node is None else file.parents[node]
+    is_call = isinstance(node, ast.Name) and isinstance(parent, ast.Call) and parent.func is node
+    return parent if is_call else node  # type: ignore[return-value]
+
+
+@functools.cache
+def walked_from(place: Place) -> Span | None:
+    """Return what a generator walks, where it is made at `place` and asks for the iterator."""
+    node = source_file(place.file).expressions.get(place.span)
+    return span_of(node.generators[0].iter) if isinstance(node, ast.GeneratorExp) else None
 
 
 @functools.cache

@@ -270,8 +270,8 @@ class Guard:
         index: the op whose value is tested.
         test: how.
         expected: the recorded outcome.
-        how: how Python consumed it: "bool", "index", "format", "iter", ... ("" for guards
-            that no flow step of the model's own put).
+        how: how Python consumed it: "bool", "item" (of two containers that are compared), "index",
+            "format", "iter", ... ("" for guards that no flow step of the model's own put).
         scope: the module call it happened in.
         site: where in the source.
     """

@@ -5,6 +5,7 @@ from __future__ import annotations
 import types
 from collections.abc import Iterable, Iterator
 
+from bendtrace.recording.features import names_off
 from bendtrace.recording.reach import place_naming
 
 __all__ = ["unseen_in"]
@@ -37,6 +38,11 @@ def unseen_in(
         has_generator: whether it holds, or is given, a random generator.
     """
     functions = tuple(functions)
+    off = names_off()
+    if "" in off:
+        yield off[""]
+    for name in sorted(names & off.keys()):
+        yield f"{name} (see {place_naming(name, functions)}): {off[name]}"
     for name in sorted(names & _NAMES.keys()):
         yield f"{name} (see {place_naming(name, functions)}) {_NAMES[name]}"
     if has_generator or "Generator" in names:

@@ -188,13 +188,21 @@ class Values:
         op.meta = meta_of(tensor)
         return known
 
-    def traced(self, kind: Any, value: Any, source: Any, frame: FrameType) -> Any:
-        """Return a traced scalar, or a guarded plain one for code that would tell them apart."""
+    def traced(self, kind: Any, value: Any, source: Any, frame: FrameType, depth: int = 0) -> Any:
+        """Return a traced scalar, or a guarded plain one for code that would tell them apart.
+
+        Args:
+            kind: the type of the traced scalar.
+            value: the number.
+            source: the op that gives it, or an element of one.
+            frame: the code that is given it.
+            depth: how many lists around it that code is given.
+        """
         scalar = self.scalar(kind, value, source)
         if kind is TracedBool:
             if compares_identity(frame.f_code):
                 return scalar._consume("type")
-            if not only_tests(frame):
+            if not only_tests(frame, depth):
                 return scalar._consume("bool")
         return (
             scalar._consume("type")
@@ -300,7 +308,7 @@ class Values:
                         known.ref = self.element(ref, (*path, i), item)
             elif type(item) in TRACED_AS:
                 source = (ref, (*path, i))
-                item = self.traced(TRACED_AS[type(item)], item, source, frame)
+                item = self.traced(TRACED_AS[type(item)], item, source, frame, 1 + len(path))
             elif isinstance(item, (tuple, list)):
                 item, meta = self._bind_elements(item, ref, (*path, i), frame)
             changed = changed or item is not out[i]

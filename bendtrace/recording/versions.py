@@ -43,7 +43,7 @@ def _tells_changes(version: Callable[[dict[Any, Any]], Any]) -> bool:
 
 def _found() -> Callable[[dict[Any, Any]], Any]:
     # CPython counts what it writes to dicts (up to 3.11), or tells those who watch them (since
-    # 3.12); torch.compile's guards ask for it in either case. Seen in torch 2.13 and 2.14;
+    # 3.12); torch.compile's guards ask for it in either case. Seen in torch 2.13 to 2.15;
     # test_versions.py notices what does not hold any more, and so does this, at once.
     version = getattr(_dynamo.guards, "dict_version", None)
     try:

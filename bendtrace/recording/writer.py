@@ -17,6 +17,7 @@ from bendtrace.recording.places import user_place
 from bendtrace.recording.sites import Site, SiteTable
 from bendtrace.recording.surroundings import Surroundings
 from bendtrace.recording.tape import Guard, ModuleCall, Op, OpKind, Ref, Tape, Test, map_refs
+from bendtrace.recording.usage import compares_items
 from bendtrace.recording.writes import Writes
 
 __all__ = ["Known", "Prefix", "Writer"]
@@ -183,6 +184,8 @@ class Writer:
     def guard(self, test: Test, index: int, expected: Any, how: str, frame: FrameType) -> None:
         """Add a guard on the value of op `index`."""
         site = self.site(frame)
+        if how == "bool" and compares_items(frame):
+            how = "item"
         position = len(self.tape.ops)
         self.tape.guards.append(Guard(position, index, test, expected, how, self.scope, site))
 

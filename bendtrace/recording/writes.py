@@ -130,7 +130,7 @@ _POSITION = 5  # of the flag, among the arguments of all of them
 def _statistics_of(op: Op) -> Set[int]:
     """Return what an op writes to that torch does not count: statistics of batches, for one.
 
-    Seen in torch 2.13 and 2.14; tests/test_validate.py would notice a change.
+    Seen in torch 2.13 to 2.15; tests/test_validate.py would notice a change.
     """
     name = getattr(op.target, "__name__", "")
     if name in _RECEIVING:

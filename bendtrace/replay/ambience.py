@@ -75,7 +75,7 @@ class Ambience(NamedTuple):
         return None
 
 
-_any_autocast = torch._C._is_any_autocast_enabled  # seen in 2.13 and 2.14; test_ambience notices
+_any_autocast = torch._C._is_any_autocast_enabled  # seen in 2.13 to 2.15; test_ambience notices
 _default_dtype = torch.get_default_dtype
 _fast_attention = torch.backends.mha.get_fastpath_enabled
 _is_grad_enabled = torch.is_grad_enabled

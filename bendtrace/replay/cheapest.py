@@ -81,7 +81,7 @@ class Entry:
         return self.resolve({name: given[name] for name in names})
 
 
-# Seen in torch 2.13 and 2.14; an entry whose function uses other names than these is left out, and
+# Seen in torch 2.13 to 2.15; an entry whose function uses other names than these is left out, and
 # test_cheapest.py notices which.
 _ASKING = frozenset(
     {

@@ -38,7 +38,7 @@ HARMLESS = frozenset(
     }
 )  # fmt: skip
 
-_dispatch_modes = torch._C._len_torch_dispatch_stack  # seen in 2.13 and 2.14; test_cheapest notices
+_dispatch_modes = torch._C._len_torch_dispatch_stack  # seen in 2.13 to 2.15; test_cheapest notices
 
 
 def write_run(

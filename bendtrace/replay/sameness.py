@@ -7,7 +7,6 @@ written to one of them shows in all. So those that were several have to be as ma
 from __future__ import annotations
 
 import operator
-import types
 
 from bendtrace.recording.parts import Access, Part, PartKind
 from bendtrace.recording.reach import is_installed_file
@@ -80,7 +79,7 @@ class Sameness:
         given, held = self._given, self._held
         functions = self._recording.surroundings.functions
         own_code = [f for f in functions if not is_installed_file(_file_of(f))]
-        if not any(map(_asks_for_identity, own_code)):
+        if not any(compares_identity(function.__code__) for function in own_code):
             # What is written to a container shows in whatever else is the same one.
             changes = bool(self._recording.changes)
             held = [part for part in held if changes and part.kind is not PartKind.TENSOR]
@@ -97,14 +96,3 @@ class Sameness:
 
 _DISTINCT = (PartKind.TENSOR, PartKind.LIST, PartKind.DICT, PartKind.OBJECT)
 _file_of = operator.attrgetter("__code__.co_filename")
-
-
-def _asks_for_identity(function: types.FunctionType) -> bool:
-    """Whether code, or code within it, asks whether two things are the same one."""
-    waiting = [function.__code__]
-    while waiting:
-        code = waiting.pop()
-        if compares_identity(code):
-            return True
-        waiting += [const for const in code.co_consts if isinstance(const, types.CodeType)]
-    return False

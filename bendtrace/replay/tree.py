@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import threading
 import traceback
 import warnings
@@ -15,6 +14,7 @@ import torch
 
 from bendtrace.errors import TraceLimitWarning
 from bendtrace.recording.parts import Part, PartKind, identical
+from bendtrace.recording.places import users_level
 from bendtrace.recording.recorder import Recording
 from bendtrace.recording.tape import Guard
 from bendtrace.replay.ambience import Ambience
@@ -224,7 +224,7 @@ class TraceTree:
                     path.age()
                 paths = self._paths()
         if warning is not None:
-            warnings.warn(warning, stacklevel=_users_level())
+            warnings.warn(warning, stacklevel=users_level())
 
     def _paths(self) -> list[Path]:
         return [path for program in self.programs() for path in program.paths()]
@@ -335,14 +335,6 @@ def _branches(stretch: Stretch) -> bool:
         for sides in stretch.sides.values()
         for side in sides
     )
-
-
-def _users_level() -> int:
-    """The `stacklevel` by which a warning of our caller names the line of the user."""
-    frame, level = sys._getframe(1), 1
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_NOT_THE_MODEL):
-        frame, level = frame.f_back, level + 1
-    return level
 
 
 def _failure(error: BaseException) -> Failure:

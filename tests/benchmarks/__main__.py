@@ -23,6 +23,7 @@ import torch
 
 import bendtrace
 from tests.benchmarks.figure import figure
+from tests.benchmarks.machine import processor
 from tests.benchmarks.models import CASES, case_of
 from tests.benchmarks.page import tables_of, write_docs
 from tests.benchmarks.sections import SECTIONS, Options
@@ -54,20 +55,11 @@ def measured(
 def _machine(options: Options) -> dict[str, Any]:
     peers = [f"{name} {version_of(name)}" for name in ("torchlens", "nnsight", "transformers")]
     return {
-        "processor": f"{_processor()}, {os.cpu_count()} cores",
+        "processor": f"{processor()}, {os.cpu_count()} cores",
         "Python": platform.python_version(), "torch": torch.__version__,
         "bendtrace": bendtrace.__version__, "peers": ", ".join(peers),
         "rounds": options.rounds, "date": time.strftime("%Y-%m-%d", time.gmtime()),
     }  # fmt: skip
-
-
-def _processor() -> str:
-    try:
-        with open("/proc/cpuinfo") as file:
-            names = [line.split(":")[1].strip() for line in file if line.startswith("model name")]
-    except OSError:
-        names = []
-    return names[0] if names else platform.processor() or platform.machine()
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -60,7 +60,7 @@ class Transformer(nn.Module):
         self.norm = nn.LayerNorm(size)
 
     def forward(self, ids: Tensor) -> Tensor:
-        x = self.tokens(ids) + self.places(torch.arange(ids.shape[1]))
+        x = self.tokens(ids) + self.places(torch.arange(ids.shape[1], device=ids.device))
         for block in self.blocks:
             x = block(x)
         return functional.linear(self.norm(x), self.tokens.weight)
@@ -206,7 +206,7 @@ class Decoder(nn.Module):
         self.steps, self.end = steps, 2
 
     def forward(self, ids: Tensor) -> Tensor:
-        ended = torch.zeros(ids.shape[0], dtype=torch.bool)
+        ended = torch.zeros(ids.shape[0], dtype=torch.bool, device=ids.device)
         for _ in range(self.steps):
             token = self.model(ids)[:, -1].argmax(-1)
             ids = torch.cat((ids, token[:, None]), dim=1)

@@ -179,3 +179,47 @@ def item_stored_then_branched_on(x: Tensor) -> tuple[Tensor, float]:
 @register(positive=lambda: call(floats(0.0)), negative=lambda: call(floats(-0.0)))
 def sign_of_zero(x: Tensor) -> Tensor:
     return x + 1 if math.copysign(1.0, x.item()) > 0 else x - 1
+
+
+@register(
+    mixed=lambda: call(torch.eye(3)[:2]),
+    all=lambda: call(torch.ones(2, 3)),
+    none=lambda: call(torch.zeros(2, 3)),
+)
+def truths_of_a_list_compared_by_identity(x: Tensor) -> Tensor:
+    count = 0
+    for found in x.any(1).tolist():
+        if found is True:
+            count += 1
+    return x * count
+
+
+@register(mixed=lambda: call(torch.eye(3)[:2]), none=lambda: call(torch.zeros(2, 3)))
+def truths_of_a_list_compared_in_a_generator(x: Tensor) -> Tensor:
+    truths = (x > 0).tolist()
+    return x + sum(found is not truths[0][0] for row in truths for found in row)
+
+
+@register(few=lambda: call(floats(1, 2)), more=lambda: call(floats(1, 2, 3)))
+def types_of_the_items_of_a_list(x: Tensor) -> Tensor:
+    return x * sum(1 for value in x.long().tolist() if type(value) is int)
+
+
+@register(mixed=lambda: call(torch.eye(3)[:2]), none=lambda: call(torch.zeros(2, 3)))
+def truths_of_a_list_given_to_torch(x: Tensor) -> Tensor:
+    for keep in x.any(1).tolist():
+        x = x + x.sum(0, keepdim=keep)
+    return x
+
+
+@register(
+    first=lambda: call(floats(1, 0, 1)),
+    later=lambda: call(floats(0, 0, 1)),
+    never=lambda: call(floats(0, 0, 0)),
+)
+def first_truth_of_a_list(x: Tensor) -> Tensor:
+    for found in (x > 0).tolist():
+        if found:
+            break
+        x = x + 1
+    return x

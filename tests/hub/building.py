@@ -16,6 +16,30 @@ from tests.hub.shrinking import shrunk
 
 MOST_PARAMETERS = 60_000_000
 
+# Of each kind some: how attention, positions, caches, routing, states and inputs are written.
+CHOSEN = [
+    # encoders
+    "albert", "deberta-v2", "longformer", "modernbert",
+    # decoders
+    "bloom", "falcon", "gemma3_text", "gpt_neo", "qwen3",
+    # mixtures of experts
+    "deepseek_v3", "gpt_oss", "granitemoe", "qwen3_moe",
+    # state spaces, recurrences and mixtures of these
+    "falcon_mamba", "jamba", "mamba2", "qwen3_next", "rwkv",
+    # encoders with decoders
+    "bart", "pegasus", "switch_transformers",
+    # images
+    "convnext", "dinov2", "resnet", "segformer", "swin",
+    # detection and segmentation
+    "detr", "maskformer-swin", "sam", "yolos",
+    # audio
+    "encodec", "hubert", "wav2vec2", "whisper",
+    # several kinds of inputs
+    "clip", "idefics3", "llava", "qwen2_vl",
+    # series and decisions
+    "autoformer", "decision_transformer", "patchtst",
+]  # fmt: skip
+
 
 @contextmanager
 def quiet() -> Iterator[None]:

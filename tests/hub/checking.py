@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import bendtrace as bt
 from bendtrace.errors import InterjectionError
-from tests.promise import bits, footprint
+from tests.promise import bits, footprint, random_states, seed_everything
 
 Inputs = dict[str, Any]
 
@@ -50,7 +50,7 @@ class Checked:
 
 def called(model: Any, inputs: Inputs, seed: int) -> Any:
     """Return the bits of what a call gives or raises, and of the random state afterwards."""
-    torch.default_generator.manual_seed(seed)
+    seed_everything(seed)
     np.random.seed(seed)
     try:
         result = bits(model(**copied(inputs)))
@@ -58,7 +58,7 @@ def called(model: Any, inputs: Inputs, seed: int) -> Any:
         raise
     except Exception as error:
         result = type(error).__name__, str(error)
-    return result, torch.get_rng_state().tolist()
+    return result, random_states()
 
 
 def copied(inputs: Inputs) -> Inputs:
@@ -180,12 +180,12 @@ def _calls(
 
 
 def _log(eager: Any, inputs: Inputs, checked: Checked) -> str | None:
-    torch.default_generator.manual_seed(0)
+    seed_everything(0)
     log = bt.log_forward_pass(eager, (), copied(inputs))
     checked.ops = checked.ops or len(log)
     if not len(log) or len(str(log)) < 20:
         return "is empty"
-    torch.default_generator.manual_seed(0)
+    seed_everything(0)
     if bits(log.output) != bits(eager(**copied(inputs))):
         return "has another output"
     return None
@@ -204,7 +204,7 @@ def _looking(eager: Any, bended: bt.BendedModule, inputs: Inputs) -> str | None:
 
 
 def _zero(eager: Any, bended: bt.BendedModule, inputs: Inputs, checked: Checked) -> str | None:
-    torch.default_generator.manual_seed(6)
+    seed_everything(6)
     place = middle_module(eager, inputs)
     checked.patched = place
     if place is None:

@@ -8,12 +8,13 @@ from collections.abc import Callable, Iterable
 from typing import Any
 from xml.etree import ElementTree
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 import bendtrace as bt
-from tests.promise import Inputs, bits, outcome, state
+from tests.promise import Inputs, bits, outcome, random_states, seed_everything, state
 
 Call = Callable[[], Inputs]
 TENSOR = len(bits(torch.zeros(())))
@@ -29,13 +30,26 @@ def loss_of(value: Any) -> Tensor:
     return torch.stack(losses).sum()
 
 
-def assert_trains_alike(make: Callable[[], nn.Module], calls: Iterable[Call]) -> bt.BendedModule:
-    """Take steps of an optimizer with both, and compare gradients, buffers and what comes of it."""
+def assert_trains_alike(
+    make: Callable[[], nn.Module],
+    calls: Iterable[Call],
+    wrap: Callable[[nn.Module], Any] = bt.BendedModule,
+) -> Any:
+    """Take steps of an optimizer with both, and compare gradients, buffers and what comes of it.
+
+    Args:
+        make: builds the model, twice the same under the same seed.
+        calls: makes the inputs of each step.
+        wrap: makes what is compared with the model.
+
+    Returns:
+        What `wrap` made.
+    """
     torch.manual_seed(0)
     eager = make().train()
     torch.manual_seed(0)
     model = make().train()
-    bended = bt.BendedModule(model)
+    bended = wrap(model)
     pairs = []
     for called, owner in ((eager, eager), (bended, model)):
         pairs.append((called, owner, torch.optim.SGD(owner.parameters(), 0.05, momentum=0.9)))
@@ -43,13 +57,14 @@ def assert_trains_alike(make: Callable[[], nn.Module], calls: Iterable[Call]) ->
         seen = []
         for called, owner, optimizer in pairs:
             optimizer.zero_grad()
-            torch.default_generator.manual_seed(seed)
+            seed_everything(seed)
+            np.random.seed(seed)
             args, kwargs = inputs()
             out = called(*args, **kwargs)
             loss_of(out).backward()
             gradients = [bits(parameter.grad) for parameter in owner.parameters()]
             optimizer.step()
-            seen.append((bits(out), gradients, torch.get_rng_state().tolist(), state(owner)))
+            seen.append((bits(out), gradients, random_states(), state(owner)))
         assert seen[0] == seen[1], f"step {seed}"
     assert not all(gradient == bits(None) for gradient in seen[0][1])
     return bended

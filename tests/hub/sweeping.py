@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -39,8 +40,13 @@ class Row:
         )
 
 
-def row(model_type: str) -> Row:
-    """Build a model, find inputs for it, and check everything."""
+def row(model_type: str, move: Callable[[Any], Any] = lambda value: value) -> Row:
+    """Build a model, find inputs for it, and check everything.
+
+    Args:
+        model_type: the type, a name in `AutoConfig`.
+        move: moves models and inputs to where they are to run.
+    """
     with quiet(), torch.random.fork_rng(devices=[]):
         try:
             model = build(model_type)
@@ -57,7 +63,9 @@ def row(model_type: str) -> Row:
             except ValueError:  # of this size only
                 continue
         with torch.no_grad():
-            checked = check(model_type, lambda: build(model_type), inputs, tuple(others))
+            checked = check(
+                model_type, lambda: move(build(model_type)), move(inputs), tuple(map(move, others))
+            )
         checked.kind = kind
         return Row(model_type, checked.outcome, _line(*checked.faults, *checked.refused), checked)
 

@@ -1,0 +1,399 @@
+"""Asks whether Python and torch are as the tracer takes them to be, once, at the first trace.
+
+Snippets are compiled, and what is read off their instructions is compared with what is known of
+them. Tiny models are recorded, one for each part of torch that the tracer steps in at. Versions are
+not asked for: a probe that holds with a new one needs no release of ours.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import linecache
+import os
+import platform
+import random
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import CodeType, FunctionType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._C import _len_torch_function_stack
+from torch.utils._python_dispatch import _get_current_dispatch_mode
+
+from bendtrace.errors import IncompatibleVersionWarning
+from bendtrace.recording import features
+from bendtrace.recording.functions import name_of
+from bendtrace.recording.instructions import named_in
+from bendtrace.recording.iterations import Iterations, marks_of
+from bendtrace.recording.places import users_level
+from bendtrace.recording.recorder import Recorder
+from bendtrace.recording.sites import is_covered
+from bendtrace.recording.surroundings import Surroundings
+from bendtrace.recording.tape import Guard, OpKind, Tape, Test
+from bendtrace.recording.usage import (
+    compares_identity,
+    needs_plain_numbers,
+    only_tests,
+    stores_outside,
+)
+
+__all__ = [
+    "TORCH_PROBES",
+    "look_at_flow_once",
+    "look_once",
+    "probe_flow",
+    "probe_python",
+    "probe_torch",
+    "warn_of",
+]
+
+
+def look_once() -> None:
+    """Run the probes that a trace needs, if that has not been done yet; warn of what is off."""
+    if "python" not in _looked:
+        _looked.add("python")
+        warn_of(probe_python())
+    # A mode that the user has entered would see the tiny models.
+    if "torch" not in _looked and not _is_inside_a_mode():
+        _looked.add("torch")
+        warn_of(_apart(probe_torch))
+
+
+def look_at_flow_once() -> None:
+    """Run the probe that flow steps need, likewise."""
+    if "flow" not in _looked and not _is_inside_a_mode():
+        _looked.add("flow")
+        warn_of(_apart(probe_flow))
+
+
+def _apart(probe: Callable[[], list[str]]) -> list[str]:
+    """Run a probe in a thread of its own, where no mode of the user's is active."""
+    found: list[str] = []
+    thread = threading.Thread(target=lambda: found.extend(probe()))
+    thread.start()
+    thread.join()
+    return found
+
+
+_looked: set[str] = set()
+
+
+def _is_inside_a_mode() -> bool:
+    return bool(_len_torch_function_stack()) or (_get_current_dispatch_mode() is not None)
+
+
+def warn_of(failed: list[str]) -> None:
+    """Warn of what is switched off, at the line of the user."""
+    if failed:
+        versions = f"Python {platform.python_version()} and torch {torch.__version__}"
+        warnings.warn(
+            IncompatibleVersionWarning(
+                f"parts of bendtrace are switched off: {'; '.join(failed)} (with {versions})"
+            ),
+            stacklevel=users_level(),
+        )
+
+
+# The instructions of Python
+
+
+def probe_python() -> list[str]:
+    """Compare what is read off snippets with what is known; return what was switched off."""
+    return _probe_python(*_PYTHON_PROBES)
+
+
+def probe_flow() -> list[str]:
+    """Compare the flow steps of tiny models with what is known; return what was switched off."""
+    return _probe_python(_PythonProbe("iterations", _UNKNOWN, _reads_iterations))
+
+
+_UNKNOWN = "iterations of flow steps are not known"
+
+
+def _probe_python(*probes: _PythonProbe) -> list[str]:
+    failed = []
+    for feature, reason, holds in probes:
+        try:
+            is_so = holds()
+        except Exception:  # a reader that fails knows nothing
+            is_so = False
+        if not is_so:
+            features.switch_off(feature, reason, frozenset({""} if feature == "names" else ()))
+            failed.append(reason)
+    return failed
+
+
+def _function(source: str) -> FunctionType:
+    """Compile the body of a function of `x`, `y` and `z`."""
+    body = "\n".join(f"  {line}" for line in source.splitlines())
+    scope: dict[str, Any] = {}
+    exec(compile(f"def f(x, y, z):\n{body}\n", "<bendtrace probe>", "exec"), scope)
+    return scope["f"]  # type: ignore[no-any-return]
+
+
+def _code(source: str) -> CodeType:
+    return _function(source).__code__
+
+
+def _reads_identity() -> bool:
+    told = {
+        "return x is y": (True, False),
+        "return x is not y": (True, False),
+        "return [i is y for i in x]": (True, False),
+        "return x is None": (False, False),
+        "return x is 1.5": (False, False),
+        "return x is True": (False, True),
+        "return [i is not False for i in x]": (False, True),
+        "return type(x)": (False, True),
+        "return x == y": (False, False),
+        "return any(i > 1 for i in x)": (False, False),
+    }
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SyntaxWarning)
+        codes = {source: _code(source) for source in told}
+    return all(
+        (compares_identity(code), needs_plain_numbers(code)) == told[source]
+        for source, code in codes.items()
+    )
+
+
+def _reads_names() -> bool:
+    code = _code("import os.path\nglobal g\ng = h\nx.attribute = y\nreturn g")
+    stores = _code("def inner():\n  nonlocal x\n  x = y\nreturn inner")
+    told = [("IMPORT_NAME", "os.path"), ("LOAD_GLOBAL", "h"), ("STORE_GLOBAL", "g")]
+    told += [("STORE_ATTR", "attribute"), ("LOAD_GLOBAL", "g")]
+    return list(named_in(code)) == told and stores_outside(stores) and not stores_outside(code)
+
+
+def _reads_truth_tests() -> bool:
+    told = {
+        "if x():\n  return 1": True,
+        "while not x():\n  break": True,
+        "return 1 if x() else 2": True,
+        "a = x()\nif a and y:\n  return 1": True,
+        "a = x()\nif a:\n  return a is None\nreturn [a]": False,
+        "y(x())": False,
+        "return x()": True,  # the probe drops it
+        "a = x()\ny.b = a": False,
+    }
+    lists = {
+        "for a in x():\n  if a:\n    break": True,
+        "for a in x():\n  y(a)": False,
+        "a, b = x()\nif a:\n  return 1\nif b:\n  return 2": True,
+        "return [x()[0]]": False,
+    }
+    answers: list[bool] = []
+
+    def truth() -> bool:
+        answers.append(only_tests(sys._getframe(1)))
+        return False
+
+    def truths() -> list[bool]:
+        answers.append(only_tests(sys._getframe(1), 1))
+        return [False, False]
+
+    for source in told:
+        _function(source)(truth, lambda _: None, None)
+    for source in lists:
+        _function(source)(truths, lambda _: None, None)
+    return answers == [*told.values(), *lists.values()]
+
+
+def _reads_handlers() -> bool:
+    answers: list[bool] = []
+
+    def asks() -> None:
+        frame = sys._getframe(1)
+        answers.append(is_covered(frame.f_code, frame.f_lasti))
+
+    _function("x()\ntry:\n  x()\nexcept ValueError:\n  y()\nx()")(asks, None, None)
+    return answers == [False, True, False]
+
+
+def _reads_places() -> bool:
+    code = _code("return x.first(y) + z[2]")
+    spans = {(start, end) for line, _, start, end in code.co_positions() if line == 2}
+    return {(9, 19), (22, 26), (9, 26)} <= spans
+
+
+# Models, their inputs, and the kind and iteration of each truth that they ask for.
+_ITERATIONS = {
+    "shrinks": ([2.0, 2.0, 2.0, 2.0], [("while", (0,)), ("while", (1,)), ("while", (2,))]),
+    "walks": ([1.0, 2.0, 3.0], [("if", (0,)), ("if", (1,)), ("if", (2,))]),
+    "grows": (
+        [2.0, 3.0, 4.0],
+        [("and", (0,)), ("while", (0,)), ("and", (1,)), *[("any", ())] * 6],
+    ),
+}
+
+
+def _reads_iterations() -> bool:
+    is_plain = features.is_off("identity") or features.is_off("truth")
+    if not _models():  # without sources, no kind of statement is known anyway
+        return True
+    for name, (values, expected) in _ITERATIONS.items():
+        if is_plain and name != "shrinks":  # the others test numbers
+            continue
+        with _as_it_was():
+            marks = list(marks_of(_tape(name, torch.tensor(values))))
+        iterations = Iterations(marks)
+        found = [
+            (mark.role.kind, iterations.at(mark.order)) for mark in marks
+            if isinstance(mark.record, Guard) and mark.record.test is Test.TRUTH
+        ]  # fmt: skip
+        if found != expected:
+            return False
+    return True
+
+
+class _PythonProbe(NamedTuple):
+    feature: str
+    reason: str
+    holds: Callable[[], bool]
+
+
+_PYTHON_PROBES = (
+    _PythonProbe("identity", "numbers out of tensors are plain, and guarded", _reads_identity),
+    _PythonProbe("truth", "truths out of tensors are plain, and guarded", _reads_truth_tests),
+    _PythonProbe("names", "all calls run live: code cannot be read", _reads_names),
+    _PythonProbe("handlers", "each error is taken for one that is handled", _reads_handlers),
+    _PythonProbe("places", "flow steps have no kind, only a line", _reads_places),
+)
+
+
+# The parts of torch that the tracer steps in at
+
+
+def probe_torch() -> list[str]:
+    """Record tiny models that use all parts of torch; return what was switched off."""
+    models = {"followed": [], "seeds": [], "live": []}  # type: dict[str, list[_TorchProbe]]
+    for probe in TORCH_PROBES:
+        together = "live" if probe.reason else "followed"
+        models[probe.model if probe.model in models else together].append(probe)
+    if not _models() or all(_hold(model, probes) for model, probes in models.items()):
+        return []
+    failed = []
+    for probe in TORCH_PROBES:  # each part by itself
+        if not _hold(probe.model, [probe]):
+            reason = f"{probe.part} cannot be followed: " + (
+                "all calls run live" if "" in probe.names else "code that uses it runs live"
+            )
+            features.switch_off(probe.part, reason, probe.names)
+            failed.append(reason)
+    return failed
+
+
+def _hold(model: str, probes: list[_TorchProbe]) -> bool:
+    try:
+        with _as_it_was():
+            tape = _tape(model, torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
+    except Exception:  # whatever is raised, the tracer does not follow this part
+        return False
+    return all(probe.holds(tape) for probe in probes)
+
+
+@contextmanager
+def _as_it_was() -> Iterator[None]:
+    """Give a probe plain surroundings, and leave the generators as they were."""
+    kept, is_collecting = random.getstate(), gc.isenabled()
+    gc.disable()  # it would go through all of torch's objects
+    with (
+        torch.random.fork_rng(devices=[]),
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        torch.autocast("cpu", enabled=False),
+    ):
+        try:
+            yield
+        finally:
+            random.setstate(kept)
+            if is_collecting:
+                gc.enable()
+
+
+@functools.cache
+def _models() -> dict[str, Any]:
+    """Return what is in `probed.py`, compiled under another name; nothing if it is not there."""
+    file = os.path.join(os.path.dirname(__file__), "probed.py")
+    lines = linecache.getlines(file)
+    source = "".join(lines)
+    if not source:
+        return {}
+    linecache.cache[_NAME] = len(source), None, lines, _NAME
+    scope: dict[str, Any] = {"__name__": "probed"}
+    exec(compile(source, _NAME, "exec"), scope)
+    return scope
+
+
+_NAME = "<models that bendtrace tries itself on>"
+
+
+def _tape(name: str, x: Tensor) -> Tape:
+    """Record a probe: as any run, but for what processes tell each other."""
+    model = _models()[name]
+    function = model() if isinstance(model, type) else model
+    surroundings = Surroundings(function, {"x": x})
+    recorder = Recorder(function, surroundings)
+    try:
+        part = next(p for p in surroundings.arguments if p.value is x)
+        return recorder.run((recorder.argument(part, x),), {}).tape
+    finally:
+        surroundings.release()
+
+
+class _TorchProbe(NamedTuple):
+    """A part of torch, a model that uses it, and what its tape must have in it.
+
+    Attributes:
+        part: in words.
+        model: its name in `probed.py`.
+        ops: names of ops, for what can be followed.
+        reason: how the reason begins why a call runs live, for what cannot.
+        names: code that uses one of these is not followed where it is not; "" stands for all.
+    """
+
+    part: str
+    model: str
+    ops: tuple[str, ...]
+    reason: str
+    names: frozenset[str]
+
+    def holds(self, tape: Tape) -> bool:
+        """Whether the tape is as it must be."""
+        if self.reason:
+            return any(blocker.startswith(self.reason) for blocker in tape.blockers)
+        names = {name_of(op.target) for op in tape.ops}
+        known = all(op.kind is not OpKind.UNKNOWN for op in tape.ops)
+        called = len(tape.calls) > 1 or self.ops
+        return known and not tape.blockers and bool(called) and names.issuperset(self.ops)
+
+
+def _follows(part: str, model: str, ops: str, *names: str) -> _TorchProbe:
+    return _TorchProbe(part, model, tuple(ops.split()), "", frozenset(names))
+
+
+def _blocks(part: str, model: str, reason: str, *names: str) -> _TorchProbe:
+    return _TorchProbe(part, model, (), reason, frozenset(names))
+
+
+TORCH_PROBES = (
+    _follows("calls of modules", "Outer", "", ""),
+    _follows("sizes and numbers", "sizes", "shape mul reshape sum gt __bool__", ""),
+    _follows("autograd.Function", "applies", "Twice", "apply", "Function"),
+    _follows("torch.manual_seed", "seeds", "manual_seed rand", "manual_seed"),
+    _follows("torch.func", "maps", "vmap_impl", "vmap", "grad", "func"),
+    _follows("clocks", "reads_clock", "time", "time", "monotonic", "perf_counter"),
+    _follows("the environment", "reads_environment", "environ", "environ", "getenv"),
+    _blocks("saved tensors", "saves", "a block under saved", "saved_tensors_hooks", "checkpoint"),
+    _blocks("dispatch modes", "dispatches", "a block under a dispatch", "TorchDispatchMode"),
+    _blocks("forward-mode differentiation", "is_dual", "forward-mode", "forward_ad", "jvp"),
+    _blocks("threads", "starts_thread", "a thread", "Thread", "threading", "ThreadPoolExecutor"),
+    _blocks("files", "opens", "open", "open"),
+    _blocks("random.seed", "seeds_python", "random.seed", "seed"),
+)

@@ -1,0 +1,189 @@
+"""A part of Python or torch that is not as expected is found, named, and not relied on."""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import bendtrace as bt
+from bendtrace.recording import boundaries, features, iterations, probes, sites, usage
+
+
+@pytest.fixture(autouse=True)
+def _all_on() -> Iterator[None]:
+    yield
+    for feature in [*features._off]:
+        features.switch_on(feature)
+    assert not features.names_off()
+
+
+def test_all_probes_hold_here() -> None:
+    assert [probes.probe_python(), probes.probe_torch(), probes.probe_flow()] == [[], [], []]
+
+
+def test_probing_leaves_everything_as_it_was() -> None:
+    threads = threading.active_count()
+    states = torch.get_rng_state(), random.getstate(), dict(os.environ)
+    probes.probe_torch()
+    probes.probe_flow()
+    assert torch.equal(torch.get_rng_state(), states[0])
+    assert (random.getstate(), dict(os.environ), threading.active_count()) == (*states[1:], threads)
+
+
+READERS: dict[str, tuple[Any, str, Callable[..., Any], str]] = {
+    "constants": (usage, "CONSTANTS", frozenset(), "identity"),  # type: ignore[dict-item]
+    "comparisons": (probes, "compares_identity", lambda code: False, "identity"),
+    "types": (probes, "needs_plain_numbers", lambda code: False, "identity"),
+    "truths": (probes, "only_tests", lambda frame, depth=0: True, "truth"),
+    "names": (probes, "named_in", lambda code: iter(()), "names"),
+    "handlers": (probes, "is_covered", lambda code, offset: False, "handlers"),
+    "iterations": (iterations, "_is_back", lambda before, mark: False, "iterations"),
+    "tests of a while": (iterations, "first_offset", lambda code, offset: 0, "iterations"),
+    "truths of comparisons": (iterations, "_asks", lambda record, items: False, "iterations"),
+}
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_a_reader_of_instructions_that_errs_is_found(
+    reader: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    owner, name, instead, feature = READERS[reader]
+    if reader == "truths of comparisons" and not usage._HAS_ASKING:
+        pytest.skip("with this Python, comparisons do not ask for truths themselves")
+    for cache in ("_identity", "_plain"):
+        monkeypatch.setattr(usage, cache, {})
+    monkeypatch.setattr(owner, name, instead)
+    failed = probes.probe_python() + probes.probe_flow()
+    assert features.is_off(feature)
+    assert len(failed) == 1
+
+
+@pytest.mark.parametrize("probe", probes.TORCH_PROBES, ids=lambda probe: probe.part)
+def test_a_part_of_torch_that_is_not_met_is_found(
+    probe: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    met = {
+        "calls of modules": "_compiled_call_impl", "autograd.Function": "apply",
+        "torch.manual_seed": "manual_seed", "torch.func": "vmap_impl", "clocks": "time",
+        "the environment": "__getitem__", "saved tensors": "__enter__",
+        "dispatch modes": "__enter__", "forward-mode differentiation": "enter_dual_level",
+        "threads": "start", "files": "open", "random.seed": "seed",
+    }  # fmt: skip
+    if probe.part == "sizes and numbers":
+        monkeypatch.setattr("bendtrace.recording.values.TracedInt", lambda value, *_: value)
+    else:
+        kept = [e for e in boundaries._ENTRY_POINTS if e.name != met[probe.part]]
+        assert len(kept) < len(boundaries._ENTRY_POINTS)
+        monkeypatch.setattr(boundaries, "_ENTRY_POINTS", kept)
+    failed = probes.probe_torch()
+    assert features.is_off(probe.part), failed
+    assert probe.names <= features.names_off().keys()
+
+
+def keeps_time(x: Tensor) -> Tensor:
+    return x + time.monotonic()
+
+
+def test_only_code_that_uses_what_is_off_runs_live() -> None:
+    features.switch_off("clocks", "clocks cannot be followed", frozenset({"monotonic"}))
+    timed, plain = bt.BendedModule(keeps_time), bt.BendedModule(nn.ReLU())
+    for _ in range(2):
+        timed(torch.ones(2))
+        plain(torch.ones(2))
+    assert (timed.stats.live, plain.stats.live) == (2, 0)
+    reason = timed.why_live[0]
+    assert reason.startswith("monotonic (see ")
+    assert reason.endswith("clocks cannot be followed")
+
+
+def test_all_code_runs_live_where_calls_of_modules_are_not_seen() -> None:
+    features.switch_off("calls of modules", "calls are not seen", frozenset({""}))
+    model = nn.Sequential(nn.ReLU())
+    bended = bt.BendedModule(model)
+    for value in (1.0, -1.0):
+        x = torch.full((2,), value)
+        assert torch.equal(bended(x), model(x))
+    assert bended.stats.live == 2
+    assert "calls are not seen" in bended.why_live
+
+
+def counts(x: Tensor) -> Tensor:
+    for found in x.any(1).tolist():
+        if found:
+            x = x + 1
+    return x
+
+
+@pytest.mark.parametrize("feature", ["identity", "truth", "handlers", "places", "iterations"])
+def test_what_comes_out_is_right_whatever_is_off(feature: str) -> None:
+    features.switch_off(feature, "a reason")
+    usage._tests.clear()
+    bended = bt.BendedModule(counts)
+    for x in (torch.eye(2), torch.zeros(2, 2), torch.eye(2), torch.ones(2, 2)):
+        assert torch.equal(bended(x), counts(x))
+    assert bended.stats.live == 0
+    usage._tests.clear()
+
+
+def walks(x: Tensor) -> Tensor:  # of its own: what was read of code while a part was off is kept
+    for found in x.any(1).tolist():
+        if found:
+            x = x + 1
+    return x
+
+
+def test_unknown_iterations_are_not_given_as_known_ones() -> None:
+    x = torch.eye(2)
+    before = bt.trace(walks, x)
+    known = [step.iteration for step in before.flow_steps]
+    assert known == [(), (0,), (1,)]
+    features.switch_off("iterations", "a reason")
+    trace = bt.trace(walks, x)
+    assert [step.iteration for step in trace.flow_steps] == [()] * 3
+    loop = trace.flow_steps.of(bt.flow.LoopFlowStep)[0]
+    assert (loop.iterations, loop.bound) == (None, 2)
+    assert "an unknown number of iterations" in str(trace.flow_steps)
+    assert "an unknown number of iterations" in trace.draw(rolled=True).svg
+
+
+def test_what_is_off_is_said_once_and_at_the_line_of_the_user(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(probes, "_looked", set())
+    monkeypatch.setattr(probes, "only_tests", lambda frame, depth=0: True)
+    with warnings.catch_warnings(record=True) as given:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            bt.trace(counts, torch.eye(2))
+    assert [one.category for one in given] == [bt.errors.IncompatibleVersionWarning]
+    assert given[0].filename == __file__
+    text = str(given[0].message)
+    assert "parts of bendtrace are switched off: truths out of tensors are plain" in text
+
+
+def test_probes_of_torch_wait_until_no_mode_is_active(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked: set[str] = set()
+    monkeypatch.setattr(probes, "_looked", looked)
+    with torch.device("cpu"):
+        bt.trace(counts, torch.eye(2))
+    assert looked == {"python"}
+    bt.trace(counts, torch.eye(2))
+    assert looked == {"python", "torch"}
+
+
+def test_places_that_are_off_have_a_line_only() -> None:
+    features.switch_off("places", "a reason")
+    sites._positions.clear()
+    code = counts.__code__
+    place = sites._place(code, len(code.co_code) - 2)
+    assert (place.span.column, place.span.end_column) == (0, 0)
+    assert place.line > code.co_firstlineno
