@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -43,6 +43,7 @@ class Dispatcher:
         signature: puts arguments in order.
         trees: where paths are kept.
         speculation: paths that are compiled; None if none are.
+        called: gives a context in which the model's own Python runs.
         auditor: chooses replays to be done again by the model itself; None for none.
 
     Attributes:
@@ -60,6 +61,7 @@ class Dispatcher:
         signature: Signature,
         trees: Trees,
         speculation: Speculation | None,
+        called: Callable[[], AbstractContextManager[None]],
         auditor: Auditor | None = None,
     ) -> None:
         self.speculation = speculation
@@ -71,6 +73,7 @@ class Dispatcher:
         self._model = known.model
         self._signature = signature
         self._trees = trees
+        self._called = called
         self._passing = 0  # runs that filled a cache
         self._auditor = auditor
         self.floor = Floor()
@@ -110,7 +113,8 @@ class Dispatcher:
                     "once before anything is inserted"
                 )
             self.stats.live += 1  # this call makes the parameters of lazy modules
-            return call_itself(self._model, args, kwargs)
+            with self._called():
+                return call_itself(self._model, args, kwargs)
         if program is None:
             self._leads_down_unknown(plan)
             return self._record_new(_Call(args, kwargs, names, arguments, plan, tree))
@@ -122,7 +126,8 @@ class Dispatcher:
             self.stats.live += 1
             tree.ran_live(program)
             if plan is None:
-                return call_itself(self._model, args, kwargs)
+                with self._called():
+                    return call_itself(self._model, args, kwargs)
             return self._recorded(_Call(args, kwargs, names, arguments, plan, tree)).result
         if plan is not None and plan.looks_at_changes(program.recordings(), read_and_changed):
             self.stats.live += 1
@@ -233,9 +238,10 @@ class Dispatcher:
 
     def _recorded(self, call: _Call, prefix: Prefix | None = None) -> Recording:
         """Run the model under the tracer, with what is inserted in it."""
-        return recorded(
-            self._known, self._signature, call.args, dict(call.kwargs), call.plan, prefix
-        )
+        with self._called():
+            return recorded(
+                self._known, self._signature, call.args, dict(call.kwargs), call.plan, prefix
+            )
 
     def _kept(self, recording: Recording, program: Program) -> Any:
         """Remember a run as the latest, but not its output, which is only the caller's."""

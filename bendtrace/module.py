@@ -7,8 +7,6 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from torch import nn
-
 from bendtrace.interject.activations import get_activations, inputs_of
 from bendtrace.interject.bends.activations import Filter
 from bendtrace.interject.bends.bending import Bending, Out
@@ -20,6 +18,7 @@ from bendtrace.interject.hooks.manager import HookManager
 from bendtrace.interject.insertion import Insertion
 from bendtrace.interject.patches.context import PatchContext, Patches
 from bendtrace.paths.text import Text
+from bendtrace.recording.owners import module_of
 from bendtrace.replaying import ReplayingModule
 
 __all__ = ["BendedModule"]
@@ -62,7 +61,7 @@ class BendedModule(ReplayingModule):
     """
 
     _untraced = ReplayingModule._untraced | {"_bending", "hooks"}
-    _shared = ("audit", "reset", "update")
+    _shared = ("audit", "remove_all", "reset", "update")
 
     def __init__(
         self,
@@ -186,7 +185,7 @@ class BendedModule(ReplayingModule):
             >>> _ = bended(torch.ones(3, 2))
             0 (3, 1)
         """
-        return HookManager(self._model if isinstance(self._model, nn.Module) else None)
+        return HookManager(module_of(self._model))
 
     @property
     def bending(self) -> Bending:
@@ -236,7 +235,7 @@ class BendedModule(ReplayingModule):
         )
 
     def reset(self, *what: Any) -> None:
-        """Bend no more (see `Bending.reset`).
+        """Bend no more (see `Bending.reset`); what else is inserted stays (see `remove_all`).
 
         Example:
             >>> import torch, bendtrace as bt
@@ -249,6 +248,20 @@ class BendedModule(ReplayingModule):
             tensor([2.])
         """
         self._bending.reset(*what)
+
+    def remove_all(self) -> None:
+        """Take away all that is inserted: interjections, patches, bends, and what workflows put in.
+
+        Example:
+            >>> import torch, bendtrace as bt
+            >>> bended = bt.BendedModule(lambda x: x.relu() * 2)
+            >>> handles = bended.interject("relu", torch.zeros_like), bended.interject("mul", abs)
+            >>> bended.remove_all()
+            >>> bended.insertions, bended(torch.ones(1))
+            ((), tensor([2.]))
+        """
+        self._bending.reset()
+        self._board.clear()
 
     def update(self, name: str | None = None, value: Value | None = None) -> None:
         """Set a parameter of the callbacks, or look anew at what patterns mean.

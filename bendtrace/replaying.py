@@ -78,6 +78,11 @@ class ReplayingModule(StandIn):
     ) -> None:
         if not callable(model):
             raise InputError(f"a model has to be callable; {model!r} is not")
+        if isinstance(model, type):
+            raise InputError(
+                f"{model.__name__} is a class, which makes models: give an object of it, as in "
+                f"BendedModule({model.__name__}(...))"
+            )
         if max_traces is not None and (type(max_traces) is not int or max_traces < 1):
             raise InputError(f"max_traces has to be a positive int or None, not {max_traces!r}")
         if type(audit) not in (int, float) or not 0 <= audit <= 1:
@@ -96,12 +101,12 @@ class ReplayingModule(StandIn):
             model, Registry(), self._trees.plain_runs, self._trees.inserted_runs, self.coverage,
             self._settled,
         )  # fmt: skip
-        auditor = auditing.Auditor(model, audit) if audit else None
-        self._dispatcher = Dispatcher(
-            self._known, self._signature, self._trees, speculation, auditor
-        )
         self._inserted = False
         self._board = Board(self._known, self._note_inserted)
+        auditor = auditing.Auditor(model, audit) if audit else None
+        self._dispatcher = Dispatcher(
+            self._known, self._signature, self._trees, speculation, self._board.called, auditor
+        )
         self._as_one_op = opaque(self._called_inside)
         self._stand_in_for(model, self._shared)
 
@@ -168,7 +173,7 @@ class ReplayingModule(StandIn):
             return call_itself(self._model, args, kwargs)
         plan = self._board.plan(args, kwargs)
         if plan is not None:
-            with running(plan):
+            with running(plan), self._board.called():
                 return self._dispatcher.call(args, kwargs, plan)
         if torch._C._get_tracing_state() is not None:
             return call_itself(self._model, args, kwargs)
@@ -301,7 +306,9 @@ class ReplayingModule(StandIn):
 
     @property
     def why_live(self) -> tuple[str, ...]:
-        """Why some calls run the model's own Python; empty if none has to.
+        """Why some calls run, or ran, the model's own Python; empty if none has to.
+
+        First come the reasons that hold with what is inserted now, then those of other calls.
 
         Example:
             >>> import torch, bendtrace as bt
@@ -313,6 +320,9 @@ class ReplayingModule(StandIn):
             1
         """
         reasons = [reason for trace in self.traces for reason in trace.why_live]
+        # Also of what was inserted for a while: these calls count, too.
+        for recording in (*self._trees.plain_runs(), *self._trees.inserted_runs()):
+            reasons += recording.tape.blockers
         if (plainly := self._dispatcher.floor.reason) is not None:
             reasons.append(plainly)
         return tuple(dict.fromkeys(reasons))

@@ -11,6 +11,7 @@ from typing import Any, Self
 
 from torch import nn
 
+from bendtrace.recording.owners import module_of
 from bendtrace.recording.serving import serving
 
 __all__ = ["StandIn"]
@@ -37,12 +38,15 @@ class StandIn(nn.Module):
             shared: methods of this class in whose place the model's are taken if it has some.
         """
         object.__setattr__(self, "_model", model)
-        if not isinstance(model, nn.Module):
+        owner = module_of(model)
+        if owner is None:
             return
         # The very tables of the model: names, state dict keys and tensors are its own.
         for table in _TABLES:
-            object.__setattr__(self, table, getattr(model, table))
-        object.__setattr__(self, "training", model.training)
+            object.__setattr__(self, table, getattr(owner, table))
+        object.__setattr__(self, "training", owner.training)
+        if not isinstance(model, nn.Module):
+            return
         overridden = self._overridden(type(model))
         overridden |= {name for name in shared if hasattr(type(model), name)}
         for name in overridden:
@@ -64,25 +68,28 @@ class StandIn(nn.Module):
     def train(self, mode: bool = True) -> Self:
         """Set the model's training mode."""
         object.__setattr__(self, "training", mode)
-        if isinstance(self._model, nn.Module):
-            self._model.train(mode)
+        owner = module_of(self._model)
+        if owner is not None:
+            owner.train(mode)
         return self
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return the model's state dict, under its own keys."""
-        own = self._model.state_dict if isinstance(self._model, nn.Module) else super().state_dict
+        owner = module_of(self._model)
+        own = super().state_dict if owner is None else owner.state_dict
         return own(*args, **kwargs)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Load a state dict of the model."""
-        model = self._model
-        own = model.load_state_dict if isinstance(model, nn.Module) else super().load_state_dict
+        owner = module_of(self._model)
+        own = super().load_state_dict if owner is None else owner.load_state_dict
         return own(*args, **kwargs)
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
         # What .to(), .half() and the like come down to; some modules do more than the default.
-        if isinstance(self._model, nn.Module):
-            self._model._apply(fn, recurse)
+        owner = module_of(self._model)
+        if owner is not None:
+            owner._apply(fn, recurse)
         return self
 
     def __getattr__(self, name: str) -> Any:
@@ -156,8 +163,9 @@ class StandIn(nn.Module):
 
     def apply(self, fn: Callable[[nn.Module], Any]) -> Self:
         """Apply a function to the model and all its submodules."""
-        if isinstance(self._model, nn.Module):
-            self._model.apply(fn)
+        owner = module_of(self._model)
+        if owner is not None:
+            owner.apply(fn)
         return self
 
 

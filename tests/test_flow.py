@@ -893,7 +893,7 @@ def test_values_that_become_plain_escape() -> None:
         part = float(x.max())
         later = range(n)
         bits = n.bit_length()
-        return y * root * prices[n]
+        return y * root * prices[n] * len(label + text)
 
     steps = steps_of(model, ONES)
     found = [(s.kind, s.value, s.text) for s in steps.of(bt.flow.EscapeFlowStep)]

@@ -397,7 +397,7 @@ def values_passed_on(x: Tensor) -> Tensor:
     return torch.where(x > 0, x, x.exp())
 
 
-VALUES = "values that Python uses: `if x.any()`, `.item()`, `tolist()`, printing"
+VALUES = "values that Python uses: `if x.any()`, `.item()`, `tolist()`, text that it reads"
 
 
 @case(VALUES, other=lambda: -grid())
@@ -413,6 +413,16 @@ def integer(x: Tensor) -> Tensor:
 @case(VALUES, other=lambda: grid() + 5)
 def listed(x: Tensor) -> Any:
     return [x * 2 for value in x[0].tolist() if value > 3], f"{x[0, 0]:.1f}"
+
+
+@case(
+    "values that are printed to the screen, or in the message of a `torch._assert` that holds",
+    other=lambda: -grid(),
+)
+def printed(x: Tensor) -> Tensor:
+    torch._assert((x < 100).all(), f"{x}")
+    print(f"{x.sum():.2f}", x.max().item())
+    return x * 2
 
 
 @case("whether an operation gives its input, a view or a copy", other=lambda: torch.ones(3, 2).t())

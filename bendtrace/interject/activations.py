@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from bendtrace.errors import InputError, NodePathError
 from bendtrace.history.copies import copied
@@ -20,6 +20,7 @@ from bendtrace.interject.interjection import Inputs, Interjection, NodePass
 from bendtrace.interject.passes import Passes
 from bendtrace.interject.structure import assemble, take_apart
 from bendtrace.paths.view import Node
+from bendtrace.recording.owners import module_of
 
 __all__ = ["Activations", "get_activations", "inputs_of"]
 
@@ -320,8 +321,9 @@ def _made(
 
 def _in_full(model: Callable[..., Any], name: str) -> str:
     """Return the qualified name of a module for one that is written with underscores, or ""."""
-    if not isinstance(model, nn.Module):
+    owner = module_of(model)
+    if owner is None:
         return ""
-    paths = [path for path, _ in model.named_modules(remove_duplicate=False)]
+    paths = [path for path, _ in owner.named_modules(remove_duplicate=False)]
     meant = [path for path in paths if "." in path and path.replace(".", "_") == name]
     return meant[0] if len(meant) == 1 and name not in paths else ""

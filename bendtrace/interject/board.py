@@ -6,7 +6,8 @@ import copy
 import itertools
 import re
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 from torch import nn
@@ -69,6 +70,12 @@ class Model(Known, Protocol):
         """Return what a run without insertions shows."""
 
 
+class _Calls(threading.local):
+    """How many calls of the model the thread is in."""
+
+    depth = 0
+
+
 class Board:
     """The insertions of one model, in the order in which they were made.
 
@@ -80,6 +87,7 @@ class Board:
     def __init__(self, model: Model, changed: Callable[[bool], None]) -> None:
         self._model = model
         self._changed = changed
+        self._calls = _Calls()
         self._lock = threading.RLock()
         self._insertions: tuple[Insertion, ...] = ()
         self._plan: Plan | None = None
@@ -143,7 +151,16 @@ class Board:
         return insertion
 
     def add(self, *insertions: Insertion) -> None:
-        """Put insertions in, all at once."""
+        """Put insertions in, all at once.
+
+        Raises:
+            InputError: this thread is in a call of the model.
+        """
+        if insertions and self._calls.depth:
+            raise InputError(
+                "nothing can be inserted in a model while it is called, which would change the "
+                "next call only: insert it before or after that"
+            )
         with self._lock:
             self._insertions = (*self._insertions, *insertions)
             self._plan = None
@@ -156,6 +173,19 @@ class Board:
             if len(kept) < len(self._insertions):
                 self._insertions, self._plan = kept, None
                 self._changed(bool(kept))
+
+    @contextmanager
+    def called(self) -> Iterator[None]:
+        """Within it, the model runs on this thread."""
+        self._calls.depth += 1
+        try:
+            yield
+        finally:
+            self._calls.depth -= 1
+
+    def clear(self) -> None:
+        """Take everything away."""
+        self.remove(*self._insertions)
 
     def holds(self, insertion: Insertion) -> bool:
         """Whether an insertion is there."""

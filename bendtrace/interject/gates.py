@@ -34,6 +34,7 @@ from bendtrace.interject.structure import (
 __all__ = [
     "AfterGate",
     "BeforeGate",
+    "CountGate",
     "Gate",
     "InsteadGate",
     "StateGate",
@@ -119,6 +120,13 @@ class Gate:
         # No function is called like this, so that names of the model's own ops stay as they are.
         self.__name__ = "__".join([name, *labels] if labels else [name, "gate"])
         self.__module__ = __name__
+
+    @property
+    def described(self) -> str:
+        """What messages call it."""
+        where = f"at {self.at.path!r}" if self.at.path else "around the whole model"
+        labels = self.__name__.split("__")[1:]
+        return f"what is inserted {where} ({', '.join(labels)})"
 
     def __eq__(self, other: object) -> bool:
         return (
@@ -380,6 +388,26 @@ class BeforeGate(Gate):
         if result is not None:
             _collect(shape, result, found, at, entry)
         entry.insertion.fired(at, _changed(entry, at, before, found, versions))
+
+
+class CountGate(Gate):
+    """Tells that a node is come by, and is given nothing.
+
+    Args:
+        at: the pass.
+        slots: what the insertions have in common that are told here.
+        plan: the insertions that the gate was recorded with.
+    """
+
+    role = "before"
+
+    def __init__(self, at: NodePass, slots: tuple[Slot, ...], plan: Plan) -> None:
+        super().__init__(at, slots, take_apart(((), {}))[0], plan)
+
+    def _through(self, values: tuple[Any, ...]) -> None:
+        for entry in reversed(self._entries()):
+            entry.what.before(self.at, _NOTHING)
+            entry.insertion.fired(self.at, False)
 
 
 class InsteadGate(Gate):

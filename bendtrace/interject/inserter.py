@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from bendtrace.errors import InterjectionError
 from bendtrace.graph.names import base_name_of
 from bendtrace.interject.candidate import Candidate
-from bendtrace.interject.gates import AfterGate, BeforeGate, Gate, InsteadGate, noted
+from bendtrace.interject.gates import AfterGate, BeforeGate, CountGate, Gate, InsteadGate, noted
 from bendtrace.interject.gradients import ALIAS
 from bendtrace.interject.interjection import NodePass
 from bendtrace.interject.plan import Plan, Slot
@@ -397,6 +397,9 @@ class LiveInserter:
         places = self._input_places(spot, scope, args, kwargs)
         slots = (*spot.before, *places)
         if not slots and written is None:
+            return args, kwargs
+        if written is None and all("blind" in slot.forms for slot in slots):
+            self.put(CountGate(self._at(spot, spot.number - 1), slots, self.plan), (), frame)
             return args, kwargs
         whole = any("before" in slot.forms for slot in spot.before)
         shape, values = take_apart((args, kwargs), objects=whole)

@@ -89,6 +89,7 @@ class Interjection:
         observes: whether it promises to keep every value as it is. An observer that gives
             another value raises.
         wants_inputs: whether `after` is given what the node was given.
+        blind: whether `before` is only told that the node is come by, and given no inputs.
         late: whether it is called after all others at a node whenever it was inserted, and
             before them by `before`.
         self_contained: whether it promises to look at nothing of the model but what it is handed.
@@ -114,6 +115,7 @@ class Interjection:
 
     observes: bool = False
     wants_inputs: bool = False
+    blind: bool = False
     late: bool = False
     self_contained: bool = False
 

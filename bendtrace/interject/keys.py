@@ -13,6 +13,7 @@ from bendtrace.errors import InputError, NodePathError
 from bendtrace.interject.cuts import is_named, path_in
 from bendtrace.paths.nodes import TreeNode
 from bendtrace.paths.view import Node
+from bendtrace.recording.owners import module_of
 
 __all__ = ["by_path", "node_meant", "text_of"]
 
@@ -134,7 +135,7 @@ def _require_clear(model: Any, text: str, kind: str, node: Node) -> None:
         raise InputError(
             f"{text!r} is what a module is given: give the value of the node that it comes from"
         )
-    if kind and not (kind == "module" and _is_of_module(model._model, node, text)):
+    if kind and not (kind == "module" and _is_of_module(module_of(model._model), node, text)):
         raise InputError(
             f"{text!r} is the name of a {kind} of the model, and the path of another node "
             f"({_place(node._data)}): give that as the node of a tree, if it is meant"
@@ -147,11 +148,12 @@ _STATE = "{!r} is a parameter or buffer, not an activation: bend it, or patch it
 
 def _kind(model: Any, name: str) -> str:
     """Say what a model has under a qualified name; "" if nothing that could be meant by it."""
-    if not isinstance(model, nn.Module) or not name:
+    whole = module_of(model)
+    if whole is None or not name:
         return ""
     owner, _, last = name.rpartition(".")
     try:
-        around = model.get_submodule(owner)
+        around = whole.get_submodule(owner)
     except AttributeError:
         return ""
     if last in around._modules:
@@ -159,9 +161,9 @@ def _kind(model: Any, name: str) -> str:
     return "parameter or buffer" if last in {**around._parameters, **around._buffers} else ""
 
 
-def _is_of_module(model: nn.Module, node: Node, text: str) -> bool:
+def _is_of_module(model: nn.Module | None, node: Node, text: str) -> bool:
     """Whether a node is a call of the module that a text is the qualified name of."""
-    if node._data.kind != "graph":
+    if model is None or node._data.kind != "graph":
         return False
     meant = model.get_submodule(_PASS.sub("", text))
     return meant is dict(model.named_modules()).get(node._data.module)

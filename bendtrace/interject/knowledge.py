@@ -20,6 +20,7 @@ from bendtrace.paths.naming import Registry, identifier
 from bendtrace.paths.strings import find
 from bendtrace.paths.tree import tree_of
 from bendtrace.paths.view import Tree
+from bendtrace.recording.owners import module_of
 from bendtrace.recording.recorder import Recording
 
 if TYPE_CHECKING:
@@ -99,9 +100,12 @@ class Knowledge:
 
     def modules(self) -> list[Candidate]:
         """Return the modules as nodes, those included that no run has come by."""
-        if not isinstance(self.model, nn.Module):
+        owner = module_of(self.model)
+        if owner is None:
             return []
-        modules = dict(self.model.named_modules(remove_duplicate=False))
+        modules = dict(owner.named_modules(remove_duplicate=False))
+        if owner is not self.model:
+            del modules[""]  # no call of it is a node
         found = []
         for name, module in modules.items():
             scope, _, base = name.rpartition(".")

@@ -13,6 +13,7 @@ from bendtrace.interject.candidate import Candidate, CandidateGraph
 from bendtrace.interject.selector import NodeSelector
 from bendtrace.interject.selectors.algebra import Selector, as_selector
 from bendtrace.interject.selectors.naming import matches_path, matches_qualified_name
+from bendtrace.recording.owners import module_of
 
 __all__ = ["leaves_in", "outside"]
 
@@ -104,8 +105,9 @@ def _named(name: str) -> NodeSelector:
 
 
 def _modules(model: Callable[..., Any]) -> Iterable[tuple[str, nn.Module]]:
-    if isinstance(model, nn.Module):
-        yield from model.named_modules(remove_duplicate=False)
+    owner = module_of(model)
+    if owner is not None:
+        yield from owner.named_modules(remove_duplicate=False)
 
 
 def _is_leaf(leaf: Any, name: str, module: nn.Module) -> bool:

@@ -148,6 +148,8 @@ def forms_of(what: Interjection) -> frozenset[str]:
         forms.add("inputs")
     if what.observes:
         forms.add("observes")
+    if what.blind:
+        forms.add("blind")
     return frozenset(forms)
 
 

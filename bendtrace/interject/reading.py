@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import re
 import types
+from collections.abc import Container
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from bendtrace.interject.plan import Plan
 from bendtrace.recording.reach import names_in
 from bendtrace.recording.recorder import Recording
 
-__all__ = ["read_and_changed"]
+__all__ = ["is_contained", "read_and_changed"]
 
 # With these, code can come by an attribute whose name it does not write out.
 _ANY = frozenset(
@@ -36,20 +37,39 @@ def read_and_changed(plan: Plan, recording: Recording) -> frozenset[str]:
     if not changed:
         return frozenset()
     whats = {id(entry.what): entry.what for entry in plan.entries}.values()
-    if all(what.self_contained or _is_contained(what) for what in whats):
+    own = recording.surroundings.module_paths
+    if all(what.self_contained or _is_contained(what, own) for what in whats):
         return frozenset()
     return frozenset(changed)
 
 
-def _is_contained(what: Interjection) -> bool:
-    return isinstance(what, Function) and _is_plain(what.function, set())
+def _is_contained(what: Interjection, own: Container[int]) -> bool:
+    return isinstance(what, Function) and is_contained(what.function, own)
 
 
-def _is_plain(thing: Any, seen: set[int]) -> bool:
+def is_contained(function: Any, own: Container[int] | None = None) -> bool:
+    """Whether a function, or a module, can look at nothing of the model but what it is given.
+
+    Args:
+        function: the function.
+        own: identities of the model's own modules; None if they are not known.
+    """
+    return _is_plain(function, _Search(own))
+
+
+class _Search:
+    """What has been looked at already, and the model's own modules."""
+
+    def __init__(self, own: Container[int] | None) -> None:
+        self.seen: set[int] = set()
+        self.own = own
+
+
+def _is_plain(thing: Any, search: _Search) -> bool:
     """Whether something can lead to nothing but tensors, numbers and torch's own functions."""
-    if id(thing) in seen:
+    if id(thing) in search.seen:
         return True
-    seen.add(id(thing))
+    search.seen.add(id(thing))
     if isinstance(thing, (Tensor, type(None), bool, int, float, complex, str, bytes, torch.dtype)):
         return True
     if isinstance(thing, types.ModuleType):
@@ -57,12 +77,15 @@ def _is_plain(thing: Any, seen: set[int]) -> bool:
     if isinstance(thing, type):
         return thing.__module__.split(".")[0] in _KNOWN
     if isinstance(thing, nn.Module):
-        own = all(type(inner).__module__.startswith("torch.nn.") for inner in thing.modules())
-        return own and not any(inner._forward_hooks for inner in thing.modules())
+        return all(_is_plain_module(inner, search) for inner in thing.modules())
+    if isinstance(thing, types.MethodType):
+        return _is_plain(thing.__func__, search) and _is_plain(thing.__self__, search)
     if isinstance(thing, functools.partial):
-        return all(_is_plain(t, seen) for t in (thing.func, *thing.args, *thing.keywords.values()))
+        return all(
+            _is_plain(t, search) for t in (thing.func, *thing.args, *thing.keywords.values())
+        )
     if isinstance(thing, (tuple, list)):
-        return all(_is_plain(item, seen) for item in thing)
+        return all(_is_plain(item, search) for item in thing)
     if isinstance(thing, types.FunctionType):
         if (thing.__module__ or "").split(".")[0] in _KNOWN:
             return True
@@ -76,8 +99,39 @@ def _is_plain(thing: Any, seen: set[int]) -> bool:
         except ValueError:  # a name that is assigned only later
             return False
         found += [*(thing.__defaults__ or ()), *(thing.__kwdefaults__ or {}).values()]
-        return all(_is_plain(item, seen) for item in found)
+        return all(_is_plain(item, search) for item in found)
     return isinstance(thing, (types.BuiltinFunctionType, torch._ops.OpOverload))
 
 
+def _is_plain_module(module: nn.Module, search: _Search) -> bool:
+    """The same for a module by itself: its methods, and what it holds besides its parts."""
+    if module._forward_hooks or module._forward_pre_hooks:
+        return False
+    if type(module).__module__.startswith("torch.nn."):
+        return True
+    if search.own is None or id(module) in search.own:
+        return False
+    held = [value for name, value in vars(module).items() if name not in _TABLES]
+    for cls in type(module).__mro__:
+        if cls.__module__.startswith("torch.nn.") or cls is object:
+            continue
+        for name, member in vars(cls).items():
+            if isinstance(member, (staticmethod, classmethod)):
+                member = member.__func__
+            elif isinstance(member, property):
+                held += [member.fget, member.fset]
+                continue
+            if name not in _UNCALLED:
+                held.append(member)
+    return all(_is_plain(value, search) for value in held)
+
+
+_TABLES = frozenset(vars(nn.Module()))
+# What is not called by calling a module, and the attributes of every class.
+_UNCALLED = frozenset(
+    {
+        "__annotations__", "__dict__", "__doc__", "__firstlineno__", "__init__", "__module__",
+        "__static_attributes__", "__weakref__", "__annotate_func__", "__annotations_cache__",
+    }
+)  # fmt: skip
 _KNOWN = frozenset({"torch", "math", "builtins", "operator"})

@@ -6,6 +6,7 @@ import builtins
 import itertools
 import math
 import operator
+import os
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -25,6 +26,7 @@ from bendtrace.paths.nodes import TreeNode
 from bendtrace.paths.strings import dug, find
 from bendtrace.paths.view import Node, Tree
 from bendtrace.recording.functions import SHAPES, VALUES
+from bendtrace.recording.owners import module_of
 
 __all__ = ["AtPath", "Known", "OfModule", "Said", "Want", "describe_where", "wants_of"]
 
@@ -215,6 +217,7 @@ def wants_of(where: Any, known: Known, *, lenient: bool = False) -> tuple[Want, 
 
 def _want(where: Any, known: Known) -> Want:
     if isinstance(where, Node):
+        _require_own(where, known)
         return _named(where._path, known, where)
     if isinstance(where, str):
         return _named(where, known, where)
@@ -232,8 +235,8 @@ def _want(where: Any, known: Known) -> Want:
     if isinstance(where, re.Pattern):
         return Want(where, Place("node", ByName(where)))
     if isinstance(where, nn.Module):
-        inside = known.model.modules() if isinstance(known.model, nn.Module) else ()
-        if isinstance(known.model, nn.Module) and all(where is not module for module in inside):
+        owner = module_of(known.model)
+        if owner is not None and all(where is not module for module in owner.modules()):
             raise InputError(
                 f"the module {type(where).__name__} is not one of the model's: give one of its "
                 "own submodules, a path or a class"
@@ -254,14 +257,56 @@ def _want(where: Any, known: Known) -> Want:
     )
 
 
+def _require_own(node: Node, known: Known) -> None:
+    """Refuse a node of a tree if what has its path in this model is something else.
+
+    Raises:
+        InputError: it is.
+    """
+    data, model = node._data, module_of(known.model)
+    if data.kind == "graph" and data.module and model is not None:
+        module = dict(model.named_modules(remove_duplicate=False)).get(data.module)
+        if module is not None and type(module).__name__ != data.class_name:
+            raise InputError(
+                f"{data.path!r} is a {data.class_name} in the run that this node is of, and a "
+                f"{type(module).__name__} in this model: give a path, or a node of its own trees"
+            )
+    if data.role != "op" or not data.places:
+        return
+    others = []
+    for tree in known.trees():
+        try:
+            other = find(tree.data, data.path)[0]
+        except NodePathError:
+            continue
+        if not other.places or _where(other) == _where(data):
+            return
+        others.append(other)
+    if others:
+        raise InputError(
+            f"{data.path!r} is at {_said(data)} in the run that this node is of, and at "
+            f"{_said(others[0])} in this model: give a path, or a node of its own trees"
+        )
+
+
+def _where(node: TreeNode) -> tuple[Any, ...]:
+    place = node.places[0]
+    return place.file, place.function, place.line, place.text
+
+
+def _said(node: TreeNode) -> str:
+    place = node.places[0]
+    return f"{os.path.basename(place.file)}:{place.line} `{place.text}`"
+
+
 def _named(text: str, known: Known, said: Any) -> Want:
     """Find what a string names: a parameter, a node, a module, or a node of the mirror.
 
     The qualified name of a module means all its calls, that of a parameter all its uses; nodes of
     trees, and other paths, mean what happens at one place in the source.
     """
-    model = known.model
-    if isinstance(said, str) and isinstance(model, nn.Module):
+    model = module_of(known.model)
+    if isinstance(said, str) and model is not None:
         if text in dict(_states(model)):
             return Want(said, Place("state", State(text), shown=text))
         module = dict(model.named_modules(remove_duplicate=False)).get(text) if text else None

@@ -247,6 +247,19 @@ def _forgets_casts() -> None:
     forget_casts()
 
 
+_assert = torch._assert
+
+
+def _asserts(condition: Any, message: Any = "") -> None:
+    try:
+        _assert(condition, message)
+    except AssertionError as error:
+        watcher = current_watcher()
+        if watcher is None or type(message) is not str or error.args != (message,):
+            raise
+        raise AssertionError(watcher.told(message)).with_traceback(error.__traceback__) from None
+
+
 _compile = torch.compile
 
 
@@ -356,6 +369,7 @@ def _entry_points() -> Iterator[_EntryPoint]:
     yield entry(torch.utils, "swap_tensors", _swaps)
     yield entry(torch.Tensor, "set_", _sets)
     yield entry(torch, "clear_autocast_cache", _forgets_casts)
+    yield entry(torch, "_assert", _asserts)
     yield entry(torch, "compile", _compiles)
     if hasattr(torch._higher_order_ops.utils, "_hop_compile_and_call"):
         ours = _higher_order(torch._higher_order_ops.utils._hop_compile_and_call)

@@ -214,10 +214,11 @@ class Finish:
             if op.kind is OpKind.CALL and not (is_torchs_function(op.target) or op.target in JOINT):
                 read = changed & self._names_read(op)
                 if read:
-                    where = f"at {op.site.place}" if op.site is not None else "in the run"
+                    where = f" at {op.site.place}" if op.site is not None else ""
+                    what = getattr(op.target, "described", None) or name_of(op.target)
                     self.tape.block(
-                        f"{name_of(op.target)} {where} is called as one op, and might read what "
-                        f"the run changes: {', '.join(sorted(read))}"
+                        f"{what}{where} is called as one op, and might read what the run changes: "
+                        f"{', '.join(sorted(read))}"
                     )
 
     def _names_read(self, op: Op) -> frozenset[str]:

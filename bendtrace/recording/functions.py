@@ -229,6 +229,8 @@ def may_vary(function: Any) -> bool:
     if isinstance(owner, type) and issubclass(owner, torch.autograd.Function):
         forward = getattr(owner.forward, "__code__", None)
         return not owner.__module__.startswith("torch.") and (forward is None or branches(forward))
+    if getattr(function, "gives_nothing", False):
+        return False
     if getattr(function, "is_gate", False):
         return getattr(function, "role", "") == "instead"  # others give what they are given
     if isinstance(function, _DECLARED):

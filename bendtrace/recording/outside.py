@@ -1,7 +1,8 @@
 """What a model asks of the world outside: the clock, the environment, files.
 
 A clock is read anew by each replay, a variable of the environment is guarded by its value, and
-whatever is in a file, or is written to one, cannot be followed. What counts is who asks: the code
+whatever is in a file, or is written to one, cannot be followed. What goes to the screen is printed
+anew by each replay. What counts is who asks: the code
 of the user's, or of a package. torch and the standard library look at such things for their own
 purposes, and so does an import.
 """
@@ -15,7 +16,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
-from types import FrameType
+from types import BuiltinFunctionType, FrameType
 from typing import Any
 
 from bendtrace.recording.watcher import Watcher, current_watcher
@@ -49,6 +50,7 @@ def entries_of_outside() -> Iterator[tuple[Any, str, Any]]:
         yield _Environment, name, _reports("os.environ", vars(_Environment)[name])
     for owner in (builtins, io):
         yield owner, "open", _reports("open", open)
+    yield builtins, "print", _prints
 
 
 def environ(name: str) -> str | None:
@@ -101,6 +103,15 @@ def _reports(what: str, function: Callable[..., Any]) -> Callable[..., Any]:
         return call.__wrapped__(*args, **kwargs)
 
     return call
+
+
+@functools.wraps(print)
+def _prints(*args: Any, **kwargs: Any) -> Any:
+    watcher, frame = _asking(sys._getframe(1))
+    function = _prints.__wrapped__
+    if watcher is None or not isinstance(function, BuiltinFunctionType):
+        return function(*args, **kwargs)
+    return watcher.printed(function, args, kwargs, frame)
 
 
 def _asking(frame: FrameType) -> tuple[Watcher | None, FrameType]:

@@ -21,6 +21,7 @@ __all__ = [
     "outside_scalars",
     "user_place",
     "users_code",
+    "users_frame",
     "users_level",
 ]
 
@@ -48,12 +49,17 @@ def users_level() -> int:
     return level
 
 
-def users_code(frame: FrameType) -> types.CodeType:
-    """The innermost code that is not torch's own."""
+def users_frame(frame: FrameType) -> FrameType:
+    """The innermost frame that is not torch's own."""
     found: FrameType | None = frame
     while found is not None and found.f_code.co_filename.startswith(_TORCH):
         found = found.f_back
-    return (found or frame).f_code
+    return found or frame
+
+
+def users_code(frame: FrameType) -> types.CodeType:
+    """The innermost code that is not torch's own."""
+    return users_frame(frame).f_code
 
 
 def user_place(frame: FrameType | None) -> str:

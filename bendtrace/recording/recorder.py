@@ -39,12 +39,21 @@ from bendtrace.recording.joint import has_joint_hooks, with_joint_hooks
 from bendtrace.recording.lane import NOT_TAKEN, Lane, hooks_around, lane_for
 from bendtrace.recording.observer import Observer, StopRun
 from bendtrace.recording.parts import PLAIN_TYPES, Part, PartKind
-from bendtrace.recording.places import BEHIND, definition, outside_scalars, user_place
+from bendtrace.recording.places import BEHIND, definition, outside_scalars, user_place, users_frame
 from bendtrace.recording.ran import ran
 from bendtrace.recording.scalars import TRACED, TracedScalar, plain
 from bendtrace.recording.sites import Site
 from bendtrace.recording.surroundings import Surroundings
 from bendtrace.recording.tape import ModuleCall, Op, OpKind, Ref, Test
+from bendtrace.recording.texts import (
+    Texts,
+    end_of,
+    goes_to_screen,
+    is_plainly_printed,
+    separator_of,
+    shows,
+    stream_of,
+)
 from bendtrace.recording.usage import only_tests
 from bendtrace.recording.values import TRACED_AS, Values
 from bendtrace.recording.watcher import current_watcher, set_around, unwatched
@@ -90,6 +99,8 @@ class Recorder(TorchFunctionMode):
         self._strangers: dict[int, tuple[str, nn.Module]] = {}
         self._ran = ran()
         self._within = False  # an op that the mode is not switched off for
+        self._texts = Texts()
+        self._printing = False  # texts are being made for the screen alone
         self._lane: Lane | None = None
         self._aside: Lane | None = None  # the lane, while there are shared arrays
         self._arrays = SharedArrays(self.tape, surroundings.find)
@@ -213,6 +224,8 @@ class Recorder(TorchFunctionMode):
             how = VALUES[func]
             op, value = self._record(func, args, kwargs, frame)
             op.meta = value
+            if how == "format" and (self._printing or goes_to_screen(users_frame(frame))):
+                return self._texts.mark(op.index, value)
             self._writer.guard(
                 Test.TRUTH if how == "bool" else Test.VALUE, op.index, value, how, frame
             )
@@ -405,7 +418,60 @@ class Recorder(TorchFunctionMode):
         op.meta = result
         return self._values.traced(traced, result, Ref(op.index), frame)
 
+    def text(self, scalar: TracedScalar, function: Callable[..., str], *args: str) -> str:
+        """Return the text of a traced scalar (see `scalars.Origin`)."""
+        frame = outside_scalars()
+        if current_watcher() is not self or not (self._printing or goes_to_screen(frame)):
+            return function(self.consume(scalar, "format"), *args)
+        ref, text = self._values.scalar_ref(scalar), function(scalar._value, *args)
+        op = self._writer.emit(OpKind.SCALAR, function, (ref, *args), {}, frame)
+        op.meta = text
+        return self._texts.mark(op.index, text)
+
     # What the boundaries report
+
+    def printed(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any],
+        frame: FrameType,
+    ) -> None:  # fmt: skip
+        """Print to the screen (see `watcher.Watcher`)."""
+        stream = stream_of(kwargs)
+        if stream is None:
+            told = [self.told(arg) if type(arg) is str else arg for arg in args]
+            function(*told, **kwargs)
+            return
+        texts = [arg if type(arg) is str else self._printable(arg) for arg in args]
+        text = separator_of(kwargs).join(texts) + end_of(kwargs)
+        encoded: list[Any] = [stream, bool(kwargs.get("flush"))]
+        given = list(encoded)
+        for part in self._texts.parts(text):
+            encoded.append(part if isinstance(part, str) else Ref(part[0]))
+            given.append(part if isinstance(part, str) else part[1])
+        with torch._C.DisableTorchFunction():  # what is read here is not the model's reading
+            self._writer.begin()
+            op = self._writer.emit(OpKind.CALL, shows, tuple(encoded), {}, frame)
+        self._as_one(op, shows, tuple(given), {}, frame)
+
+    def _printable(self, value: Any) -> str:
+        """Return the text that is printed of a value, with marks for what is not guarded."""
+        if not is_plainly_printed(value):
+            return str(value)
+        outer, self._printing = self._printing, True
+        try:
+            if type(value) is torch.Size:  # which is written in C++, and would ask for the sizes
+                return f"torch.Size([{', '.join(map(str, value))}])"
+            return str(value)
+        finally:
+            self._printing = outer
+
+    def told(self, text: str) -> str:
+        """Guard the values in a text, and return it without marks (see `watcher.Watcher`)."""
+        parts, frame = [], outside_scalars()
+        for part in self._texts.parts(text):
+            if not isinstance(part, str):
+                self._writer.guard(Test.VALUE, part[0], part[1], "format", frame)
+            parts.append(part if isinstance(part, str) else part[1])
+        return "".join(parts)
 
     def module_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a module's call as a scope (see `watcher.Watcher`)."""

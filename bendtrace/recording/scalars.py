@@ -39,6 +39,9 @@ class Origin(Protocol):
     def arithmetic(self, function: Callable[..., Any], operands: tuple[Any, ...]) -> Any:
         """Record Python arithmetic and return its traced result."""
 
+    def text(self, scalar: TracedScalar, function: Callable[..., str], *args: str) -> str:
+        """Return the text that a function makes of the value of `scalar`."""
+
 
 class _Node:
     """Answers torch's C++ code where a call slips past the tracer: with the plain value.
@@ -123,13 +126,17 @@ class TracedScalar:
         return hash(self._consume("hash"))
 
     def __repr__(self) -> str:
-        return repr(self._consume("format"))
+        return self._text(repr)
 
     def __str__(self) -> str:
-        return str(self._consume("format"))
+        return self._text(str)
 
     def __format__(self, spec: str) -> str:
-        return format(self._consume("format"), spec)
+        return self._text(format, spec)
+
+    def _text(self, function: Callable[..., str], *args: str) -> str:
+        origin = self._origin
+        return origin.text(self, function, *args) if origin.active else function(self._value, *args)
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         return type(self._value), (self._consume("pickle"),)
@@ -299,6 +306,9 @@ class _Over:
 
     def arithmetic(self, function: Callable[..., Any], operands: tuple[Any, ...]) -> Any:
         return function(*map(plain, operands))
+
+    def text(self, scalar: TracedScalar, function: Callable[..., str], *args: str) -> str:
+        return function(scalar._value, *args)
 
 
 _OVER = _Over()

@@ -16,7 +16,7 @@ import torch
 
 from bendtrace.recording.features import is_off
 
-__all__ = ["Place", "Site", "SiteTable", "Span", "first_offset", "is_covered"]
+__all__ = ["Place", "Site", "SiteTable", "Span", "first_offset", "is_covered", "place_at"]
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _OVERRIDES = torch.overrides.__file__
@@ -199,6 +199,11 @@ def _site(frame: FrameType, end: FrameType | None) -> Site:
 
 # By identity, because hashing a code object is slow; it is kept, so that no id is used again.
 _positions: dict[int, tuple[CodeType, list[tuple[int | None, ...]]]] = {}
+
+
+def place_at(code: CodeType, offset: int) -> Place:
+    """Return the place of the instruction that a frame says it is at."""
+    return _place(code, _call_at(code, offset))
 
 
 def _place(code: CodeType, offset: int) -> Place:

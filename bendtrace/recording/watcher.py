@@ -31,6 +31,14 @@ class Watcher(Protocol):
     ) -> Any:
         """Run `function(*args, **kwargs)` as one op, called in `frame` if that is given."""
 
+    def printed(
+        self, function: Callable[..., Any], args: Any, kwargs: Any, frame: FrameType
+    ) -> Any:
+        """Print values to the screen, which a replay does anew."""
+
+    def told(self, text: str) -> str:
+        """Return a text that somebody looks at after all, and guard the values in it."""
+
     def read(self, function: Callable[[torch.Tensor], Any], tensor: torch.Tensor) -> Any:
         """Ask something of a tensor that is not its values, and guard the answer."""
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from bendtrace.recording.contexts import Context
-from bendtrace.recording.functions import FLEETING, name_of
+from bendtrace.recording.functions import FLEETING, VALUES, name_of
 from bendtrace.recording.handlers import is_handled
 from bendtrace.recording.parts import Access, AttributeKey, Change, PartKind
 from bendtrace.recording.recorder import Recording
@@ -34,6 +34,7 @@ HARMLESS = frozenset(
     {
         operator.getitem, operator.add, operator.sub, operator.mul, operator.neg, operator.pos,
         abs, operator.eq, operator.ne, operator.lt, operator.le, operator.gt, operator.ge,
+        str, repr, format,
     }
 )  # fmt: skip
 
@@ -214,7 +215,9 @@ class RunWriter:
             return False
         if op.kind is OpKind.CALL and name_of(op.target) in FLEETING:
             return False
-        return is_read(op) or (op.kind is OpKind.SCALAR and op.target in HARMLESS)
+        if op.kind is OpKind.SCALAR:
+            return op.target in HARMLESS
+        return is_read(op) or _only_writes(op)
 
     def _last_uses(self, needed: set[int]) -> dict[int, int]:
         last: dict[int, int] = {}
@@ -410,6 +413,11 @@ def may_be_caught(op: Op, recording: Recording) -> bool:
     elif op.kind is not OpKind.CALL:
         return False
     return op.raised is not None or bool(recording.changes) or is_handled(op)
+
+
+def _only_writes(op: Op) -> bool:
+    """Whether an op does no more than make the text of a tensor, which it can of any."""
+    return VALUES.get(op.target) == "format" and not any(op.args[1:])
 
 
 def _is_scalar(op: Op) -> bool:

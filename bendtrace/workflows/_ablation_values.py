@@ -12,6 +12,7 @@ from torch import Tensor
 
 from bendtrace.calls import Call, are_several, calls_of
 from bendtrace.errors import InputError, SiteError
+from bendtrace.interject.reading import is_contained
 from bendtrace.module import BendedModule
 from bendtrace.workflows._parts import Part
 from bendtrace.workflows._sites import At, Key, Seen, Sites
@@ -26,9 +27,11 @@ class Substitute:
 
     Attributes:
         name: what it is called.
+        is_contained: whether nothing of the model is looked at for it.
     """
 
     name = "zero"
+    is_contained = True
 
     def of(self, path: str, number: int, value: Tensor) -> Tensor:
         """Return what can be broadcast to a value, or another value of its shape.
@@ -90,6 +93,7 @@ class Function(Substitute):
 
     def __init__(self, function: Callable[[Tensor], Any]) -> None:
         self._function = function
+        self.is_contained = is_contained(function)
         self.name = str(getattr(function, "__name__", type(function).__name__))
 
     def of(self, path: str, number: int, value: Tensor) -> Tensor:

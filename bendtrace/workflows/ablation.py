@@ -131,6 +131,7 @@ class _Ablation(Interjection):
         self._substitute = substitute
         self._parts = parts
         self._said = said
+        self.self_contained = substitute.is_contained
 
     @property
     def label(self) -> str:

@@ -15,6 +15,7 @@ from bendtrace.interject.bends.parameter import Expression, value_of
 from bendtrace.interject.candidate import Candidate
 from bendtrace.interject.insertion import Insertion
 from bendtrace.interject.interjection import Inputs, Interjection, NodePass
+from bendtrace.interject.reading import is_contained
 from bendtrace.interject.report import Report
 from bendtrace.interject.structure import describe
 from bendtrace.interject.where import describe_where
@@ -72,14 +73,13 @@ class LatentEdit:
 class _Reconstructs(Interjection):
     """Puts what an autoencoder makes of a value in its place."""
 
-    self_contained = False
-
     def __init__(
         self,
         encode: Callable[[Any], Any] | None,
         decode: Callable[[Any], Any] | None,
         whole: Callable[[Any], Any],
         error_term: bool,
+        own: frozenset[int],
     ) -> None:
         self.edits: list[LatentEdit] = []
         self.latents: dict[str, Tensor] = {}
@@ -88,6 +88,13 @@ class _Reconstructs(Interjection):
         self.decode = decode
         self._whole = whole
         self._error_term = error_term
+        codes = (encode, decode, whole)
+        self._is_contained = all(is_contained(code, own) for code in codes)
+
+    @property
+    def self_contained(self) -> bool:  # type: ignore[override]
+        """Whether the autoencoder, and what changes latents, look at nothing else."""
+        return self._is_contained and all(is_contained(edit.change) for edit in self.edits)
 
     @property
     def label(self) -> str:
@@ -161,6 +168,7 @@ class _Begins(Interjection):
     """Has latents forgotten when the model is called again."""
 
     observes = True
+    blind = True
     self_contained = True
     label = "splice_autoencoder"
 
@@ -277,7 +285,10 @@ class SplicedAutoencoder:
             )
         if not callable(change) or isinstance(change, type):
             raise InputError(f"a change of latents is a function of them, not {change!r}")
-        return LatentEdit(self._inner.edits, change)
+        edit = LatentEdit(self._inner.edits, change)
+        if not is_contained(change):
+            self.model._board.add()  # what was known of the insertions may not hold any more
+        return edit
 
     def set(self, latents: int | Iterable[int], value: float | Expression) -> LatentEdit:
         """Set single latents, counted along the last axis, to a number or a `BendingParameter`."""
@@ -390,9 +401,11 @@ def splice_autoencoder(
     bended = required_bended(model, "an autoencoder")
     if isinstance(autoencoder, nn.Module) and any(autoencoder is m for m in bended.modules()):
         raise InputError(f"{type(autoencoder).__name__} is a part of the model: give another one")
+    own = bended.model.modules() if isinstance(bended.model, nn.Module) else ()
     inner = _Reconstructs(
-        encode if parts else None, decode if parts else None, autoencoder, error_term
-    )
+        encode if parts else None, decode if parts else None, autoencoder, error_term,
+        frozenset(map(id, own)),
+    )  # fmt: skip
     board = bended._board
     made = board.make(_is_root, _Begins(inner), allow_none=True), board.make(where, inner)
     board.add(*made)

@@ -240,6 +240,7 @@ class _Steps(Interjection):
     """Counts the calls of the model within one call of a method of it, such as `generate`."""
 
     observes = True
+    blind = True
     self_contained = True
     label = "steps"
 

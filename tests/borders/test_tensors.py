@@ -224,6 +224,15 @@ def a_clone_by_copy(x: Tensor) -> Any:
 
 
 @border.replays
+def whether_there_is_a_gradient_function(x: Tensor) -> Any:
+    y = x * 2 if x.sum() > 0 else x.detach()
+    has = y.grad_fn is not None
+    if y.grad_fn:
+        y = y * 3
+    return y if y.grad_fn is None or has else y - 1
+
+
+@border.replays
 def a_deep_copy(x: Tensor) -> Tensor:
     return x + copy.deepcopy(x.detach()) * 2
 

@@ -13,7 +13,7 @@ from types import (
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from bendtrace._later import tabulate
@@ -28,6 +28,7 @@ from bendtrace.interject.bends.names import (
 from bendtrace.interject.candidate import Candidate
 from bendtrace.paths.naming import Registry, identifier
 from bendtrace.paths.text import Text
+from bendtrace.recording.owners import module_of
 from bendtrace.recording.recorder import Recording
 from bendtrace.recording.tape import OpKind, TensorMeta
 
@@ -106,9 +107,10 @@ def inputs_in(recording: Recording, registry: Registry) -> Iterator[Activation]:
 
 def modules_of(model: Callable[..., Any], leaves: frozenset[str]) -> Iterator[Activation]:
     """Yield the modules of a model, for as long as no run has come by them."""
-    if not isinstance(model, nn.Module):
+    owner = module_of(model)
+    if owner is None:
         return
-    for path, _ in model.named_modules(remove_duplicate=False):
+    for path, _ in owner.named_modules(remove_duplicate=False):
         around = path.rpartition(".")[0]
         if path and not is_inside(around, leaves):
             level: Level = "whole" if path in leaves else "around"

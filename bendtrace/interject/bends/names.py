@@ -15,6 +15,7 @@ from bendtrace.errors import InputError
 from bendtrace.graph.fold import is_leaf_module
 from bendtrace.interject.candidate import Candidate
 from bendtrace.interject.selector import NodeSelector
+from bendtrace.recording.owners import module_of
 
 __all__ = [
     "NamedActivations",
@@ -126,11 +127,12 @@ def leaves_of(model: Callable[..., Any]) -> frozenset[str]:
     They are those that torch.fx keeps whole: of torch.nn, but for containers; and here also but
     for transformers and their layers.
     """
-    if not isinstance(model, nn.Module):
+    owner = module_of(model)
+    if owner is None:
         return frozenset()
     return frozenset(
         path
-        for path, module in model.named_modules(remove_duplicate=False)
+        for path, module in owner.named_modules(remove_duplicate=False)
         if path and is_leaf_module(module) and not isinstance(module, _OPEN)
     )
 
@@ -164,9 +166,10 @@ def weights_named(
 
 def states_of(model: Callable[..., Any]) -> Iterator[tuple[str, Tensor]]:
     """Yield the parameters and buffers of a model, under all their names."""
-    if isinstance(model, nn.Module):
-        yield from model.named_parameters(remove_duplicate=False)
-        yield from model.named_buffers(remove_duplicate=False)
+    owner = module_of(model)
+    if owner is not None:
+        yield from owner.named_parameters(remove_duplicate=False)
+        yield from owner.named_buffers(remove_duplicate=False)
 
 
 def _names_weight(pattern: re.Pattern[str], name: str) -> bool:

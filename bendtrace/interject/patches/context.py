@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ContextDecorator
 from types import TracebackType
 from typing import Any, Protocol, Self
 
-from torch import nn
-
-from bendtrace.errors import InputError, NodePathError
+from bendtrace.errors import InputError, NeverFiredWarning, NodePathError
 from bendtrace.interject.patches.base import Patch
 from bendtrace.paths.strings import find, require_leaf
 from bendtrace.paths.view import Node, Tree
+from bendtrace.recording.owners import module_of
 
 __all__ = ["PatchContext", "Patches", "Where"]
 
@@ -66,11 +66,27 @@ class PatchContext(ContextDecorator):
         self._board = board
         self._placed: list[tuple[Where, Patch[Any]]] = []
         self._entered: list[list[Any]] = []
+        self._was_entered = True  # until it is clear that it can be
         wanted = [(where, list(_listed(where, given))) for where, given in _items(patches)]
         _check(board, known, [where for where, _ in wanted])
         for where, given in wanted:
             place = _parameter(known, where)
             self._placed += [(place, patch) for patch in given]
+        self._was_entered = not self._placed
+
+    def __del__(self) -> None:
+        if not getattr(self, "_was_entered", True):
+            warnings.warn(
+                f"the patches {self!r} were never applied: patch(...) gives a context, to be "
+                "entered by `with`, or the decorator of a function",
+                NeverFiredWarning,
+                stacklevel=2,
+            )
+
+    def __call__(self, func: Any) -> Any:
+        """Have each call of a function surrounded by the context."""
+        self._was_entered = True
+        return super().__call__(func)
 
     @property
     def insertions(self) -> list[Any]:
@@ -78,6 +94,7 @@ class PatchContext(ContextDecorator):
         return [handle for handles in self._entered for handle in handles]
 
     def __enter__(self) -> Self:
+        self._was_entered = True
         handles = [self._board.make(where, patch) for where, patch in self._placed]
         self._board.add(*handles)
         self._entered.append(handles)
@@ -174,8 +191,8 @@ def _check_value(board: Placing, known: Known, where: Where) -> None:
         is_value = True
         break
     board.make(where, Patch())
-    model = known.model
-    if has_run and not is_value and isinstance(model, nn.Module):
+    model = module_of(known.model)
+    if has_run and not is_value and model is not None:
         if text in dict(model.named_modules()):
             raise NodePathError(
                 f"{text!r} is a module, not a value, and no run has called it", text

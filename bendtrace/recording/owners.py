@@ -1,0 +1,40 @@
+"""Which modules, parameters and buffers belong to what is called as a model."""
+
+from __future__ import annotations
+
+import functools
+import types
+from typing import Any
+
+from torch import nn
+
+__all__ = ["module_of"]
+
+
+def module_of(model: Any) -> nn.Module | None:
+    """Return the module that has what a model has, under the names that paths begin with.
+
+    Args:
+        model: a module, a method of one, or another object that holds modules.
+
+    Returns:
+        The module itself, the one that the method is of, or a new module that has those of the
+        object as its parts. None if there are none.
+    """
+    while isinstance(model, functools.partial):
+        model = model.func
+    if isinstance(model, types.MethodType):
+        model = model.__self__
+    if isinstance(model, nn.Module):
+        return model
+    if isinstance(model, (type, types.FunctionType, types.BuiltinFunctionType, types.ModuleType)):
+        return None
+    held = getattr(model, "__dict__", {})
+    modules = {name: value for name, value in held.items() if isinstance(value, nn.Module)}
+    if not modules:
+        return None
+    made = nn.Module()
+    made.training = any(module.training for module in modules.values())
+    for name, module in modules.items():
+        made._modules[name] = module
+    return made

@@ -1,0 +1,269 @@
+"""Text that only the screen, or an assertion that holds, gets: it is no part of the path.
+
+A value that is formatted is guarded, as code may do anything with the text. Not so where the
+syntax says that the text goes to `print`, or is the message of `torch._assert`: there formatting is
+an op, and a replay prints what it gives by then. Until it is printed, the text has a mark in place
+of the value.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import functools
+import re
+import string
+import sys
+from collections.abc import Iterator
+from types import FrameType
+from typing import Any
+
+import torch
+
+from bendtrace.recording.parts import PLAIN_TYPES
+from bendtrace.recording.scalars import TRACED
+from bendtrace.recording.sites import place_at
+from bendtrace.recording.syntax import FUNCTIONS, SourceFile, source_file
+
+__all__ = [
+    "Texts",
+    "end_of",
+    "goes_to_screen",
+    "is_plainly_printed",
+    "separator_of",
+    "shows",
+    "stream_of",
+]
+
+_MARK = "\ue0b7{}\ue0b8"  # characters for private use, which nothing else has
+_MARKS = re.compile("\ue0b7([0-9]+)\ue0b8")
+
+
+class Texts:
+    """The texts of values that a run has formatted and not guarded.
+
+    Attributes:
+        given: the op that gave each, with the text.
+    """
+
+    def __init__(self) -> None:
+        self.given: list[tuple[int, str]] = []
+
+    def mark(self, index: int, text: str) -> str:
+        """Return what stands for the text that an op gave."""
+        self.given.append((index, text))
+        return _MARK.format(len(self.given) - 1)
+
+    def parts(self, text: str) -> Iterator[str | tuple[int, str]]:
+        """Take a text apart: plain ones, and ops with the text that they gave."""
+        for number, part in enumerate(_MARKS.split(text)):
+            if number % 2:
+                yield self.given[int(part)]
+            elif part:
+                yield part
+
+
+def shows(stream: str, flush: bool, *parts: str) -> None:
+    """Print a text, which is done anew by each replay.
+
+    Args:
+        stream: the name of the stream in `sys`.
+        flush: whether to flush it.
+        *parts: what the text consists of.
+    """
+    print(*parts, sep="", end="", file=getattr(sys, stream), flush=flush)
+
+
+shows.__name__ = shows.__qualname__ = "print"
+shows.gives_nothing = True  # type: ignore[attr-defined]
+
+
+def stream_of(kwargs: dict[str, Any]) -> str | None:
+    """Return the name of the stream in `sys` that `print` writes to; None if it is another."""
+    file = kwargs.get("file")
+    if file is None:
+        return "stdout"
+    return next((name for name in ("stdout", "stderr") if file is getattr(sys, name)), None)
+
+
+def separator_of(kwargs: dict[str, Any]) -> str:
+    """Return what `print` writes between values."""
+    return " " if kwargs.get("sep") is None else str(kwargs["sep"])
+
+
+def end_of(kwargs: dict[str, Any]) -> str:
+    """Return what `print` writes at the end."""
+    return "\n" if kwargs.get("end") is None else str(kwargs["end"])
+
+
+def is_plainly_printed(value: Any, depth: int = 0) -> bool:
+    """Whether no code but torch's and Python's own makes the text of a value."""
+    kind = type(value)
+    if kind in PLAIN_TYPES or kind in TRACED or kind in _TENSORS:
+        return True
+    if kind is torch.Size:
+        return depth == 0
+    if depth > _DEEPEST or kind not in (tuple, list, dict):
+        return False
+    items = (*value, *value.values()) if kind is dict else value
+    return all(is_plainly_printed(item, depth + 1) for item in items)
+
+
+_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
+_DEEPEST = 4
+
+
+def goes_to_screen(frame: FrameType) -> bool:
+    """Whether the text that code is making goes to `print` or `torch._assert`, and nowhere else."""
+    code, names = frame.f_code, frame.f_globals
+    used = _uses(place_at(code, frame.f_lasti))
+    if used is None:
+        return False
+    local = (*code.co_varnames, *code.co_cellvars, *code.co_freevars)
+    if "print" in used and (
+        "print" in names or "print" in local or frame.f_builtins is not vars(builtins)
+    ):
+        return False
+    return "_assert" not in used or (names.get("torch") is torch and "torch" not in local)
+
+
+@functools.cache
+def _uses(place: Any) -> frozenset[str] | None:
+    """Return what a text is given to that is made at a place; None if that is not known."""
+    file = source_file(place.file)
+    node = file.expressions.get(place.span)
+    if isinstance(node, ast.FormattedValue):  # which has a place of its own since Python 3.12
+        node = file.parents[node]  # type: ignore[assignment]
+    if node is None or not _is_text(node):
+        return None
+    return _followed(file, node, ())
+
+
+def _followed(file: SourceFile, node: ast.AST, seen: tuple[str, ...]) -> frozenset[str] | None:
+    """Follow a text outwards, to what it is given to."""
+    for child, parent in file.ancestors(node):
+        if isinstance(parent, ast.FormattedValue) and not parent.format_spec:
+            continue
+        if isinstance(parent, (ast.JoinedStr, ast.BinOp)) and _puts_together(parent):
+            continue
+        if isinstance(parent, ast.Call) and isinstance(file.parents.get(parent), ast.Expr):
+            return _given_to(parent, child)
+        if isinstance(parent, ast.keyword):
+            continue
+        if isinstance(parent, ast.Assign) and child is parent.value and len(parent.targets) == 1:
+            target = parent.targets[0]
+            if isinstance(target, ast.Name) and target.id not in seen:
+                return _used_by_name(file, parent, target.id, seen)
+        return None
+    return None
+
+
+def _given_to(call: ast.Call, child: ast.AST) -> frozenset[str] | None:
+    called = call.func
+    if isinstance(called, ast.Name) and called.id == "print":
+        known = all(keyword.arg in ("sep", "end", "file", "flush") for keyword in call.keywords)
+        return frozenset({"print"}) if known and child in call.args else None
+    if not (
+        isinstance(called, ast.Attribute)
+        and called.attr == "_assert"
+        and isinstance(called.value, ast.Name)
+        and called.value.id == "torch"
+    ):
+        return None
+    named = [keyword for keyword in call.keywords if keyword.arg == "message"]
+    return frozenset({"_assert"}) if child in (*call.args[1:2], *named) else None
+
+
+def _used_by_name(
+    file: SourceFile, assigned: ast.Assign, name: str, seen: tuple[str, ...]
+) -> frozenset[str] | None:
+    """Return what a text is given to by way of a local variable."""
+    function = _function_around(file, assigned)
+    if not isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef)):
+        return None
+    found: frozenset[str] = frozenset()
+    for node in ast.walk(function):
+        if isinstance(node, (ast.Global, ast.Nonlocal)) and name in node.names:
+            return None
+        if isinstance(node, ast.Name) and node.id in _LOOKING:
+            return None
+        if isinstance(node, ast.Name) and node.id == name and isinstance(node.ctx, ast.Load):
+            inner = _function_around(file, node)
+            used = _followed(file, node, (*seen, name)) if inner is function else None
+            if used is None:
+                return None
+            found |= used
+        elif isinstance(node, ast.AugAssign) and getattr(node.target, "id", None) == name:
+            return None
+    return found
+
+
+_LOOKING = frozenset({"locals", "vars", "eval", "exec"})
+
+
+def _function_around(file: SourceFile, node: ast.AST) -> ast.AST | None:
+    inside = (*FUNCTIONS, ast.ClassDef, ast.GeneratorExp, ast.ListComp, ast.SetComp, ast.DictComp)
+    return next((parent for _, parent in file.ancestors(node) if isinstance(parent, inside)), None)
+
+
+def _puts_together(node: ast.AST) -> bool:
+    """Whether an expression puts the texts in it one after another, as they are."""
+    return isinstance(node, ast.JoinedStr) or (
+        isinstance(node, ast.BinOp)
+        and isinstance(node.op, ast.Add)
+        and (_is_text(node.left) or _is_text(node.right))
+    )
+
+
+def _is_text(node: ast.AST) -> bool:
+    """Whether an expression makes a text, and does nothing to the texts of the values in it."""
+    if isinstance(node, ast.Constant):
+        return type(node.value) is str
+    if isinstance(node, ast.JoinedStr):
+        return all(map(_is_plainly_formatted, node.values))
+    if isinstance(node, ast.BinOp):
+        if isinstance(node.op, ast.Add):
+            return _is_text(node.left) or _is_text(node.right)
+        if isinstance(node.op, ast.Mod) and isinstance(node.left, ast.Constant):
+            text = node.left.value
+            return type(text) is str and set(_PERCENTS.findall(text)) <= {"%%", "%s", "%r"}
+        return False
+    if not isinstance(node, ast.Call) or node.keywords:
+        return False
+    if isinstance(node.func, ast.Name):
+        return node.func.id in ("str", "repr", "format") and len(node.args) in (1, 2)
+    return (
+        isinstance(node.func, ast.Attribute)
+        and node.func.attr == "format"
+        and isinstance(node.func.value, ast.Constant)
+        and type(node.func.value.value) is str
+        and _has_plain_fields(node.func.value.value)
+    )
+
+
+_PERCENTS = re.compile("%[^a-zA-Z%]*.")
+
+
+def _is_plainly_formatted(value: ast.AST) -> bool:
+    """Whether a part of an f-string does nothing with a text that a value gave."""
+    if not isinstance(value, ast.FormattedValue):
+        return True
+    specification = value.format_spec
+    if specification is None:
+        return True
+    if value.conversion != -1 or _is_text(value.value):
+        return False
+    return isinstance(specification, ast.JoinedStr) and all(
+        isinstance(part, ast.Constant) for part in specification.values
+    )
+
+
+def _has_plain_fields(text: str) -> bool:
+    try:
+        fields = list(string.Formatter().parse(text))
+    except ValueError:
+        return False
+    return all(
+        not (conversion and specification) and "{" not in (specification or "")
+        for _, _, specification, conversion in fields
+    )

@@ -1,0 +1,207 @@
+"""Mistakes that were silent: each is said at once."""
+
+from __future__ import annotations
+
+import gc
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import bendtrace as bt
+from bendtrace.errors import InputError, NeverFiredWarning
+from tests.promise import assert_promise, bits, randn_inputs, state
+
+
+class Encoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.act, self.drop = nn.Linear(4, 4), nn.ReLU(), nn.Dropout()
+
+    def encode(self, x: Tensor) -> Tensor:
+        return self.drop(self.act(self.fc(x)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.encode(x) * 2
+
+
+class Holds:
+    """An object that can be called, and holds a module."""
+
+    def __init__(self) -> None:
+        self.model, self.factor = Encoder(), 2.0
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.model.encode(x) * self.factor
+
+
+# Methods of modules, and objects that hold some
+
+
+def test_a_method_of_a_module_has_the_tensors_and_modes_of_the_module() -> None:
+    model = Encoder()
+    bended = bt.BendedModule(model.encode)
+    assert bended.weight_names == ["fc.weight", "fc.bias"]
+    assert dict(bended.named_parameters()).keys() == dict(model.named_parameters()).keys()
+    assert bits(dict(bended.state_dict())) == bits(dict(model.state_dict()))
+    assert bended.eval() is bended
+    assert not model.training
+    assert not model.drop.training
+    assert torch.equal(bended(torch.ones(2, 4)), model.encode(torch.ones(2, 4)))
+    assert bended.train().training
+    assert model.drop.training
+    bended.double()
+    assert model.fc.weight.dtype is torch.float64
+    bended.load_state_dict({name: value * 0 for name, value in model.state_dict().items()})
+    assert not model.fc.weight.any()
+
+
+def test_a_method_of_a_module_keeps_the_promise_and_can_be_trained() -> None:
+    torch.manual_seed(0)
+    bended = assert_promise(lambda: Encoder().encode, [randn_inputs(2, 4)] * 3)
+    assert bended.stats.replays == 2
+    model = Encoder()
+    bended = bt.BendedModule(model.encode)
+    optimizer = torch.optim.SGD(bended.parameters(), lr=0.1)
+    before = bits(dict(model.state_dict()))
+    bended(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    assert bits(dict(model.state_dict())) != before
+
+
+@pytest.mark.parametrize("make", [lambda: Encoder().eval().encode, Holds])
+def test_weights_and_modules_of_what_is_no_module_are_bent(make: Callable[[], Any]) -> None:
+    torch.manual_seed(0)
+    model = make()
+    bended = bt.BendedModule(model).eval()
+    x = torch.ones(2, 4)
+    plain = bended(x)
+    (weight,) = (name for name in bended.weight_names if name.endswith("fc.weight"))
+    (bias,) = (name for name in bended.weight_names if name.endswith("fc.bias"))
+    with bended.bend(bt.bends.Scale(2.0), f"{weight}|{bias}"):
+        for _ in range(2):
+            assert torch.equal(bended(x), plain * 2)
+    with bended.interject(nn.ReLU, lambda value: value * 3):
+        assert torch.allclose(bended(x), plain * 3)
+    with bended.interject(weight.removesuffix(".weight"), torch.zeros_like):
+        assert not bended(x).any()
+    assert torch.equal(bended(x), plain)
+    assert bended.stats.live == 0
+
+
+def test_an_object_that_holds_a_module_has_its_tensors_and_modes() -> None:
+    model = Holds()
+    bended = bt.BendedModule(model)
+    assert bended.weight_names == ["model.fc.weight", "model.fc.bias"]
+    assert [name for name, _ in bended.named_parameters()] == ["model.fc.weight", "model.fc.bias"]
+    assert list(bended.state_dict()) == ["model.fc.weight", "model.fc.bias"]
+    bended.eval()
+    assert not model.model.drop.training
+    assert state(model.model) == state(bended.model.model)
+
+
+# What is said at once
+
+
+def test_a_class_is_no_model() -> None:
+    for cls in (nn.Linear, dict):
+        with pytest.raises(InputError, match=rf"{cls.__name__} is a class, which makes models"):
+            bt.BendedModule(cls)
+
+
+def test_patches_that_are_never_applied_are_told() -> None:
+    bended = bt.BendedModule(lambda x: x.relu() * 2)
+    bended(torch.ones(2))
+    with pytest.warns(NeverFiredWarning, match=r"patches .*ZeroPatch.* were never applied"):
+        bended.patch({"relu": bt.patches.ZeroPatch()})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with bended.patch({"relu": bt.patches.ZeroPatch()}):
+            assert not bended(torch.ones(2)).any()
+
+        @bended.patch({"relu": bt.patches.ZeroPatch()})
+        def patched() -> Tensor:
+            return bended(torch.ones(2))
+
+        assert not patched().any()
+        del patched
+        gc.collect()
+
+
+@pytest.mark.parametrize("is_live", [False, True])
+def test_nothing_is_inserted_while_the_model_is_called(is_live: bool) -> None:
+    class Inserts(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            if is_live:
+                x.detach().numpy()
+            if self.training:
+                bended.interject("relu", lambda value: value * 10)
+            return x.relu()
+
+    bended = bt.BendedModule(Inserts().eval())
+    for _ in range(3):
+        bended(torch.ones(2))
+    bended.train()
+    for _ in range(3):
+        with pytest.raises(InputError, match="nothing can be inserted in a model while"):
+            bended(torch.ones(2))
+    assert not bended.insertions
+    bended.eval()
+    bended.interject("relu", lambda value: value * 10)
+    assert torch.equal(bended(torch.ones(2)), torch.full((2,), 10.0))
+
+
+def test_an_insertion_may_be_made_in_another_model_of_the_call() -> None:
+    inner = bt.BendedModule(lambda x: x.relu())
+
+    def outer(x: Tensor) -> Tensor:
+        with inner.interject("relu", lambda value: value + 1, allow_none=True):
+            return inner(x)
+
+    inner(torch.ones(2))
+    assert torch.equal(outer(torch.ones(2)), torch.full((2,), 2.0))
+
+
+def test_a_node_of_the_tree_of_another_model_is_refused() -> None:
+    def one(x: Tensor) -> Tensor:
+        return x.relu() * 2
+
+    def other(x: Tensor) -> Tensor:
+        y = x.exp()
+        return y + y.relu()
+
+    bended = bt.BendedModule(one)
+    bended(torch.ones(2))
+    node = bt.trace(other, torch.ones(2)).tree.relu
+    with pytest.raises(InputError, match=r"'relu' is at .* in the run that this node is of, and"):
+        bended.interject(node, torch.zeros_like)
+    own = bt.trace(one, torch.ones(2)).tree.relu
+    with bended.interject(own, torch.zeros_like):
+        assert not bended(torch.ones(2)).any()
+
+
+def test_a_module_of_the_tree_of_another_model_is_refused() -> None:
+    bended = bt.BendedModule(nn.Sequential(nn.ReLU(), nn.Tanh()))
+    bended(torch.ones(2))
+    tree = bt.trace(nn.Sequential(nn.Tanh(), nn.ReLU()), torch.ones(2)).tree
+    with pytest.raises(InputError, match=r"'sub_0' is a Tanh in the run .* and a ReLU in this"):
+        bended.interject(tree.sub_0, torch.zeros_like)
+
+
+def test_everything_inserted_can_be_taken_away_at_once() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    bended = bt.BendedModule(model)
+    x = torch.ones(1, 2)
+    plain = bended(x)
+    bended.interject("1", torch.ones_like)
+    bended.bend(bt.bends.Scale(2.0), "0$", "0.weight")
+    bt.workflows.steer(bended, torch.ones(2), "0")
+    bended.reset()
+    assert bended.insertions  # bends are reset, and nothing else
+    bended.remove_all()
+    assert not bended.insertions
+    assert torch.equal(bended(x), plain)
+    bended.remove_all()
