@@ -20,7 +20,6 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
-import torch._functorch.apis
 import torch._higher_order_ops.utils
 import torch.autograd.forward_ad
 import torch.distributed
@@ -36,6 +35,7 @@ from bendtrace.recording.contexts import forget_casts
 from bendtrace.recording.joint import after_ddp, before_ddp
 from bendtrace.recording.outside import OFTEN_PATCHED, entries_of_outside
 from bendtrace.recording.scalars import TRACED
+from bendtrace.recording.transforms import as_one_op, entries_of_transforms
 from bendtrace.recording.watcher import (
     Watcher,
     _local,
@@ -80,18 +80,7 @@ def opaque(function: Callable[..., Any]) -> Callable[..., Any]:
     """
     if not callable(function):
         raise InputError(f"only what can be called can be opaque; {function!r} cannot")
-    return _as_one_op(function)
-
-
-def _as_one_op(function: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        watcher = current_watcher()
-        if watcher is None:
-            return function(*args, **kwargs)
-        return watcher.opaque_call(function, args, kwargs)
-
-    return call
+    return as_one_op(function)
 
 
 class _ModuleCall:
@@ -376,22 +365,14 @@ def _entry_points() -> Iterator[_EntryPoint]:
         yield entry(torch._higher_order_ops.utils, "_hop_compile_and_call", ours)
     yield entry(torch.Tensor, "_wrapped_number", _WrappedNumber())
     for name in ("manual_seed", "get_rng_state", "set_rng_state"):
-        ours = _as_one_op(getattr(torch, name))
+        ours = as_one_op(getattr(torch, name))
         yield entry(torch, name, ours)
         yield entry(torch.random, name, ours)
-    # What the transforms of functorch come down to: functions of functions, so one op each.
-    for owner, names in (
-        (torch._functorch.apis, ("vmap_impl",)),
-        (
-            torch._functorch.eager_transforms,
-            ("grad_impl", "grad_and_value_impl", "_jvp_with_argnums"),
-        ),
+    for owner, name, ours in (
+        *entries_of_outside(),
+        *entries_of_constructors(),
+        *entries_of_transforms(),
     ):
-        for name in names:
-            if hasattr(owner, name):
-                yield entry(owner, name, _as_one_op(getattr(owner, name)))
-
-    for owner, name, ours in (*entries_of_outside(), *entries_of_constructors()):
         yield entry(owner, name, ours)
     yield entry(DistributedDataParallel, "_pre_forward", before_ddp)
     yield entry(DistributedDataParallel, "_post_forward", after_ddp)
@@ -427,9 +408,9 @@ def _add_joint() -> None:
             if isinstance(original, property):
                 ours = property(_as_read(original.fget))
             elif isinstance(original, staticmethod):
-                ours = staticmethod(_as_one_op(original.__func__))
+                ours = staticmethod(as_one_op(original.__func__))
             else:
-                ours = _as_one_op(original)
+                ours = as_one_op(original)
             _ENTRY_POINTS.append(_EntryPoint(owner, name, ours, original))
 
 

@@ -12,6 +12,7 @@ from torch.nn import functional
 
 from bendtrace.recording.instructions import branches
 from bendtrace.recording.tape import Op
+from bendtrace.recording.tensor_hooks import REGISTERS
 
 __all__ = [
     "CONTEXT",
@@ -179,7 +180,7 @@ DESCEND: frozenset[Callable[..., Any]] = frozenset({functional.multi_head_attent
 
 # All that is not simply recorded as a call.
 SPECIAL: frozenset[Any] = frozenset(
-    {*CONTEXT, *METADATA, *VALUES, *DESCEND, *ESCAPES, *SHARING, Tensor.tolist}
+    {*CONTEXT, *METADATA, *VALUES, *DESCEND, *ESCAPES, *SHARING, *REGISTERS, Tensor.tolist}
 )
 
 _QUESTIONS = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
@@ -258,7 +259,10 @@ def is_named_in_place(name: str) -> bool:
     return name in IN_PLACE_OPERATORS or (name.endswith("_") and not name.endswith("__"))
 
 
-_TRANSFORMS = ("vmap_impl", "grad_impl", "grad_and_value_impl", "_jvp_with_argnums")
+_TRANSFORMS = (
+    "vmap_impl", "grad_impl", "grad_and_value_impl", "_jvp_with_argnums", "vjp", "jacrev",
+    "linearize", "linear",
+)  # fmt: skip
 
 
 def name_of(function: Any) -> str:

@@ -45,6 +45,7 @@ from bendtrace.recording.scalars import TRACED, TracedScalar, plain
 from bendtrace.recording.sites import Site
 from bendtrace.recording.surroundings import Surroundings
 from bendtrace.recording.tape import ModuleCall, Op, OpKind, Ref, Test
+from bendtrace.recording.tensor_hooks import REGISTERS, HandleOfRun, registers
 from bendtrace.recording.texts import (
     Texts,
     end_of,
@@ -248,6 +249,8 @@ class Recorder(TorchFunctionMode):
                 "that cannot be watched"
             )
             return func(*args, **kwargs)
+        if func in REGISTERS:
+            return HandleOfRun(self._opaque(registers(func), args, kwargs, frame))
         assert func is Tensor.tolist
         return self._tolist(func, args, kwargs, frame)
 
