@@ -254,12 +254,15 @@ def is_users_class(cls: type) -> bool:
 @functools.lru_cache(maxsize=4096)
 def _has_users_code(cls: type) -> bool:
     """Whether a class that says it is of an installed package has functions of the user's."""
-    own = [code for member in vars(cls).values() for code in map(_code_of, _function(member))]
-    return any(not _is_finished_file(code.co_filename) for code in own)
+    own = (function for member in vars(cls).values() for function in _function(member))
+    return not all(map(_is_of_package, own))
 
 
-def _code_of(function: types.FunctionType) -> types.CodeType:
-    return function.__code__
+def _is_of_package(function: types.FunctionType) -> bool:
+    """Whether a function is finished, or was made from text for a class of a package."""
+    return is_finished(function) or (
+        function.__code__.co_filename == "<string>" and is_installed(function.__module__)
+    )
 
 
 @functools.cache
