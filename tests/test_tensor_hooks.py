@@ -96,6 +96,25 @@ def test_hooks_on_tensors_are_put_there_by_each_replay(hook: str) -> None:
     assert isinstance(given.grad_fn, type(wanted.grad_fn))
 
 
+def test_a_hook_that_counts_is_counted() -> None:
+    def make() -> Any:
+        fired: list[float] = []
+
+        def model(x: Tensor) -> Any:
+            y = x * 2
+            y.register_hook(lambda grad: fired.append(grad.sum().item()))
+            return y.exp(), len(fired)
+
+        return model
+
+    model, bended = make(), bt.BendedModule(make())
+    for number in range(4):
+        for call in (model, bended):
+            y, fired = call(torch.ones(2, requires_grad=True))
+            assert fired == number
+            y.sum().backward()
+
+
 def test_a_hook_that_is_refused_is_refused_by_replays() -> None:
     bended = bt.BendedModule(lambda x: (x.register_hook(print), x + 1)[1])
     for _ in range(3):

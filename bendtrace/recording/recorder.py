@@ -355,13 +355,13 @@ class Recorder(TorchFunctionMode):
         fact = None
         if len(args) == 1 and not kwargs and isinstance(args[0], Tensor):
             fact = (self._values.ref(args[0]).index, func)
-            if fact in self._values.facts:
-                return func(args[0])
+            if fact in self._values.facts:  # of a resumed run, the tensor has changed since
+                return self._values.facts[fact]
         op, value = self._record(func, args, kwargs, frame)
         op.meta = value
         self._writer.guard(Test.VALUE, op.index, value, "metadata", frame)
         if fact is not None:
-            self._values.facts.add(fact)
+            self._values.facts[fact] = value
         return value
 
     def _tolist(
