@@ -258,6 +258,11 @@ class Dispatcher:
         mismatch = explain_divergence(divergence, _steps_of(divergence.recording))
         known_live = divergence.known_live
         prefix = divergence.prefix()
+        if known_live and prefix is None:
+            self.stats.live += 1
+            call.tree.ran_live(program, divergence)
+            with self._called():
+                return call_itself(self._model, call.args, dict(call.kwargs))
         try:
             recording = self._recorded(call, prefix)
         except Exception as error:

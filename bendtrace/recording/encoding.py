@@ -48,6 +48,9 @@ class Values(Protocol):
     def here(self) -> str:
         """Say where the model is."""
 
+    def writes_outside(self) -> bool:
+        """Whether the run has written to tensors that were there before it."""
+
 
 class Encoder:
     """Writes down arguments and outputs.
@@ -58,6 +61,10 @@ class Encoder:
 
     def __init__(self, values: Values) -> None:
         self._values = values
+
+    def writes_outside(self) -> bool:
+        """Whether the run has written to tensors that were there before it."""
+        return self._values.writes_outside()
 
     def arguments(self, args: tuple[Any, ...]) -> tuple[tuple[Any, ...], Any]:
         """Return arguments as recorded, and as the function is to be called with them."""

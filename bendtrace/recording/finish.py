@@ -42,16 +42,20 @@ class Recording:
         output_reads: for outputs that were written to since their op gave them, the op that wrote.
         is_transient: whether a next run with the same inputs would do something else, in a way
             that no guard notices: by then a cache is filled.
+        draws: whether it drew from torch's default generator.
+        writes_outside: whether it wrote to tensors that were there before, or drew elsewhere.
     """
 
     __slots__ = (
         "changes",
+        "draws",
         "is_transient",
         "output_reads",
         "result",
         "root",
         "surroundings",
         "tape",
+        "writes_outside",
     )
 
     def __init__(self, tape: Tape, surroundings: Surroundings, root: ModuleCall) -> None:
@@ -60,6 +64,7 @@ class Recording:
         self.root = root
         self.changes: list[Change] = []
         self.is_transient = False
+        self.draws = self.writes_outside = False
         self.output_reads: dict[int, int] = {}
         self.result: Any = None
 
@@ -90,6 +95,7 @@ class Finish:
         self._encoder = encoder
         self._start = start
         self._random_states = _python_random_states()
+        self._generators = self._torchs_random_states()
         self._seeds_before = self._seeds()
         self._entry = self._modes()
         if parametrize._cache_enabled:
@@ -151,6 +157,9 @@ class Finish:
         root.output = self._encoder.output(output, "the output", memo)
         recording.output_reads = self._writer.writes.writers()
         self._check_opaque_ops(recording.changes)
+        drew = list(map(_differ, self._generators, self._torchs_random_states()))
+        recording.draws = drew[0]
+        recording.writes_outside = any(drew[1:]) or self._encoder.writes_outside()
         root.stop = len(self.tape.ops)
         self._writer.require_end()
         return recording, changes
@@ -177,6 +186,14 @@ class Finish:
             value.difference_update(traced)
             value.update(map(without_traced, traced))
         return memo
+
+    def _torchs_random_states(self) -> list[torch.Tensor]:
+        """The states of the generators that a run can draw from, the default one first."""
+        known = [part.value for part in self.surroundings.generators if part.value is not None]
+        if torch.cuda.is_initialized():
+            known += torch.cuda.default_generators
+        with torch._C.DisableTorchFunction():
+            return [generator.get_state() for generator in (torch.default_generator, *known)]
 
     @staticmethod
     def _modes() -> Any:
@@ -254,6 +271,11 @@ def _python_random_states() -> tuple[Any, ...]:
     return random.getstate(), tuple(
         part.tobytes() if hasattr(part, "tobytes") else part for part in numpy.random.get_state()
     )
+
+
+def _differ(before: torch.Tensor, after: torch.Tensor) -> bool:
+    with torch._C.DisableTorchFunction():
+        return not torch.equal(before, after)
 
 
 _RANDOM = ("random", "rand", "randn", "randint", "choice", "shuffle", "uniform", "normal", "sample")

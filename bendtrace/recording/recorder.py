@@ -44,8 +44,9 @@ from bendtrace.recording.places import BEHIND, definition, outside_scalars, user
 from bendtrace.recording.ran import ran
 from bendtrace.recording.scalars import TRACED, TracedScalar, plain
 from bendtrace.recording.sites import Site
+from bendtrace.recording.states import States
 from bendtrace.recording.surroundings import Surroundings
-from bendtrace.recording.tape import ModuleCall, Op, OpKind, Ref, Test
+from bendtrace.recording.tape import ModuleCall, Op, OpKind, Ref, State, Test
 from bendtrace.recording.tensor_hooks import REGISTERS, HandleOfRun, registers
 from bendtrace.recording.texts import (
     Texts,
@@ -97,6 +98,10 @@ class Recorder(TorchFunctionMode):
         self.tape = self._writer.tape
         self._values = Values(self._writer, surroundings, self, self._start, observer)
         self._encoder = Encoder(self._values)
+        if prefix is None and inserter is None:
+            outermost = Recorder._outcome.__code__
+            self._states = States(self._writer, self._values, surroundings, outermost)
+            self._writer.read_state = self._read_state
         self._calls_of: dict[int, int] = {}
         self._strangers: dict[int, tuple[str, nn.Module]] = {}
         self._ran = ran()
@@ -183,6 +188,10 @@ class Recorder(TorchFunctionMode):
         if self._observer is not None:
             self._observer.given(op, value)
         return value
+
+    def _read_state(self, index: int, test: Test, expected: Any) -> State:
+        with self._ran.left():
+            return self._states.read(index, test, expected)
 
     # What torch reports
 

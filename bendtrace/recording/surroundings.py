@@ -162,6 +162,15 @@ class Surroundings(Found):
             for label in dict.fromkeys(self.world.changed()):
                 self.block(f"the run changes {label}, which a replay could not", label)
 
+    def changes_so_far(self) -> list[Change] | None:
+        """Return what a run in progress has changed; None if that cannot be followed."""
+        kept, left = list(self.blockers), self.leaves_world
+        try:
+            found = list(self.changes())
+            return found if self.blockers == kept and self.leaves_world == left else None
+        finally:
+            self.blockers[:], self.leaves_world = kept, left
+
     def _changes_of(self, part: Part, before: dict[Any, Any] | None) -> Iterator[Change]:
         if part.kind is PartKind.SET and exact_members(part.value) != part.size:
             self.block(f"the run changes the set {part.label}", part.label)

@@ -25,6 +25,7 @@ __all__ = [
     "OpKind",
     "Raised",
     "Ref",
+    "State",
     "Tape",
     "TensorMeta",
     "Test",
@@ -285,6 +286,20 @@ class Guard:
     site: Site | None
 
 
+class State(NamedTuple):
+    """In which state a run was when it asked for a value (see `states.py`).
+
+    Attributes:
+        key: what two runs have in common that are in the same state.
+        holes: the ops whose values can still be reached, in the order of the key.
+        kept: what the key knows by its identity, so that nothing else can come to have it.
+    """
+
+    key: bytes
+    holes: tuple[int, ...]
+    kept: tuple[Any, ...]
+
+
 @dataclass(slots=True)
 class Tape:
     """All that a run wrote down.
@@ -298,6 +313,7 @@ class Tape:
         blockers: why a replay could be wrong; one line each, empty for nearly all models.
         is_joint: whether ranks act together in it, and have to agree.
         joint: for ops that communicated, where that was, as all ranks write it.
+        states: the states in which guards were put, by their number, where these were read.
     """
 
     ops: list[Op] = field(default_factory=list)
@@ -308,6 +324,7 @@ class Tape:
     blockers: list[str] = field(default_factory=list)
     is_joint: bool = False
     joint: dict[int, str] = field(default_factory=dict)
+    states: dict[int, State] = field(default_factory=dict)
 
     def block(self, reason: str) -> None:
         """Note why this run must not be replayed."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 import sys
+import weakref
 from types import FrameType
 from typing import Any
 
@@ -46,7 +47,7 @@ from bendtrace.recording.tape import (
 )
 from bendtrace.recording.usage import compares_identity, needs_plain_numbers, only_tests
 from bendtrace.recording.writer import Known, Writer
-from bendtrace.recording.writes import version_of, works_in_place
+from bendtrace.recording.writes import storage_of, version_of, works_in_place
 
 __all__ = ["TRACED_AS", "Values"]
 
@@ -81,6 +82,7 @@ class Values:
         self.surroundings = surroundings
         self.facts: dict[tuple[int, Any], Any] = {}
         self.scalars: list[TracedScalar] = []
+        self._outside: list[tuple[weakref.ref[Tensor], int]] = []
         self._writer = writer
         self.origin = origin
         self._start = start
@@ -186,7 +188,24 @@ class Values:
             op.kind is OpKind.CALL and not op.context.grad and not requires_grad(tensor)
         )
         op.meta = meta_of(tensor)
+        if op.kind is OpKind.INPUT or op.kind is OpKind.STATE:
+            self._outside.append((known, known.version))
         return known
+
+    def writes_outside(self) -> bool:
+        """Whether the run has written to tensors that were there before it."""
+        ops = self.tape.ops
+        for op in ops:
+            if op.writes and any(ops[i].kind in (OpKind.INPUT, OpKind.STATE) for i in op.writes):
+                return True
+        in_place = any(op.kind is OpKind.CALL and works_in_place(op) for op in ops)
+        for known, version in self._outside:
+            tensor = known()
+            if tensor is None or version_of(tensor) != version:
+                return True
+            if in_place and (tensor.is_inference() or storage_of(tensor) == 0):
+                return True  # torch does not count what is written to it
+        return False
 
     def traced(self, kind: Any, value: Any, source: Any, frame: FrameType, depth: int = 0) -> Any:
         """Return a traced scalar, or a guarded plain one for code that would tell them apart.
@@ -222,6 +241,13 @@ class Values:
         if known is None or known() is not tensor or tensor.__dict__:
             return None
         return known.ref
+
+    def known_as(self, tensor: Tensor) -> int | tuple[int, tuple[Any, ...]] | None:
+        """Return which op gave a tensor, or of which it is an element; None if that is unknown."""
+        known = self._writer.known.get(id(tensor))
+        if known is None or known() is not tensor:
+            return None
+        return (known.parent.index, known.key) if known.ref is None else known.ref.index
 
     def ref(self, tensor: Tensor) -> Ref:
         """Return the value number of a tensor."""

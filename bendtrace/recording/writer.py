@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import weakref
+from collections.abc import Callable
 from types import CodeType, FrameType
 from typing import Any
 
@@ -16,7 +17,7 @@ from bendtrace.recording.parts import Access
 from bendtrace.recording.places import user_place
 from bendtrace.recording.sites import Site, SiteTable
 from bendtrace.recording.surroundings import Surroundings
-from bendtrace.recording.tape import Guard, ModuleCall, Op, OpKind, Ref, Tape, Test, map_refs
+from bendtrace.recording.tape import Guard, ModuleCall, Op, OpKind, Ref, State, Tape, Test, map_refs
 from bendtrace.recording.usage import compares_items
 from bendtrace.recording.writes import Writes
 
@@ -78,6 +79,7 @@ class Writer:
         writes: who writes to tensors.
         is_behind: whether what the run does was done before, by what it resumes.
         boundaries: identities of the code given as such.
+        read_state: reads in which state a guard is put (see `states.py`); None for no states.
     """
 
     def __init__(
@@ -96,6 +98,7 @@ class Writer:
         self._arguments = tuple(part.value for part in given if part.access is Access.ROOT)
         self._resumed = 0 if prefix is None else len(prefix.ops)
         self.is_behind = self._resumed > 0
+        self.read_state: Callable[[int, Test, Any], State] | None = None
         self._sites = SiteTable(boundaries)
         self.boundaries = self._sites.boundaries
         self._dtype = torch.get_default_dtype()
@@ -186,8 +189,10 @@ class Writer:
         site = self.site(frame)
         if how == "bool" and compares_items(frame):
             how = "item"
-        position = len(self.tape.ops)
+        position, number = len(self.tape.ops), len(self.tape.guards)
         self.tape.guards.append(Guard(position, index, test, expected, how, self.scope, site))
+        if self.read_state is not None:
+            self.tape.states[number] = self.read_state(index, test, expected)
 
     def _renew_versions(self) -> None:
         """Tell names that the prefix itself has made stale from those that still hold."""

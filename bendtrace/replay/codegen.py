@@ -103,7 +103,8 @@ class RunWriter:
                 # An op before `start` is tested first thing; a later one where it happened.
                 position = max(guard.position, start)
                 self.guards.setdefault(position, []).append((number, guard))
-        self.outputs = (recording.root.output, [change.value for change in recording.changes])
+        self.changes = recording.changes
+        self.outputs: Any = (recording.root.output, [change.value for change in self.changes])
         self._takes_over = bool(available)  # whether `E` holds values
         self._current = entry  # what is in force where the code has come to
         self._direct: dict[int, Call] = {}
@@ -138,8 +139,7 @@ class RunWriter:
             source.line("try:")
             source.indent = 2
         if any(call.gives_back is not None for call in self._direct.values()):
-            source.names["asked"] = _dispatch_modes
-            source.line("watched = asked()")
+            self._ask_for_watchers()
         for op in late:
             self._switch_for(op)
             define(source, op)
@@ -174,6 +174,10 @@ class RunWriter:
             source.line("finally:")
             source.line("    switch.restore()")
         return source
+
+    def _ask_for_watchers(self) -> None:
+        self.source.names["asked"] = _dispatch_modes
+        self.source.line("watched = asked()")
 
     def _needed(self) -> set[int]:
         """Ops to carry out, and the inputs and state among them."""
@@ -267,7 +271,7 @@ class RunWriter:
         for index in needed - self.available:
             op = self.tape.ops[index]
             waiting += [e.part for e in existing_in((op.args, op.kwargs))]
-        waiting += [change.part for change in self.recording.changes]
+        waiting += [change.part for change in self.changes]
         while waiting:
             part = waiting.pop()
             part = part.value if part.kind is PartKind.ALIAS else part
@@ -329,19 +333,22 @@ class RunWriter:
         source.line(f"    v{op.index} = error.with_traceback(None)")
         source.line(f"else: return Departure({number}, None, locals())")
 
+    def _fails(self, guard: Guard) -> str:
+        return fails(self.source, guard)
+
     def _depart_unless(self, number: int, guard: Guard) -> None:
         source = self.source
         now = outcome(guard)
         source.line(
-            f"if {fails(source, guard)}: return Departure({number}, {now}, locals())",
+            f"if {self._fails(guard)}: return Departure({number}, {now}, locals())",
             guard.index,
         )
 
     def _finish(self) -> None:
         source = self.source
         source.shared = _shared_in(self.outputs)
-        values = [source.value(change.value) for change in self.recording.changes]
-        for change, value in zip(self.recording.changes, values, strict=True):
+        values = [source.value(change.value) for change in self.changes]
+        for change, value in zip(self.changes, values, strict=True):
             source.line(_store(source, change, value))
         output = source.value(self.recording.root.output)
         source.line(f"return {output}")

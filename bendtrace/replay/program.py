@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from bendtrace.recording.agreement import ENDS, JointCall, joint_call, needs_agreement
 from bendtrace.recording.contexts import AutocastHold
 from bendtrace.recording.handlers import raised_by
@@ -16,10 +18,12 @@ from bendtrace.recording.parts import Access, Part, identical
 from bendtrace.recording.recorder import Prefix, Recording
 from bendtrace.recording.tape import Guard, Op, OpKind, Ref, Test, refs_in
 from bendtrace.replay.ambience import Ambience
-from bendtrace.replay.analysis import Analysis, counts
+from bendtrace.replay.analysis import Analysis, GuardKind, counts
 from bendtrace.replay.check import CheckWriter
 from bendtrace.replay.codegen import may_be_caught, write_run
+from bendtrace.replay.graph import Graph, may_run_again
 from bendtrace.replay.questions import Check
+from bendtrace.replay.segments import Unlinked, answer_of
 from bendtrace.replay.source import Code, Departure, Source, define, gives_nothing, needed_for
 
 __all__ = ["Divergence", "Failure", "Finished", "Path", "Program", "Side", "Stretch"]
@@ -173,6 +177,8 @@ class Divergence:
         outcome: what the test gave.
         values: the variables of the run so far: `v<op>`, and others.
         hold: on autocast's cache; released by who goes on.
+        is_anew: whether nothing is kept of the run, and the model is to be run from its start.
+        random_state: of torch's default generator at that time, if the run may have drawn.
     """
 
     stretch: Stretch
@@ -180,6 +186,8 @@ class Divergence:
     outcome: Any
     values: dict[str, Any]
     hold: AutocastHold
+    is_anew: bool = False
+    random_state: torch.Tensor | None = None
 
     @property
     def recording(self) -> Recording:
@@ -207,8 +215,11 @@ class Divergence:
         side = self.stretch.side(self.number, self.outcome)
         return side is not None and side.target is None and side.live is not None
 
-    def prefix(self) -> Prefix:
-        """What a resumed run does not have to do again."""
+    def prefix(self) -> Prefix | None:
+        """What a resumed run does not have to do again; None if that is nothing."""
+        if self.is_anew:
+            self.rewind()
+            return None
         ops = self.stretch.ops_until(self.position)
         computed: dict[int, Any] = {}
         errors: dict[int, Exception] = {}
@@ -222,8 +233,15 @@ class Divergence:
                 computed[op.index] = value
         return Prefix(ops, computed, errors, self.hold)
 
-    def release(self, prefix: Prefix) -> None:
+    def rewind(self) -> None:
+        """Have random numbers drawn again."""
+        if self.random_state is not None:
+            torch.default_generator.set_state(self.random_state)
+
+    def release(self, prefix: Prefix | None) -> None:
         """Let go of the values, once a run has been resumed with them."""
+        if prefix is None:
+            return
         # Whoever else still holds the prefix, as the recorder does until the garbage collector
         # comes by, would keep them alive.
         self.hold.release()  # if the run did not even begin
@@ -239,15 +257,22 @@ class Program:
         recording: the first run.
         ambience: the global state that it ran under.
         ignored: parts that need not be as they were, for a recording that is never replayed.
+        joins: whether its paths may join (see `graph.py`).
 
     Attributes:
         serial: counts programs in the order in which they were made.
         live: for a run that can only be run live, how often that was done; else None.
         root: the code of the first run, if it can be replayed.
+        graph: the states that runs have been in; None where what a run has done cannot be
+            done again, so that resumed runs are handed what was computed.
     """
 
     def __init__(
-        self, recording: Recording, ambience: Ambience, ignored: frozenset[Part] = frozenset()
+        self,
+        recording: Recording,
+        ambience: Ambience,
+        ignored: frozenset[Part] = frozenset(),
+        joins: bool = True,
     ) -> None:
         self.recording = recording
         self.ambience = ambience
@@ -262,14 +287,27 @@ class Program:
         self.live_only = bool(ignored or recording.tape.blockers)
         self.serial = next(_serials)
         self.live = Path(recording, 1) if self.live_only else None
-        if not self.live_only:
-            source = write_run(
-                recording,
-                self.analysis,
-                ambience.context,
-                direct=not (ambience.modes or ambience.exchanged),
-            )
-            self.root = Stretch(recording, 1, code=Code(source, "run"))
+        self.graph: Graph | None = None
+        if self.live_only:
+            return
+        direct = not (ambience.modes or ambience.exchanged)
+        if joins and self._is_covered() and may_run_again(recording):
+            try:
+                self.graph = Graph(recording, ambience.context, direct)
+            except Unlinked:
+                pass
+            else:
+                self.root = Stretch(recording, 1, code=self.graph.code)
+                self.graph.first.owner = self.root
+                return
+        source = write_run(recording, self.analysis, ambience.context, direct=direct)
+        self.root = Stretch(recording, 1, code=Code(source, "run"))
+
+    def _is_covered(self) -> bool:
+        """Whether the state was read at each question that a replay asks."""
+        states = self.recording.tape.states
+        kinds = enumerate(self.analysis.kinds)
+        return all(number in states for number, kind in kinds if kind is GuardKind.DATA)
 
     def failing(self, arguments: tuple[Any, ...]) -> Check | None:
         """Return the first input guard that does not hold, or None if all do.
@@ -337,6 +375,8 @@ class Program:
                 itself would have raised the same at the same point.
         """
         root = self.root
+        if self.graph is not None:
+            return self._walk(self.graph, arguments)
         model = self.recording.surroundings.function
         if root.casts or needs_agreement(model, self.recording.tape):
             return self.carry_out(root, arguments, {}, AutocastHold())
@@ -345,7 +385,7 @@ class Program:
         try:
             result = root.code.function(arguments, values)
         except Exception as error:
-            result = _raised(error, root)
+            result = _raised(error, root, root.code)
             if result is None:
                 raise
         else:
@@ -356,8 +396,50 @@ class Program:
         del result  # see `_follow`
         return self._follow(root, arguments, values, AutocastHold(), None, begun)
 
+    def _walk(self, graph: Graph, arguments: tuple[Any, ...]) -> Finished | Divergence:
+        """Replay from state to state."""
+        random_state = torch.default_generator.get_state() if graph.draws else None
+        piece, code = graph.first, graph.code
+        held: list[Any] = []
+        while True:
+            try:
+                result = code.function(arguments, held)
+            except Exception as error:
+                departure = _raised(error, piece.owner, code)
+                if departure is None:
+                    raise
+                number, answer, node = departure.guard, departure.outcome, None
+                del departure
+            else:
+                if type(result) is not Departure:
+                    piece.owner.hits += 1
+                    return Finished(result, piece.owner)
+                node, answer, held = piece.nodes[result.guard], result.outcome, result.values
+                if result.guard == piece.stop:
+                    piece.owner.hits += 1
+                del result
+                exit = node.after(answer)
+                if exit is not None:
+                    try:
+                        code = exit.code
+                    except Unlinked:
+                        graph.is_broken = True
+                    else:
+                        piece = exit.piece
+                        continue
+                if type(answer) is list:  # which the model is given, and may change
+                    answer = copy.deepcopy(answer)
+                piece, number = node.piece, node.number
+            held.clear()
+            return Divergence(
+                piece.owner, number, answer, {}, AutocastHold(), True, random_state
+            )
+
     def go_on(self, divergence: Divergence, arguments: tuple[Any, ...]) -> Finished | Divergence:
         """Continue a replay whose other side has become known since it diverged."""
+        if divergence.is_anew:
+            divergence.rewind()
+            return self.run(arguments)
         side = divergence.stretch.side(divergence.number, divergence.outcome)
         assert side is not None
         assert side.target is not None
@@ -413,7 +495,7 @@ class Program:
                 try:
                     result = stretch.code.function(arguments, values)
                 except Exception as error:
-                    departure = _raised(error, stretch)
+                    departure = _raised(error, stretch, stretch.code)
                     if departure is None:
                         hold.release()
                         raise
@@ -463,18 +545,23 @@ class Program:
 
     def recordings(self) -> list[Recording]:
         """Return all runs that went into the program, the first one first."""
-        return [path.recording for path in self.paths()]
+        return list(dict.fromkeys(path.recording for path in self.paths()))
 
     # What follows changes the tree: under the lock of the `TraceTree`.
 
-    def grow(self, divergence: Divergence, recording: Recording, hits: int = 1) -> None:
+    def grow(self, divergence: Divergence, recording: Recording, hits: int = 1) -> bool:
         """Add the path that a resumed run took after `divergence`.
 
         Args:
             divergence: where it left the known path.
             recording: the run.
             hits: how many calls have taken the path.
+
+        Returns:
+            Whether it fits in: if not, the program is to be replaced.
         """
+        if divergence.is_anew and not recording.tape.blockers:
+            return self._join(recording, hits)
         position, parent = divergence.position, divergence.stretch
         side = parent.make_side(divergence.number, divergence.outcome)
         if side.target is not None or side.live is not None:
@@ -494,9 +581,29 @@ class Program:
                 recording, hits, code=code, available=frozenset(available), start=position,
                 parent=parent,
             )  # fmt: skip
+        return True
+
+    def _join(self, recording: Recording, hits: int) -> bool:
+        """Add what a run has seen for the first time to the graph."""
+        graph = self.graph
+        pieces = None if graph is None or graph.is_broken else graph.add(recording)
+        if pieces is None:
+            return False
+        for node, piece in pieces:
+            guard = recording.tape.guards[piece.after]
+            exit = node.after(answer_of(guard))
+            assert exit is not None
+            parent: Stretch = node.piece.owner
+            piece.owner = Stretch(
+                recording, hits, code=exit.code, start=guard.position, parent=parent
+            )
+            parent.make_side(node.number, exit.answer).target = piece.owner
+        return True
 
     def forget(self, path: Path) -> None:
         """Drop a path that none branches off."""
+        if self.graph is not None:
+            self.graph.forget(path)
         for stretch, _ in self.stretches():
             for number, sides in list(stretch.sides.items()):
                 kept = tuple(side for side in sides if path not in (side.target, side.live))
@@ -510,15 +617,14 @@ def _sides(stretch: Stretch) -> list[Side]:
     return [side for sides in list(stretch.sides.values()) for side in sides]
 
 
-def _raised(error: Exception, stretch: Stretch) -> Departure | None:
+def _raised(error: Exception, stretch: Stretch, code: Code) -> Departure | None:
     """Turn what an op raised into a departure, if the model could go on from there."""
     traceback = error.__traceback__
-    code = stretch.code.function.__code__
-    while traceback is not None and traceback.tb_frame.f_code is not code:
+    while traceback is not None and traceback.tb_frame.f_code is not code.function.__code__:
         traceback = traceback.tb_next
     if traceback is None:
         return None
-    index = stretch.code.op_of_line.get(traceback.tb_lineno)
+    index = code.op_of_line.get(traceback.tb_lineno)
     if index is None:
         return None
     op = stretch.recording.tape.ops[index]

@@ -133,8 +133,18 @@ class TraceTree:
     def grow(self, program: Program, divergence: Divergence, recording: Recording) -> None:
         """Keep the path that a resumed run took after `divergence`."""
         with self._lock:
-            program.grow(divergence, recording)
+            if not program.grow(divergence, recording):
+                self._exchange(program, Program(recording, program.ambience, joins=False))
         self._keep_to_limit()
+
+    def _exchange(self, program: Program, other: Program) -> None:
+        """Put a program in the place of one whose paths cannot join."""
+        for names, listed in self._programs.items():
+            if program in listed:
+                self._drop(names, program)
+                self._indices[names].add(other)
+                self._programs[names] = (other, *self._programs[names])
+                return
 
     def ran_live(self, program: Program, divergence: Divergence | None = None) -> None:
         """Count a call that could only be run live, from the start or after `divergence`."""
@@ -307,7 +317,7 @@ class TraceTree:
     ) -> Recording | None:  # fmt: skip
         """Find a recorded run that is the same up to a divergence and then took its side."""
         guard = divergence.guard
-        if guard is None or not program.analysis.fixed_metadata:
+        if guard is None or divergence.is_anew or not program.analysis.fixed_metadata:
             return None  # the arguments are not any more what the other programs check
         index = self._indices.get(names)
         for other in () if index is None else index.candidates(arguments):

@@ -1,0 +1,327 @@
+"""What running frames hold: local variables, cells and the value stack, read where CPython has it.
+
+`frame.f_locals` does not show the iterators of the `for` loops around, operands that wait, or the
+exits of `with`, and before 3.13 it keeps alive what it shows. So slots are read in memory. Where
+they are is not taken from a version number: `layout` looks for them in frames whose content it
+knows, and where it does not find them, nothing is read.
+
+What was found in CPython 3.11 to 3.14 is this: a frame object points to an inner frame, which has
+a pointer to the one before and ends with its slots: local variables, cells, then the stack. Since
+3.14 the lowest two bits of a slot are marks.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dis
+import functools
+import sys
+from types import CodeType, FrameType
+from typing import Any, NamedTuple
+
+__all__ = ["EMPTY", "Layout", "Number", "Stack", "layout", "read", "suspended"]
+
+EMPTY = object()  # a slot without a value
+
+_WORD = ctypes.sizeof(ctypes.c_void_p)
+_MARKS = 3  # bits of a pointer that say how it is counted
+_NOT_AN_OBJECT = 3  # with both of them set, it is a number
+
+
+class Layout(NamedTuple):
+    """Where things are, in bytes.
+
+    Attributes:
+        inner: the pointer to the inner frame, in a frame object.
+        slots: the first slot, in an inner frame.
+        previous: the pointer to the frame before.
+        entry: a byte that is set where C has called a function; -1 where `previous` tells.
+    """
+
+    inner: int
+    slots: int
+    previous: int
+    entry: int
+
+
+class Number(NamedTuple):
+    """A slot that holds a number of the interpreter's own: how far a loop has come (3.15)."""
+
+    value: int
+
+
+class _Instruction(NamedTuple):
+    """An instruction, and how deep the stack is around it.
+
+    Attributes:
+        name: of the instruction.
+        base: how much is on the stack below what the instruction takes.
+        depth: how much is on it when the instruction begins.
+    """
+
+    name: str
+    base: int
+    depth: int
+
+
+class Stack(NamedTuple):
+    """What a frame holds.
+
+    Attributes:
+        code: what it runs.
+        offset: where it is in that.
+        slots: local variables and cells, `EMPTY` where there is nothing.
+        below: what is on the stack below what the current instruction takes.
+        operands: what that takes, if C is at it; None where its callee has taken it over.
+        name: of the instruction.
+    """
+
+    code: CodeType
+    offset: int
+    slots: list[Any]
+    below: list[Any]
+    operands: list[Any] | None
+    name: str
+
+
+def read(frame: FrameType, callee: FrameType | None, places: Layout) -> Stack | None:
+    """Read what a running frame holds.
+
+    Args:
+        frame: a frame of the calling thread.
+        callee: the frame that it has called; None for the running one itself.
+        places: where things are.
+
+    Returns:
+        What it holds, None if that cannot be said.
+    """
+    code, offset = frame.f_code, frame.f_lasti
+    instruction = _instructions(code).get(offset)
+    if instruction is None or not code.co_flags & _OPTIMIZED:
+        return None
+    inner = _word(id(frame) + places.inner)
+    first = inner + places.slots
+    variables = _variables(code)
+    slots = [_value(first + _WORD * k) for k in range(variables)]
+    first += _WORD * variables
+    below = [_value(first + _WORD * k) for k in range(instruction.base)]
+    operands = None
+    if callee is None or _is_entered_from_c(callee, inner, places):
+        operands = [
+            _value(first + _WORD * k) for k in range(instruction.base, instruction.depth)
+        ]
+    return Stack(code, offset, slots, below, operands, instruction.name)
+
+
+def suspended(frame: FrameType, places: Layout) -> Stack | None:
+    """Read what the frame of a generator holds that waits at a `yield`."""
+    code = frame.f_code
+    instruction = _instructions(code).get(frame.f_lasti)
+    if instruction is None or instruction.name != "YIELD_VALUE":
+        return None
+    first = _word(id(frame) + places.inner) + places.slots
+    variables = _variables(code)
+    slots = [_value(first + _WORD * k) for k in range(variables + instruction.depth - 1)]
+    return Stack(code, frame.f_lasti, slots[:variables], slots[variables:], None, "YIELD_VALUE")
+
+
+def _word(address: int) -> int:
+    return ctypes.c_size_t.from_address(address).value
+
+
+def _value(address: int) -> Any:
+    word = _word(address)
+    if word & _MARKS == _NOT_AN_OBJECT:
+        return Number(word >> 2)
+    word &= ~_MARKS
+    return ctypes.cast(word, ctypes.py_object).value if word else EMPTY
+
+
+def _variables(code: CodeType) -> int:
+    cells = sum(name not in code.co_varnames for name in code.co_cellvars)
+    return len(code.co_varnames) + cells + len(code.co_freevars)
+
+
+def _is_entered_from_c(frame: FrameType, caller: int, places: Layout) -> bool:
+    """Whether C has called a frame, not an instruction of the frame before."""
+    inner = _word(id(frame) + places.inner)
+    if places.entry >= 0:
+        return bool(ctypes.c_ubyte.from_address(inner + places.entry).value)
+    return _word(inner + places.previous) != caller
+
+
+# How deep the stack is
+
+_OPTIMIZED = 1  # CO_OPTIMIZED: variables are in slots, and not in a dict
+_ENDS = frozenset(
+    {
+        "RETURN_VALUE", "RETURN_CONST", "RAISE_VARARGS", "RERAISE", "JUMP_FORWARD",
+        "JUMP_BACKWARD", "JUMP_BACKWARD_NO_INTERRUPT", "RETURN_GENERATOR_END", "INTERPRETER_EXIT",
+    }
+)  # fmt: skip
+_PUSHES_NONE = frozenset({"STORE_ATTR", "STORE_SUBSCR", "DELETE_SUBSCR", "DELETE_ATTR", "STORE_SLICE"})
+_CALLS = frozenset({"CALL", "CALL_KW", "CALL_FUNCTION_EX"})
+
+
+@functools.lru_cache(maxsize=4096)
+def _instructions(code: CodeType) -> dict[int, _Instruction]:
+    """Return each instruction of code by its offset, and by those of its caches."""
+    steps = list(dis.get_instructions(code))
+    position = {step.offset: number for number, step in enumerate(steps)}
+    depths: dict[int, int] = {}
+    waiting = [(0, 0)]
+    for entry in dis._parse_exception_table(code):  # type: ignore[attr-defined]
+        waiting.append((entry.target, entry.depth + 1 + bool(entry.lasti)))
+    while waiting:
+        offset, depth = waiting.pop()
+        while offset not in depths:
+            depths[offset] = depth
+            step = steps[position[offset]]
+            if step.opcode in dis.hasjrel or step.opcode in dis.hasjabs:
+                waiting.append((step.argval, depth + _effect(step, True)))
+            if step.opname in _ENDS or position[offset] + 1 == len(steps):
+                break
+            depth += _effect(step, False)
+            offset = steps[position[offset] + 1].offset
+    found: dict[int, _Instruction] = {}
+    ends = [step.offset for step in steps[1:]] + [len(code.co_code)]
+    for step, end in zip(steps, ends, strict=True):
+        if step.offset not in depths:
+            continue
+        depth = depths[step.offset]
+        base = depth + _effect(step, False) - _pushed(step)
+        if step.opname in _CALLS and step.opname != "CALL_FUNCTION_EX":
+            depth = base + (step.arg or 0) + 2 + (step.opname == "CALL_KW")
+        instruction = _Instruction(step.opname, base, depth)
+        for offset in range(step.offset, end, 2):
+            found[offset] = instruction
+    return found
+
+
+def _effect(step: dis.Instruction, jump: bool) -> int:
+    argument = step.arg if step.opcode >= dis.HAVE_ARGUMENT else None
+    return dis.stack_effect(step.opcode, argument, jump=jump)
+
+
+def _pushed(step: dis.Instruction) -> int:
+    name, argument = step.opname, step.arg or 0
+    if name in _PUSHES_NONE or name.startswith("POP_JUMP"):
+        return 0
+    if name in ("UNPACK_SEQUENCE",):
+        return argument
+    if name == "BEFORE_WITH":
+        return 2
+    if name == "LOAD_METHOD" or (name in ("LOAD_ATTR", "LOAD_SUPER_ATTR") and argument & 1 and _PAIRS):
+        return 2
+    return 1
+
+
+_PAIRS = sys.version_info >= (3, 12)  # whether LOAD_ATTR loads methods as well
+
+
+# Finding out where things are
+
+_INNER = 24  # of the pointer in a frame object, in all of 3.11 to 3.14
+_LOWEST = 1 << 16  # no address is below that
+_LONGEST = 128
+
+
+@functools.lru_cache(maxsize=1)
+def layout() -> Layout | None:
+    """Return where things are in frames; None where that cannot be found out."""
+    if hasattr(sys, "_is_gil_enabled") and not sys._is_gil_enabled():
+        return None
+    places = _found()
+    return places if places is not None and _fits(places) else None
+
+
+class _Look:
+    """Looks at the frame that called it and at its own, byte by byte."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[int, int, bytes]] = []
+
+    def __call__(self, one: object, two: object) -> bool:
+        frames = sys._getframe(), sys._getframe(1)
+        own, caller = _word(id(frames[0]) + _INNER), _word(id(frames[1]) + _INNER)
+        if min(own, caller) < _LOWEST or own % _WORD or abs(own - caller) > 1 << 20:
+            return False
+        self.seen.append((own, caller, ctypes.string_at(own, _LONGEST)))
+        return True
+
+
+def _found() -> Layout | None:
+    """Look for what is known to be in some frames."""
+    look, one, two = _Look(), object(), object()
+    step = look.__call__
+    if not all((step(one, two), step(one, two), *map(step, (one, one), (two, two)))):
+        return None
+    words = [
+        [int.from_bytes(raw[k : k + _WORD], sys.byteorder) for k in range(0, _LONGEST, _WORD)]
+        for _, _, raw in look.seen
+    ]
+    held = [id(look), id(one), id(two)]
+    slots = _where([[word & ~_MARKS for word in some] for some in words], held)
+    if slots is None:
+        return None
+    called, by_c = look.seen[:2], look.seen[2:]
+    for k in range(slots // _WORD):
+        if any(some[k] != caller for some, (_, caller, _) in zip(words[:2], called, strict=True)):
+            continue
+        if all(some[k] != caller for some, (_, caller, _) in zip(words[2:], by_c, strict=True)):
+            return Layout(_INNER, slots, k * _WORD, -1)
+        for byte in range((k + 1) * _WORD, slots):
+            marks = [raw[byte] for _, _, raw in look.seen]
+            if marks == [0, 0, 1, 1]:
+                return Layout(_INNER, slots, k * _WORD, byte)
+    return None
+
+
+def _where(rows: list[list[int]], held: list[int]) -> int | None:
+    """Return where in all rows some words follow each other, in bytes."""
+    for k in range(_LONGEST // _WORD - len(held)):
+        if all(row[k : k + len(held)] == held for row in rows):
+            return k * _WORD
+    return None
+
+
+class _Asked:
+    """Looks at the frame that led to it."""
+
+    def __init__(self, places: Layout) -> None:
+        self.places = places
+        self.seen: list[Stack | None] = []
+
+    def __bool__(self) -> bool:
+        self.seen.append(read(sys._getframe(1), sys._getframe(), self.places))
+        return True
+
+    def step(self) -> bool:
+        self.seen.append(read(sys._getframe(1), sys._getframe(), self.places))
+        return True
+
+
+def _fits(places: Layout) -> bool:
+    """Whether a layout gives what is known to be in some frames."""
+    asked, first, second = _Asked(places), object(), object()
+    made = []
+    for one in (first,):
+        for two, _ in zip((second,), (first,), strict=True):
+            made = [one, two, 1 if asked else 0, asked.step()]
+    made.append([*map(_Asked.step, (asked,))])
+    in_condition, in_call, in_map = asked.seen
+    for seen, pushed in (in_condition, [first, second]), (in_call, [first, second, 1]):
+        if seen is None or seen.code is not _fits.__code__ or seen.slots[1] is not asked:
+            return False
+        below = [value for value in seen.below if value is not EMPTY]
+        if below[-len(pushed) :] != pushed or seen.slots[2] is not first:
+            return False
+        # What the loops go through; as from 3.15 on a tuple has a number for its iterator.
+        loops = [type(value) for value in below[: -len(pushed)]]
+        if loops not in ([type(iter(())), zip], [tuple, Number, zip]):
+            return False
+    if in_condition is None or in_condition.operands != [asked]:
+        return False
+    if in_call is None or in_call.operands is not None:
+        return False
+    return in_map is not None and in_map.operands is not None

@@ -1,0 +1,522 @@
+"""In which state a run is when it asks for a value: where its Python is, and all that this holds.
+
+Two runs that ask the same question in the same state go on in the same way, but for the numbers
+inside tensors. The key of a state is made of what can decide how Python goes on: the frames
+from the model's entry to the question with their variables and value stacks, everything mutable
+that these lead to, by content and identity, what the run has changed so far, and the settings of
+torch. Tensors and traced scalars are *holes*: numbered in the order in which they are met, with the
+facts that replays take for granted, and without their numbers.
+
+What cannot be read makes a state equal to no other one but the one that the same way leads to.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import hashlib
+import operator
+import os
+import sys
+import types
+from collections.abc import Iterable
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bendtrace.recording import stacks
+from bendtrace.recording.contexts import current_context, current_settings
+from bendtrace.recording.functions import is_torchs_function, name_of
+from bendtrace.recording.kinds import is_constant
+from bendtrace.recording.objects import can_build
+from bendtrace.recording.parts import (
+    PLAIN_TYPES,
+    Access,
+    Part,
+    PartKind,
+    attributes_of,
+    is_array,
+    requires_grad,
+)
+from bendtrace.recording.scalars import RETIRED, TRACED
+from bendtrace.recording.surroundings import Surroundings
+from bendtrace.recording.tape import OpKind, Ref, State, Test
+from bendtrace.recording.values import Values
+from bendtrace.recording.writer import Writer
+from bendtrace.recording.writes import storage_of
+
+__all__ = ["States"]
+
+
+class States:
+    """Reads the states of one run.
+
+    Args:
+        writer: puts guards on the tape.
+        values: knows which op gave what.
+        surroundings: what the run could read when it began.
+        outermost: the code that called the model.
+
+    Attributes:
+        unread: why states could not be read.
+    """
+
+    def __init__(
+        self, writer: Writer, values: Values, surroundings: Surroundings, outermost: CodeType
+    ) -> None:
+        self._writer = writer
+        self._values = values
+        self._surroundings = surroundings
+        self._outermost = outermost
+        self.unread: list[str] = []
+        self._before: State | None = None
+        self._answer: tuple[str, str] = "", ""  # of the question before
+        self._position = 0  # the length of the tape there
+
+    def read(self, index: int, test: Test, expected: Any) -> State:
+        """Return the state in which the value of an op is asked for.
+
+        Args:
+            index: the op.
+            test: what is asked.
+            expected: what came out, which is part of what leads to the next state.
+        """
+        with torch._C.DisableTorchFunction():
+            reader = _Reader(self._values, self._surroundings)
+            try:
+                key = _digest(
+                    test.name,
+                    _ambience(),
+                    reader.frames(self._outermost),
+                    reader.changes(),
+                    reader.value_of(index),
+                )
+            except (_Unreadable, RecursionError) as error:
+                self.unread.append(str(error))
+                state = self._after(test)
+            else:
+                state = State(key, tuple(reader.holes), tuple(reader.kept))
+        before = self._before
+        if before is not None and (state.key, state.holes) == (before.key, before.holes):
+            return before  # the very same question once more
+        self._before, self._answer = state, (type(expected).__name__, str(expected))
+        self._position = len(self._writer.tape.ops)
+        return state
+
+    def _after(self, test: Test) -> State:
+        """Return a state that is known by nothing but the way that led to it."""
+        before = self._before
+        made = tuple(
+            op.index
+            for op in self._writer.tape.ops[self._position :]
+            if op.kind is OpKind.CALL or op.kind is OpKind.SCALAR
+        )
+        if before is None:
+            return State(_digest("start", test.name), made, ())
+        key = _digest("after", before.key, self._answer, test.name)
+        return State(key, before.holes + made, before.kept)
+
+
+def _digest(*key: Any) -> bytes:
+    return hashlib.blake2b(repr(key).encode("utf-8", "surrogatepass"), digest_size=20).digest()
+
+
+class _Unreadable(Exception):
+    """Something cannot be read."""
+
+
+def _ambience() -> tuple[Any, ...]:
+    if sys.exc_info()[0] is not None:
+        raise _Unreadable("an exception is being handled")
+    context = current_context()
+    if context.autocast:
+        raise _Unreadable("autocast keeps what it has cast")
+    return (
+        context, current_settings(), torch.get_default_dtype(),
+        torch._C._len_torch_dispatch_stack(), torch.is_anomaly_enabled(),
+    )  # fmt: skip
+
+
+class _Reader:
+    """Reads one state."""
+
+    def __init__(self, values: Values, surroundings: Surroundings) -> None:
+        self._values = values
+        self._ops = values.tape.ops
+        self._surroundings = surroundings
+        self.holes: dict[int, int] = {}
+        self.kept: list[Any] = []
+        self._alive: list[Any] = []  # so that nothing that is met has the place of another
+        self._seen: dict[int, int] = {}
+        self._memories: dict[int, int] = {}
+        self._running: dict[int, int] = {}  # frames
+        self._facts: dict[int, list[tuple[str, str]]] = {}
+        for (index, function), value in values.facts.items():
+            self._facts.setdefault(index, []).append((name_of(function), str(value)))
+
+    def frames(self, outermost: CodeType) -> tuple[Any, ...]:
+        """Read the frames from the one that asks to the model's entry."""
+        places = stacks.layout()
+        if places is None:
+            raise _Unreadable("the frames of this Python cannot be read")
+        chain: list[FrameType] = []
+        frame: FrameType | None = sys._getframe()
+        while frame is not None and frame.f_code is not outermost:
+            self._running[id(frame)] = len(chain)
+            chain.append(frame)
+            frame = frame.f_back
+        if frame is None:
+            raise _Unreadable("the model is not called from here")
+        found = []
+        callee: FrameType | None = None
+        for frame in chain:
+            if not frame.f_code.co_filename.startswith(_OWN):
+                stack = stacks.read(frame, callee, places)
+                if stack is None:
+                    raise _Unreadable(f"{frame.f_code.co_qualname} cannot be read")
+                is_asking = not found
+                if stack.operands is not None:
+                    self._look_for_hidden(stack, callee, is_asking)
+                found.append(self._frame(stack))
+            callee = frame
+        return tuple(found)
+
+    def _frame(self, stack: stacks.Stack) -> tuple[Any, ...]:
+        operands = None if stack.operands is None else tuple(map(self.value, stack.operands))
+        return (
+            self._by_identity(stack.code), stack.offset, tuple(map(self.value, stack.slots)),
+            tuple(map(self.value, stack.below)), operands,
+        )  # fmt: skip
+
+    # What C may be in the middle of
+
+    def _look_for_hidden(
+        self, stack: stacks.Stack, callee: FrameType | None, is_asking: bool
+    ) -> None:
+        """Raise if C, called by an instruction, may hold something that nobody can read."""
+        operands = [value for value in stack.operands or () if value is not stacks.EMPTY]
+        name = stack.name
+        if name in _CALLS:
+            hides = not operands or self._call_hides(operands[0], callee)
+            hides = hides or (is_asking and _numbers_in(operands) > 1)
+        elif name in _TRANSPARENT or name.startswith("POP_JUMP"):
+            hides = False
+        elif name in _ON_VALUES:
+            hides = not all(map(_is_single, operands)) or _numbers_in(operands) > 2
+        elif name in _ON_ITEMS:
+            container = operands[1] if name == "STORE_SUBSCR" and len(operands) > 1 else operands[0]
+            hides = isinstance(container, (dict, set)) or (
+                is_asking and _numbers_in(operands) > 1
+            )
+        elif name == "FOR_ITER":
+            iterator = stack.below[-1] if stack.below else None
+            hides = type(iterator) is not types.GeneratorType and not _is_of_python(iterator)
+        elif name in ("UNPACK_SEQUENCE", "GET_ITER"):
+            hides = not operands or not isinstance(operands[0], Tensor)
+        else:
+            hides = True
+        if hides:
+            raise _Unreadable(f"{name} in {stack.code.co_qualname} may be in the middle of something")
+
+    def _call_hides(self, called: Any, callee: FrameType | None) -> bool:
+        kind = type(called)
+        if kind is functools.partial:
+            return self._call_hides(called.func, callee)
+        if kind in (types.FunctionType, types.MethodType):
+            return False
+        if isinstance(called, type):
+            if called in _SINGLE:
+                return False
+            return callee is None or callee.f_code.co_name != "__init__" or not _is_class(called)
+        if is_torchs_function(called) and kind is not types.BuiltinFunctionType:
+            return False
+        if kind is types.BuiltinFunctionType:
+            module = called.__module__ or ""
+            owner = called.__self__
+            return not (
+                called in _SINGLE
+                or module.split(".")[0] in ("torch", "_VariableFunctions")
+                or isinstance(owner, Tensor)
+                or getattr(owner, "__module__", "") in ("torch", "torch._C")
+            )
+        return not isinstance(getattr(kind, "__call__", None), types.FunctionType)
+
+    # Values
+
+    def value(self, value: Any) -> Any:
+        """Return what stands for a value in the key."""
+        kind = type(value)
+        if kind in PLAIN_TYPES:
+            return _plain(value, kind)
+        if value is stacks.EMPTY:
+            return "empty"
+        if kind is stacks.Number:
+            return value
+        if isinstance(value, Tensor):
+            return self._tensor(value)
+        if kind in TRACED:
+            return self._scalar(value)
+        if kind in RETIRED:
+            return _plain(value._value, type(value._value))
+        if (part := self._surroundings.find(value)) is not None:
+            return _named(part)
+        known = self._seen.get(id(value))
+        if known is not None:
+            return "again", known
+        self._seen[id(value)] = len(self._seen)
+        self._alive.append(value)
+        read = _READERS.get(kind)
+        if read is not None:
+            return kind.__name__, read(self, value)
+        return self._other(value, kind)
+
+    def values_of(self, values: Iterable[Any]) -> tuple[Any, ...]:
+        """Return what stands for some values."""
+        return tuple(map(self.value, values))
+
+    def _other(self, value: Any, kind: type) -> Any:
+        if isinstance(value, _LASTING) or kind in _FIXED:
+            return self._by_identity(value)
+        if is_constant(value, kind):
+            return self._by_identity(kind), str(value)
+        if is_array(value):
+            return "array", str(value.dtype), value.shape, value.tobytes()
+        if kind.__module__.startswith("bendtrace.") or not can_build(kind):
+            raise _Unreadable(f"a {kind.__qualname__} cannot be read")
+        items: Any = ()
+        if isinstance(value, dict):
+            items = self.values_of(part for pair in dict.items(value) for part in pair)
+        elif isinstance(value, (tuple, list)):
+            base: Any = tuple if isinstance(value, tuple) else list
+            items = self.values_of(base.__iter__(value))
+        elif isinstance(value, (set, frozenset)):
+            items = self.values_of(value)
+        own = attributes_of(value)
+        found = tuple((key.name, self.value(item)) for key, item in own.items())
+        return self._by_identity(kind), items, found
+
+    def _by_identity(self, value: Any) -> int:
+        self.kept.append(value)
+        return id(value)
+
+    def _tensor(self, tensor: Tensor) -> tuple[Any, ...]:
+        kind = type(tensor)
+        known = self._values.known_as(tensor)
+        part = self._surroundings.find(tensor)
+        if known is not None:
+            what = self.value_of(known) if type(known) is int else self._element(*known)
+        elif part is not None:
+            what = _named(part)
+        else:
+            raise _Unreadable("a tensor is not known by an op")
+        memory = storage_of(tensor)
+        if memory:
+            memory = 1 + self._memories.setdefault(memory, len(self._memories))
+        own = vars(tensor)
+        return (
+            self._by_identity(kind), what, part is None, tensor.dtype, tensor.dim(), tensor.device, tensor.layout,
+            requires_grad(tensor), tensor.is_leaf, tensor.is_inference(), memory,
+            tuple((name, self.value(item)) for name, item in own.items()) if own else (),
+        )  # fmt: skip
+
+    def _scalar(self, scalar: Any) -> tuple[Any, ...]:
+        if scalar._origin is not self._values.origin:
+            return _plain(scalar._value, type(scalar._value))
+        source = scalar._source
+        if type(source) is Ref:
+            what = self.value_of(source.index)
+        else:
+            what = self._element(source[0].index, source[1])
+        return type(scalar).__name__, what
+
+    def _element(self, parent: int, path: Any) -> Any:
+        what = self.value_of(parent)
+        for key in path:
+            what = ("element", what, key)
+        return what
+
+    def value_of(self, index: int) -> Any:
+        """Return what stands for the value of an op."""
+        op = self._ops[index]
+        if op.kind is OpKind.INPUT or op.kind is OpKind.STATE:
+            return _named(op.target)
+        if op.kind is OpKind.SCALAR and op.target is operator.getitem and len(op.args) == 2:
+            return "element", self.value_of(op.args[0].index), op.args[1]
+        if op.kind is OpKind.CALL or op.kind is OpKind.SCALAR:
+            number = self.holes.setdefault(index, len(self.holes))
+            return "hole", number, tuple(sorted(self._facts.get(index, ())))
+        raise _Unreadable("a tensor of unknown origin")
+
+    def changes(self) -> tuple[Any, ...]:
+        """Read what the run has changed so far."""
+        changes = self._surroundings.changes_so_far()
+        if changes is None:
+            raise _Unreadable("the run has changed what cannot be followed")
+        return tuple(
+            (
+                change.part.label, self.value(change.key), change.deleted,
+                self.value(change.value),
+            )
+            for change in changes
+        )  # fmt: skip
+
+    # Kinds of values
+
+    def _function(self, function: types.FunctionType) -> Any:
+        cells = function.__closure__
+        if function.__code__.co_filename.startswith(_OWN):
+            return self._by_identity(function.__code__)  # stands in for one of torch's
+        if cells is None and "<" not in function.__qualname__:
+            return self._by_identity(function)
+        return (
+            self._by_identity(function.__code__), self._by_identity(function.__globals__), self.values_of(cells or ()),
+            self.value(function.__defaults__), self.value(function.__kwdefaults__),
+            self.value(vars(function)),
+        )  # fmt: skip
+
+    def _cell(self, cell: types.CellType) -> Any:
+        try:
+            return self.value(cell.cell_contents)
+        except ValueError:
+            return "empty"
+
+    def _generator(self, generator: types.GeneratorType[Any, Any, Any]) -> Any:
+        frame = generator.gi_frame
+        if frame is None:
+            return "finished"
+        if generator.gi_running:
+            if id(frame) not in self._running:
+                raise _Unreadable("a generator runs elsewhere")
+            return "running", self._running[id(frame)]
+        places = stacks.layout()
+        stack = None if places is None else stacks.suspended(frame, places)
+        if stack is None:
+            raise _Unreadable("a generator cannot be read")
+        return self._frame(stack)
+
+    def _reduced(self, iterator: Any) -> Any:
+        reduced = iterator.__reduce__()
+        self._alive.append(reduced)
+        return self.values_of(reduced)
+
+    def _mapping(self, mapping: dict[Any, Any]) -> Any:
+        return self.values_of(part for pair in mapping.items() for part in pair)
+
+    def _partial(self, partial: functools.partial[Any]) -> Any:
+        parts = (partial.func, partial.args, partial.keywords, vars(partial))
+        return self.values_of(parts)
+
+    def _slice(self, value: slice) -> Any:
+        return self.values_of((value.start, value.stop, value.step))
+
+    def _method(self, method: types.MethodType) -> Any:
+        return self.value(method.__func__), self.value(method.__self__)
+
+    def _builtin(self, function: Any) -> Any:
+        owner = function.__self__
+        if owner is None or isinstance(owner, (types.ModuleType, type)):
+            return self._by_identity(function)
+        return function.__name__, self.value(owner)
+
+
+def _named(part: Part) -> Any:
+    """Return what stands for something that was there before the run."""
+    if part.kind is PartKind.ALIAS:
+        part = part.value
+    is_fixed = part.access is Access.FIXED and not part.is_argument
+    return "part", part.label, id(part.value) if is_fixed else 0
+
+
+def _plain(value: Any, kind: type) -> Any:
+    """Return a plain value so that it is equal to nothing but the same one."""
+    if kind is float:
+        return value.hex(), 0.0
+    if kind is complex:
+        return value.real.hex(), value.imag.hex()
+    return value
+
+
+def _numbers_in(values: Iterable[Any]) -> int:
+    """Count the traced scalars that a call is given."""
+    count = 0
+    for value in values:
+        if type(value) in TRACED:
+            count += 1
+        elif isinstance(value, slice):
+            count += _numbers_in((value.start, value.stop, value.step))
+        elif isinstance(value, (tuple, list)):
+            count += _numbers_in(value)
+    return count
+
+
+def _is_of_python(value: Any) -> bool:
+    """Whether an object is of a class that Python code defines, and not a container's."""
+    return _is_class(type(value)) and not isinstance(value, _CONTAINERS)
+
+
+def _is_class(kind: type) -> bool:
+    return bool(kind.__flags__ & _HEAP_TYPE) and can_build(kind)
+
+
+def _is_single(value: Any) -> bool:
+    """Whether an operator on a value asks no more than one question at a time."""
+    kind = type(value)
+    return (
+        kind in TRACED or kind in RETIRED or isinstance(value, Tensor)
+        or kind in _NUMBERS or _is_of_python(value)
+    )  # fmt: skip
+
+
+_HEAP_TYPE = 1 << 9
+_NUMBERS = frozenset({int, float, bool, complex, type(None)})
+_CONTAINERS = (tuple, list, dict, set, frozenset, str, bytes)
+_OWN = os.path.dirname(os.path.dirname(__file__)) + os.sep
+_CALLS = frozenset({"CALL", "CALL_KW", "CALL_FUNCTION_EX"})
+# Functions in C that ask one question, and keep nothing of it.
+_SINGLE: frozenset[Any] = frozenset(
+    {
+        any, all, next, iter, len, isinstance, issubclass, hasattr, getattr, setattr, abs, bool,
+        int, float, range, super, callable, id, repr, str, format, print,
+    }
+)  # fmt: skip
+# Instructions during which C holds nothing that is needed afterwards.
+_TRANSPARENT = frozenset(
+    {
+        "TO_BOOL", "UNARY_NOT", "JUMP_IF_TRUE_OR_POP", "JUMP_IF_FALSE_OR_POP", "LOAD_ATTR",
+        "LOAD_METHOD", "STORE_ATTR", "DELETE_ATTR", "LOAD_SUPER_ATTR", "BEFORE_WITH",
+        "LOAD_SPECIAL", "SEND", "FORMAT_VALUE", "FORMAT_SIMPLE", "UNARY_NEGATIVE",
+        "UNARY_POSITIVE", "UNARY_INVERT",
+    }
+)  # fmt: skip
+_ON_VALUES = frozenset({"BINARY_OP", "COMPARE_OP", "IS_OP"})
+_ON_ITEMS = frozenset({"BINARY_SUBSCR", "STORE_SUBSCR", "DELETE_SUBSCR", "BINARY_SLICE"})
+_LASTING = (type, enum.Enum, torch._ops.OperatorBase, torch._ops.OpOverloadPacket)
+_FIXED = frozenset(
+    {
+        types.ModuleType, types.CodeType, types.MethodDescriptorType, types.WrapperDescriptorType,
+        types.GetSetDescriptorType, types.MemberDescriptorType, types.ClassMethodDescriptorType,
+        type(torch.default_generator),
+    }
+)  # fmt: skip
+_ITERATORS: tuple[Any, ...] = (
+    iter([]), iter(()), iter(range(1)), iter({}), iter({}.values()), iter({}.items()), iter(""),
+    iter(set()), reversed([]), zip(), enumerate(()), map(len, ()),
+)  # fmt: skip
+_READERS: dict[type, Any] = {
+    tuple: _Reader.values_of,
+    list: _Reader.values_of,
+    torch.Size: _Reader.values_of,
+    set: _Reader.values_of,
+    frozenset: _Reader.values_of,
+    dict: _Reader._mapping,
+    slice: _Reader._slice,
+    types.FunctionType: _Reader._function,
+    types.MethodType: _Reader._method,
+    types.BuiltinFunctionType: _Reader._builtin,
+    types.CellType: _Reader._cell,
+    types.GeneratorType: _Reader._generator,
+    functools.partial: _Reader._partial,
+    **{type(iterator): _Reader._reduced for iterator in _ITERATORS},
+}

@@ -1,0 +1,323 @@
+"""The graph of states: what is known of how runs go on, from each question on.
+
+A node is a state: a question, and all that Python holds when it is asked. An exit of it is an
+answer, with the segment that follows. Branches join and loops close because two runs
+that come to the same state go on from there by the same code; so what is recorded grows with
+the program, and not with the paths through it.
+
+A run becomes part of the graph by what it has seen for the first time: pieces of it, from an
+answer that was not known to the next state that was. The first run is one piece, with its
+questions in line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from operator import getitem
+from typing import Any
+
+from bendtrace.recording.contexts import Context
+from bendtrace.recording.functions import (
+    RESHAPES_IN_PLACE,
+    SETTERS,
+    is_torchs_function,
+    name_of,
+)
+from bendtrace.recording.parts import identical
+from bendtrace.recording.recorder import Recording
+from bendtrace.recording.tape import Op, OpKind, Tape, map_refs
+from bendtrace.replay.analysis import Analysis, GuardKind
+from bendtrace.replay.segments import SegmentWriter, Unlinked, answer_of
+from bendtrace.replay.source import Code
+
+__all__ = ["Exit", "Graph", "Node", "Piece", "may_run_again"]
+
+
+class Piece:
+    """A part of a recorded run that nothing else covers.
+
+    Attributes:
+        recording: the run.
+        after: the guard whose answer leads into it; -1 for the first piece.
+        stop: the guard at which it comes to a state of another piece; None for the end.
+        nodes: the states in it, by the guards of the run.
+    """
+
+    def __init__(self, recording: Recording, after: int) -> None:
+        self.recording = recording
+        self.after = after
+        self.stop: int | None = None
+        self.nodes: dict[int, Node] = {}
+        self.analysis = Analysis(recording.tape)
+        self.owner: Any = None  # what counts the calls that take it
+
+
+class Exit:
+    """How runs go on after an answer.
+
+    Attributes:
+        answer: the answer.
+        piece: the piece that has what follows.
+        number: the guard of its run that was answered so.
+    """
+
+    __slots__ = ("_code", "_write", "answer", "number", "piece")
+
+    def __init__(
+        self, answer: Any, piece: Piece, number: int, write: Callable[[Piece, int], Code]
+    ) -> None:
+        self.answer = answer
+        self.piece = piece
+        self.number = number
+        self._write = write
+        self._code: Code | None = None
+
+    @property
+    def code(self) -> Code:
+        """What is carried out, written when it is first asked for.
+
+        Raises:
+            Unlinked: it needs a value that the state does not hold.
+        """
+        if self._code is None:
+            self._code = self._write(self.piece, self.number)
+        return self._code
+
+
+class Node:
+    """A state.
+
+    Attributes:
+        piece: the piece that first came to it.
+        number: the guard there.
+        exits: the answers that are known.
+    """
+
+    __slots__ = ("_by_answer", "exits", "number", "piece")
+
+    def __init__(self, piece: Piece, number: int) -> None:
+        self.piece = piece
+        self.number = number
+        self.exits: tuple[Exit, ...] = ()
+        self._by_answer: dict[Any, Exit] = {}
+
+    def after(self, answer: Any) -> Exit | None:
+        """Return how runs go on after an answer, if that is known."""
+        kind = type(answer)
+        if kind is bool or kind is int or kind is str:
+            return self._by_answer.get((kind, answer))
+        return next((exit for exit in self.exits if identical(exit.answer, answer)), None)
+
+    def add(self, exit: Exit) -> None:
+        """Note how runs go on after an answer."""
+        self.exits = (*self.exits, exit)
+        if type(exit.answer) in (bool, int, str):
+            self._by_answer[type(exit.answer), exit.answer] = exit
+
+    def drop(self, owner: Any) -> None:
+        """Forget the exits that lead into a piece, which is named by its owner."""
+        kept = tuple(exit for exit in self.exits if exit.piece.owner is not owner)
+        if len(kept) < len(self.exits):
+            self.exits = kept
+            by_answer = self._by_answer.items()
+            self._by_answer = {k: exit for k, exit in by_answer if exit.piece.owner is not owner}
+
+
+class Graph:
+    """The states that runs of one program have been in.
+
+    Args:
+        recording: the first run.
+        entry: grad mode and so on when a run begins.
+        direct: whether torch functions may be called by what they come down to.
+
+    Attributes:
+        first: the piece that the first run is.
+        draws: whether some run draws random numbers.
+        is_broken: whether it turned out to be of no use.
+    """
+
+    def __init__(self, recording: Recording, entry: Context, direct: bool) -> None:
+        self._entry = entry
+        self._direct = direct
+        self._nodes: dict[bytes, Node] = {}
+        self.draws = recording.draws
+        self.is_broken = False
+        self.first = Piece(recording, -1)
+        for number in sorted(recording.tape.states):
+            self._pass(self.first, number)
+        self.code = self._write(self.first, -1)
+
+    def nodes(self) -> Iterator[Node]:
+        """Yield the states."""
+        yield from self._nodes.values()
+
+    def add(self, recording: Recording) -> list[tuple[Node, Piece]] | None:
+        """Add what a run has seen for the first time.
+
+        Returns:
+            The pieces of it that are new, with the states that they begin at; None if the run
+            is not one of these, or does not fit in: the graph is of no use from then on.
+        """
+        if not may_run_again(recording):
+            return None
+        tape, made = recording.tape, []
+        piece: Piece | None = None  # what is being added; None where all is known
+        known: tuple[Exit, int] | None = self._beginning(), -1
+        kinds = Analysis(tape).kinds
+        for number in sorted(tape.states):
+            state, node = tape.states[number], self._nodes.get(tape.states[number].key)
+            if tape.states.get(number - 1) is state:  # the same question once more
+                if piece is not None and node is not None:
+                    piece.nodes[number] = node
+                continue
+            if piece is not None and node is None:
+                self._pass(piece, number)
+                continue
+            if node is None:
+                if kinds[number] is GuardKind.DATA:
+                    return None  # what is known leads elsewhere
+                continue
+            if piece is not None:
+                piece.stop = number
+                piece.nodes[number] = node
+                piece = None
+            elif known is not None and not _agree(recording, known[1], number, known[0]):
+                return None
+            answer = answer_of(tape.guards[number])
+            exit = node.after(answer)
+            if exit is None:
+                piece = Piece(recording, number)
+                node.add(Exit(answer, piece, number, self._write))
+                made.append((node, piece))
+            else:
+                known = exit, number
+        if piece is None and known is not None and not _agree(recording, known[1], None, known[0]):
+            return None
+        try:
+            for node, piece in made:
+                exit = node.after(answer_of(tape.guards[piece.after]))
+                assert exit is not None
+                assert exit.code
+        except Unlinked:
+            return None
+        self.draws = self.draws or recording.draws
+        return made
+
+    def _beginning(self) -> Exit:
+        return Exit(None, self.first, -1, self._write)
+
+    def forget(self, owner: Any) -> None:
+        """Drop what is known by a piece alone, which is named by its owner."""
+        for node in self._nodes.values():
+            node.drop(owner)
+
+    def _pass(self, piece: Piece, number: int) -> None:
+        """Note a state that a piece goes through, and what follows in line."""
+        tape = piece.recording.tape
+        key, answer = tape.states[number].key, answer_of(tape.guards[number])
+        node = self._nodes.get(key)
+        if node is None:
+            node = self._nodes[key] = Node(piece, number)
+        piece.nodes[number] = node
+        if tape.states.get(number - 1) is tape.states[number]:  # the same question once more
+            return
+        if node.after(answer) is None:
+            node.add(Exit(answer, piece, number, self._write))
+
+    def _write(self, piece: Piece, number: int) -> Code:
+        writer = SegmentWriter(
+            piece.recording, piece.analysis, self._entry, number, piece.stop, number < 0
+        )
+        if self._direct:
+            writer.call_directly()
+        return Code(writer.write(), "run")
+
+
+def _agree(recording: Recording, after: int, until: int | None, exit: Exit) -> bool:
+    """Whether a run has done what is known to follow an answer, up to a guard or its end.
+
+    What leads on from a state is known by another run that was in it. This compares the two, as
+    far as both have been seen: an error of what makes a state would show here.
+    """
+    one, other = recording.tape, exit.piece.recording.tape
+    ours = _Names(one, after)
+    theirs = _Names(other, exit.number)
+    end = len(one.ops) if until is None else one.guards[until].position
+    mine = [op for op in one.ops[ours.start : end] if _counts(op)]
+    its = [op for op in other.ops[theirs.start :] if _counts(op)][: len(mine)]
+    if exit.piece.stop is not None:  # it ends where other pieces go on
+        stop = other.guards[exit.piece.stop].position
+        its = [op for op in its if op.index < stop]
+        mine = mine[: len(its)]
+    if len(mine) != len(its):
+        return False
+    return all(
+        a.target == b.target and a.context == b.context and ours.of(a) == theirs.of(b)
+        for a, b in zip(mine, its, strict=True)
+    )
+
+
+def _counts(op: Op) -> bool:
+    """Whether an op is one that the model does, not one that names an element or a state."""
+    return op.kind is OpKind.CALL or (op.kind is OpKind.SCALAR and op.target is not getitem)
+
+
+class _Names:
+    """Names the values of a run by what they are from a state on."""
+
+    def __init__(self, tape: Tape, after: int) -> None:
+        self._ops = tape.ops
+        holes = tape.states[after].holes if after >= 0 else ()
+        self.start = tape.guards[after].position if after >= 0 else 0
+        self._names: dict[int, Any] = {hole: ("hole", k) for k, hole in enumerate(holes)}
+        counted = (op.index for op in tape.ops[self.start :] if _counts(op))
+        self._names.update((index, ("op", k)) for k, index in enumerate(counted))
+
+    def of(self, op: Op) -> str:
+        """Return what an op is given, in these names."""
+        return repr(map_refs((op.args, op.kwargs), lambda ref: self._name(ref.index)))
+
+    def _name(self, index: int) -> Any:
+        if index in self._names:
+            return self._names[index]
+        op = self._ops[index]
+        if op.kind is OpKind.SCALAR and op.target is getitem:
+            return "element", self._name(op.args[0].index), op.args[1]
+        if op.kind in (OpKind.INPUT, OpKind.STATE):
+            return "part", op.target.label
+        return "late", name_of(op.target), self.of(op)
+
+
+def may_run_again(recording: Recording) -> bool:
+    """Whether a run can be given up at any question, and the model be run instead.
+
+    That is so where it has changed nothing by then: replays change objects at their end, and
+    random numbers can be drawn again.
+    """
+    tape = recording.tape
+    if recording.writes_outside or tape.is_joint or tape.forgets or tape.blockers:
+        return False
+    return all(map(_is_repeatable, tape.ops))
+
+
+def _is_repeatable(op: Op) -> bool:
+    if op.raised is not None or op.context.autocast:
+        return False
+    if op.kind is not OpKind.CALL:
+        return True
+    name = name_of(op.target)
+    return (
+        is_torchs_function(op.target)
+        and op.target not in SETTERS
+        and name not in RESHAPES_IN_PLACE
+        and name not in _ACTS_OUTSIDE
+    )
+
+
+_ACTS_OUTSIDE = frozenset(
+    {
+        "backward", "register_hook", "register_post_accumulate_grad_hook", "retain_grad", "grad",
+        "share_memory_", "print", "pin_memory",
+    }
+)  # fmt: skip
