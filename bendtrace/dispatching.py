@@ -240,12 +240,15 @@ class Dispatcher:
             self.last_mismatch = explain_guard(before.tape, leaves[0], now, _steps_of(before))
         return self._kept(recording, program)
 
-    def _recorded(self, call: _Call, prefix: Prefix | None = None) -> Recording:
+    def _recorded(
+        self, call: _Call, prefix: Prefix | None = None, reads_states: bool = False
+    ) -> Recording:
         """Run the model under the tracer, with what is inserted in it."""
         with self._called():
             return recorded(
-                self._known, self._signature, call.args, dict(call.kwargs), call.plan, prefix
-            )
+                self._known, self._signature, call.args, dict(call.kwargs), call.plan, prefix,
+                reads_states,
+            )  # fmt: skip
 
     def _kept(self, recording: Recording, program: Program) -> Any:
         """Remember a run as the latest, but not its output, which is only the caller's."""
@@ -264,7 +267,7 @@ class Dispatcher:
             with self._called():
                 return call_itself(self._model, call.args, dict(call.kwargs))
         try:
-            recording = self._recorded(call, prefix)
+            recording = self._recorded(call, prefix, divergence.is_anew)
         except Exception as error:
             call.tree.failed(error, divergence)
             raise

@@ -67,7 +67,7 @@ class BendedModule(ReplayingModule):
         self,
         model: Callable[..., Any],
         *,
-        max_traces: int | None = 64,
+        max_traces: int | None = 512,
         backend: str | Callable[..., Any] | None = None,
         backend_options: Mapping[str, Any] | None = None,
         audit: float = 0.0,

@@ -71,7 +71,7 @@ class ReplayingModule(StandIn):
         self,
         model: Callable[..., Any],
         *,
-        max_traces: int | None = 64,
+        max_traces: int | None = 512,
         backend: str | Callable[..., Any] | None = None,
         backend_options: Mapping[str, Any] | None = None,
         audit: float = 0.0,

@@ -21,6 +21,7 @@ def recorded(
     kwargs: dict[str, Any],
     plan: Plan | None,
     prefix: Prefix | None = None,
+    reads_states: bool = False,
 ) -> Recording:
     """Run a model under the tracer, with what is inserted in it.
 
@@ -31,12 +32,16 @@ def recorded(
         kwargs: the keyword arguments.
         plan: what is inserted; None if nothing is.
         prefix: what need not be done again.
+        reads_states: whether it is written down in which states the run asks for values.
     """
     inserter = None
     if plan is not None:
         known.name_nodes()  # before the run does so in passing
         inserter = LiveInserter(plan, known.registry, known.model)
-    recording = record(known.model, args, kwargs, signature, prefix, inserter=inserter)
+    reads_states = reads_states and plan is None
+    recording = record(
+        known.model, args, kwargs, signature, prefix, inserter=inserter, reads_states=reads_states
+    )
     if plan is not None:
         plan.ran(recording)
         if looked_at := read_and_changed(plan, recording):

@@ -77,6 +77,7 @@ class Recorder(TorchFunctionMode):
         prefix: for a resumed run, what was carried out already.
         observer: is shown the values of the run.
         inserter: puts ops of its own into the run.
+        reads_states: whether it is written down in which states the run asks for values.
     """
 
     def __init__(
@@ -86,6 +87,7 @@ class Recorder(TorchFunctionMode):
         prefix: Prefix | None = None,
         observer: Observer | None = None,
         inserter: Inserter | None = None,
+        reads_states: bool = False,
     ) -> None:
         super().__init__()
         self._observer = observer
@@ -98,7 +100,7 @@ class Recorder(TorchFunctionMode):
         self.tape = self._writer.tape
         self._values = Values(self._writer, surroundings, self, self._start, observer)
         self._encoder = Encoder(self._values)
-        if prefix is None and inserter is None:
+        if reads_states:
             outermost = Recorder._outcome.__code__
             self._states = States(self._writer, self._values, surroundings, outermost)
             self._writer.read_state = self._read_state

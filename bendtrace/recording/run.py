@@ -101,6 +101,7 @@ def record(
     prefix: Prefix | None = None,
     observer: Observer | None = None,
     inserter: Inserter | None = None,
+    reads_states: bool = False,
 ) -> Recording:
     """Run `function(*args, **kwargs)` and write down what happens.
 
@@ -112,6 +113,7 @@ def record(
         prefix: for a resumed run, what was carried out already.
         observer: is shown the values of the run.
         inserter: puts ops of its own into the run.
+        reads_states: whether it is written down in which states the run asks for values.
 
     Raises:
         InputError: if the function is a model with parameters that are not initialised yet.
@@ -123,7 +125,7 @@ def record(
         raise InputError(
             "the model has lazy modules, whose parameters the first call makes: call it once first"
         )
-    recorder = Recorder(function, surroundings, prefix, observer, inserter)
+    recorder = Recorder(function, surroundings, prefix, observer, inserter, reads_states)
     exchanged = _Arguments(recorder)
     positional = len(args)
     given = [exchanged.given[name] for name in signature.names(args, kwargs)]

@@ -25,7 +25,7 @@ from bendtrace.recording.functions import (
 )
 from bendtrace.recording.parts import identical
 from bendtrace.recording.recorder import Recording
-from bendtrace.recording.tape import Op, OpKind, Tape, map_refs
+from bendtrace.recording.tape import Op, OpKind, State, Tape, map_refs
 from bendtrace.replay.analysis import Analysis, GuardKind
 from bendtrace.replay.segments import SegmentWriter, Unlinked, answer_of
 from bendtrace.replay.source import Code
@@ -82,6 +82,11 @@ class Exit:
         if self._code is None:
             self._code = self._write(self.piece, self.number)
         return self._code
+
+
+    def rewrite(self) -> None:
+        """Have the code written anew when it is asked for next."""
+        self._code = None
 
 
 class Node:
@@ -144,9 +149,12 @@ class Graph:
         self.draws = recording.draws
         self.is_broken = False
         self.first = Piece(recording, -1)
-        for number in sorted(recording.tape.states):
-            self._pass(self.first, number)
-        self.code = self._write(self.first, -1)
+        self._beginning = Exit(None, self.first, -1, self._write)
+
+    @property
+    def code(self) -> Code:
+        """What a call begins with."""
+        return self._beginning.code
 
     def nodes(self) -> Iterator[Node]:
         """Yield the states."""
@@ -163,29 +171,37 @@ class Graph:
             return None
         tape, made = recording.tape, []
         piece: Piece | None = None  # what is being added; None where all is known
-        known: tuple[Exit, int] | None = self._beginning(), -1
-        kinds = Analysis(tape).kinds
+        known: tuple[Exit, int] | None = self._beginning, -1
+        kinds, has_learnt = Analysis(tape).kinds, False
         for number in sorted(tape.states):
-            state, node = tape.states[number], self._nodes.get(tape.states[number].key)
-            if tape.states.get(number - 1) is state:  # the same question once more
-                if piece is not None and node is not None:
-                    piece.nodes[number] = node
-                continue
-            if piece is not None and node is None:
+            state = tape.states[number]
+            node = self._nodes.get(state.key)
+            if piece is not None and (node is None or _is_repeated(tape, number)):
                 self._pass(piece, number)
                 continue
+            if piece is not None and node is not None:
+                piece.stop = number
+                piece.nodes[number] = node
+                piece = None
+            elif known is not None:
+                if not _agree(recording, known[1], number, known[0]):
+                    return None
+                ahead = known[0].number + number - known[1]
+                if known[0].piece is self.first and ahead not in self.first.recording.tape.states:
+                    if not self._learn(recording, known[1], number, known[0]):
+                        return None
+                    has_learnt, node = True, self._nodes[state.key]
             if node is None:
                 if kinds[number] is GuardKind.DATA:
                     return None  # what is known leads elsewhere
                 continue
-            if piece is not None:
-                piece.stop = number
-                piece.nodes[number] = node
-                piece = None
-            elif known is not None and not _agree(recording, known[1], number, known[0]):
-                return None
+            if _is_repeated(tape, number):
+                continue
             answer = answer_of(tape.guards[number])
             exit = node.after(answer)
+            if exit is None and number == self.first.stop and self._is_led_by_first(recording):
+                self._renew(recording)
+                return made
             if exit is None:
                 piece = Piece(recording, number)
                 node.add(Exit(answer, piece, number, self._write))
@@ -194,6 +210,8 @@ class Graph:
                 known = exit, number
         if piece is None and known is not None and not _agree(recording, known[1], None, known[0]):
             return None
+        if has_learnt:
+            self._cut_first()
         try:
             for node, piece in made:
                 exit = node.after(answer_of(tape.guards[piece.after]))
@@ -204,13 +222,72 @@ class Graph:
         self.draws = self.draws or recording.draws
         return made
 
-    def _beginning(self) -> Exit:
-        return Exit(None, self.first, -1, self._write)
-
     def forget(self, owner: Any) -> None:
         """Drop what is known by a piece alone, which is named by its owner."""
         for node in self._nodes.values():
             node.drop(owner)
+
+    def _cut_first(self) -> None:
+        """End the first piece where nobody knows the states that follow."""
+        tape, first = self.first.recording.tape, self.first
+        last = max(tape.states)
+        ahead = first.analysis.kinds[last + 1 :]
+        if GuardKind.DATA in ahead:
+            first.stop = last
+            self._nodes[tape.states[last].key].drop(first.owner)
+        self._rewrite_first()
+
+    def _rewrite_first(self) -> None:
+        """Have code written that hands over what the states hold that are known by now."""
+        self._beginning = Exit(None, self.first, -1, self._write)
+        for node in self._nodes.values():
+            for exit in node.exits:
+                if exit.piece is self.first:
+                    exit.rewrite()
+
+    def _is_led_by_first(self, recording: Recording) -> bool:
+        """Whether a run has gone the way of the first run up to where that was cut."""
+        first, tape, stop = self.first.recording.tape, recording.tape, self.first.stop
+        assert stop is not None
+        return len(tape.guards) > stop and all(
+            number in tape.states
+            and number in first.states
+            and tape.states[number].key == first.states[number].key
+            and identical(answer_of(tape.guards[number]), answer_of(first.guards[number]))
+            for number in range(stop + 1)
+        )
+
+    def _renew(self, recording: Recording) -> None:
+        """Put a run whose states are known in the place of the first one, which went its way."""
+        old = self.first
+        self.first = Piece(recording, -1)
+        self.first.owner = old.owner
+        for node in self._nodes.values():
+            if node.piece is old:
+                node.piece = self.first
+            node.drop(old.owner)
+        for number in sorted(recording.tape.states):
+            self._pass(self.first, number)
+        self._rewrite_first()
+
+    def _learn(self, recording: Recording, after: int, number: int, exit: Exit) -> bool:
+        """Take over from a run in which state the first run was at a guard.
+
+        The first run is recorded without its states: most calls go its way, and never need them.
+        A run that has done the same from some state on was in the same ones.
+        """
+        first, tape = self.first.recording.tape, recording.tape
+        ahead = exit.number + number - after
+        if ahead >= len(first.guards) or first.guards[ahead].test is not tape.guards[number].test:
+            return False
+        state, named = tape.states[number], _Names(first, exit.number).indices()
+        names = _Names(tape, after)
+        holes = tuple(named.get(names.name(hole), -1) for hole in state.holes)
+        if -1 in holes:
+            return False
+        first.states[ahead] = State(state.key, holes, state.kept)
+        self._pass(self.first, ahead)
+        return True
 
     def _pass(self, piece: Piece, number: int) -> None:
         """Note a state that a piece goes through, and what follows in line."""
@@ -220,7 +297,7 @@ class Graph:
         if node is None:
             node = self._nodes[key] = Node(piece, number)
         piece.nodes[number] = node
-        if tape.states.get(number - 1) is tape.states[number]:  # the same question once more
+        if _is_repeated(tape, number):
             return
         if node.after(answer) is None:
             node.add(Exit(answer, piece, number, self._write))
@@ -232,6 +309,12 @@ class Graph:
         if self._direct:
             writer.call_directly()
         return Code(writer.write(), "run")
+
+
+def _is_repeated(tape: Tape, number: int) -> bool:
+    """Whether a guard asks the very question of the one before."""
+    before, state = tape.states.get(number - 1), tape.states[number]
+    return before is not None and (before.key, before.holes) == (state.key, state.holes)
 
 
 def _agree(recording: Recording, after: int, until: int | None, exit: Exit) -> bool:
@@ -274,16 +357,21 @@ class _Names:
         counted = (op.index for op in tape.ops[self.start :] if _counts(op))
         self._names.update((index, ("op", k)) for k, index in enumerate(counted))
 
+    def indices(self) -> dict[Any, int]:
+        """Return the ops of what is handed on, and of what is done after it, by name."""
+        return {name: index for index, name in self._names.items()}
+
     def of(self, op: Op) -> str:
         """Return what an op is given, in these names."""
-        return repr(map_refs((op.args, op.kwargs), lambda ref: self._name(ref.index)))
+        return repr(map_refs((op.args, op.kwargs), lambda ref: self.name(ref.index)))
 
-    def _name(self, index: int) -> Any:
+    def name(self, index: int) -> Any:
+        """Return the name of a value."""
         if index in self._names:
             return self._names[index]
         op = self._ops[index]
         if op.kind is OpKind.SCALAR and op.target is getitem:
-            return "element", self._name(op.args[0].index), op.args[1]
+            return "element", self.name(op.args[0].index), op.args[1]
         if op.kind in (OpKind.INPUT, OpKind.STATE):
             return "part", op.target.label
         return "late", name_of(op.target), self.of(op)

@@ -18,7 +18,7 @@ from bendtrace.recording.parts import Access, Part, identical
 from bendtrace.recording.recorder import Prefix, Recording
 from bendtrace.recording.tape import Guard, Op, OpKind, Ref, Test, refs_in
 from bendtrace.replay.ambience import Ambience
-from bendtrace.replay.analysis import Analysis, GuardKind, counts
+from bendtrace.replay.analysis import Analysis, counts
 from bendtrace.replay.check import CheckWriter
 from bendtrace.replay.codegen import may_be_caught, write_run
 from bendtrace.replay.graph import Graph, may_run_again
@@ -291,23 +291,13 @@ class Program:
         if self.live_only:
             return
         direct = not (ambience.modes or ambience.exchanged)
-        if joins and self._is_covered() and may_run_again(recording):
-            try:
-                self.graph = Graph(recording, ambience.context, direct)
-            except Unlinked:
-                pass
-            else:
-                self.root = Stretch(recording, 1, code=self.graph.code)
-                self.graph.first.owner = self.root
-                return
+        if joins and may_run_again(recording):
+            self.graph = Graph(recording, ambience.context, direct)
+            self.root = Stretch(recording, 1, code=self.graph.code)
+            self.graph.first.owner = self.root
+            return
         source = write_run(recording, self.analysis, ambience.context, direct=direct)
         self.root = Stretch(recording, 1, code=Code(source, "run"))
-
-    def _is_covered(self) -> bool:
-        """Whether the state was read at each question that a replay asks."""
-        states = self.recording.tape.states
-        kinds = enumerate(self.analysis.kinds)
-        return all(number in states for number, kind in kinds if kind is GuardKind.DATA)
 
     def failing(self, arguments: tuple[Any, ...]) -> Check | None:
         """Return the first input guard that does not hold, or None if all do.
@@ -408,17 +398,18 @@ class Program:
                 departure = _raised(error, piece.owner, code)
                 if departure is None:
                     raise
-                number, answer, node = departure.guard, departure.outcome, None
+                number, answer = departure.guard, departure.outcome
                 del departure
             else:
                 if type(result) is not Departure:
                     piece.owner.hits += 1
                     return Finished(result, piece.owner)
-                node, answer, held = piece.nodes[result.guard], result.outcome, result.values
-                if result.guard == piece.stop:
-                    piece.owner.hits += 1
+                number, answer, held = result.guard, result.outcome, result.values
                 del result
-                exit = node.after(answer)
+                if number == piece.stop:
+                    piece.owner.hits += 1
+                node = piece.nodes.get(number)
+                exit = None if node is None else node.after(answer)
                 if exit is not None:
                     try:
                         code = exit.code
@@ -429,7 +420,8 @@ class Program:
                         continue
                 if type(answer) is list:  # which the model is given, and may change
                     answer = copy.deepcopy(answer)
-                piece, number = node.piece, node.number
+                if node is not None:
+                    piece, number = node.piece, node.number
             held.clear()
             return Divergence(
                 piece.owner, number, answer, {}, AutocastHold(), True, random_state
@@ -561,7 +553,7 @@ class Program:
             Whether it fits in: if not, the program is to be replaced.
         """
         if divergence.is_anew and not recording.tape.blockers:
-            return self._join(recording, hits)
+            return self._join(divergence, recording, hits)
         position, parent = divergence.position, divergence.stretch
         side = parent.make_side(divergence.number, divergence.outcome)
         if side.target is not None or side.live is not None:
@@ -583,12 +575,15 @@ class Program:
             )  # fmt: skip
         return True
 
-    def _join(self, recording: Recording, hits: int) -> bool:
+    def _join(self, divergence: Divergence, recording: Recording, hits: int) -> bool:
         """Add what a run has seen for the first time to the graph."""
         graph = self.graph
-        pieces = None if graph is None or graph.is_broken else graph.add(recording)
+        if graph is None or graph.is_broken or divergence.number < 0:
+            return False
+        pieces = graph.add(recording)
         if pieces is None:
             return False
+        self.root.code, self.root.recording = graph.code, graph.first.recording
         for node, piece in pieces:
             guard = recording.tape.guards[piece.after]
             exit = node.after(answer_of(guard))

@@ -1,0 +1,442 @@
+"""Paths join where runs are in the same state, and nowhere else."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import bendtrace as bt
+from bendtrace.recording import stacks, states
+from bendtrace.replay import graph
+
+pytestmark = pytest.mark.skipif(
+    stacks.layout() is None, reason="the frames of this Python cannot be read: paths do not join"
+)
+
+PROGRAMS: dict[str, Callable[[Tensor], Any]] = {}
+
+
+class Noted:
+    """An object that a branch changes."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+
+class Around:
+    """A context that knows its name."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.left = False
+
+    def __enter__(self) -> Around:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.left = True
+
+
+def program(function: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
+    """Register a program of two questions and something that only what follows reads."""
+    PROGRAMS[function.__name__] = function
+    return function
+
+
+def asks(value: Tensor) -> bool:
+    """Ask the second question, the one that paths could join at."""
+    return bool(value > 0)
+
+
+@program
+def a_flag(x: Tensor) -> Any:
+    flag = False
+    if x[0] > 0:
+        flag = True
+    y = x * 2 if asks(x[1]) else x * 3
+    return y + 1 if flag else y
+
+
+@program
+def a_number_of_times(x: Tensor) -> Any:
+    count = 0
+    for value in x[:1]:
+        if value > 0:
+            count += 1
+    y = x * 2 if asks(x[1]) else x * 3
+    return y, count
+
+
+@program
+def a_list_that_grew(x: Tensor) -> Any:
+    found: list[int] = []
+    if x[0] > 0:
+        found.append(1)
+    y = x * 2 if asks(x[1]) else x * 3
+    return y, list(found)
+
+
+@program
+def a_dict_and_its_order(x: Tensor) -> Any:
+    found = {"a": 1, "b": 2}
+    if x[0] > 0:
+        found["a"] = found.pop("a")
+    y = x * 2 if asks(x[1]) else x * 3
+    return y, list(found)
+
+
+@program
+def a_closure(x: Tensor) -> Any:
+    step = 1
+
+    def add(value: Tensor) -> Tensor:
+        return value + step
+
+    if x[0] > 0:
+        step = 2
+    y = x * 2 if asks(x[1]) else x * 3
+    return add(y)
+
+
+@program
+def a_generator(x: Tensor) -> Any:
+    numbers = (n for n in (1, 2, 3))
+    if x[0] > 0:
+        next(numbers)
+    y = x * 2 if asks(x[1]) else x * 3
+    return y + next(numbers)
+
+
+@program
+def an_iterator(x: Tensor) -> Any:
+    numbers = iter([1, 2, 3])
+    if x[0] > 0:
+        next(numbers)
+    y = x * 2 if asks(x[1]) else x * 3
+    return y + next(numbers)
+
+
+@program
+def a_loop_around(x: Tensor) -> Any:
+    found = x
+    for factor in (2, 3) if x[0] > 0 else (5, 7):
+        found = found * factor if asks(x[1]) else found + factor
+    return found
+
+
+@program
+def operands_that_wait(x: Tensor) -> Any:
+    return [1 if x[0] > 0 else 2, x * 2 if asks(x[1]) else x * 3]
+
+
+@program
+def two_names_for_one(x: Tensor) -> Any:
+    one, other = x + 1, x + 1
+    if x[0] > 0:
+        other = one
+    y = x * 2 if asks(x[1]) else x * 3
+    return y + 1 if one is other else y
+
+
+@program
+def two_views_of_one_memory(x: Tensor) -> Any:
+    one = x + 1
+    other = one.view(-1) if x[0] > 0 else one.clone()
+    y = x * 2 if asks(x[1]) else x * 3
+    other.mul_(2)
+    return y + one
+
+
+@program
+def what_requires_grad(x: Tensor) -> Any:
+    one = x + 1
+    if x[0] > 0:
+        one = one.detach().requires_grad_()
+    y = x * 2 if asks(x[1]) else x * 3
+    return y + 1 if one.requires_grad else y
+
+
+@program
+def what_has_another_dtype(x: Tensor) -> Any:
+    one = x + 1 if x[0] > 0 else (x + 1).double()
+    y = x * 2 if asks(x[1]) else x * 3
+    return y, one.dtype, one
+
+
+@program
+def an_exception_that_is_handled(x: Tensor) -> Any:
+    try:
+        if x[0] > 0:
+            raise ValueError("positive")
+        found = 0
+    except ValueError:
+        found = 1
+        y = x * 2 if asks(x[1]) else x * 3
+        return y + found
+    y = x * 2 if asks(x[1]) else x * 3
+    return y + found
+
+
+@program
+def an_object_of_the_users(x: Tensor) -> Any:
+    noted = Noted()
+    if x[0] > 0:
+        noted.count += 1
+    y = x * 2 if asks(x[1]) else x * 3
+    return y + noted.count
+
+
+@program
+def a_bound_method(x: Tensor) -> Any:
+    found: list[int] = []
+    keep = found.append if x[0] > 0 else [].append
+    y = x * 2 if asks(x[1]) else x * 3
+    keep(1)
+    return y, list(found)
+
+
+@program
+def a_partial_function(x: Tensor) -> Any:
+    scale = functools.partial(torch.mul, other=2 if x[0] > 0 else 3)
+    y = x * 2 if asks(x[1]) else x * 3
+    return scale(y)
+
+
+@program
+def a_set(x: Tensor) -> Any:
+    found = {1}
+    if x[0] > 0:
+        found.add(2)
+    y = x * 2 if asks(x[1]) else x * 3
+    return y + len(found)
+
+
+@program
+def grad_mode(x: Tensor) -> Any:
+    with torch.set_grad_enabled(bool(x[0] > 0)):
+        y = x * 2 if asks(x[1]) else x * 3
+        return y, torch.is_grad_enabled()
+
+
+@program
+def an_element_that_nothing_used(x: Tensor) -> Any:
+    low, high = x.chunk(2)
+    kept = low if x[0] > 0 else high
+    y = x * 2 if asks(x[1]) else x * 3
+    return y, kept + 1
+
+
+@program
+def a_number_that_was_asked_before(x: Tensor) -> Any:
+    first = x[0].item()
+    sign = x * 5 if first > 0 else x * 7
+    y = sign * 2 if asks(x[1]) else sign * 3
+    return y + 1 if first > 0 else y - 1
+
+
+@program
+def a_number_that_c_holds(x: Tensor) -> Any:
+    def value(n: int) -> int:
+        return 1 if x[n] > 0 else 10
+
+    summed, most = sum(value(n) for n in range(3)), max(value(n) for n in range(3))
+    return x * summed, most, list(map(value, (0, 1)))
+
+
+@program
+def a_default_of_a_function(x: Tensor) -> Any:
+    def add(value: Tensor, step: int = 1 if x[0] > 0 else 2) -> Tensor:
+        return value + step
+
+    y = x * 2 if asks(x[1]) else x * 3
+    return add(y)
+
+
+@program
+def a_comprehension(x: Tensor) -> Any:
+    return [(1 if value > 0 else -1) for value in x]
+
+
+@program
+def a_way_out_of_a_with(x: Tensor) -> Any:
+    around = Around("a") if x[0] > 0 else Around("b")
+    with around:
+        y = x * 2 if asks(x[1]) else x * 3
+    return y, around.name, around.left
+
+
+class Notes(nn.Module):
+    """Notes the first answer in an attribute, and reads it after the second question."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.noted: Any = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.noted = 1 if x[0] > 0 else 2
+        y = x * 2 if asks(x[1]) else x * 3
+        return y + self.noted
+
+
+INPUTS = [torch.tensor(signs) for signs in itertools.product((1.0, -1.0), repeat=3)]
+# Each order comes to another state first.
+ORDERS = [INPUTS, INPUTS[::-1], INPUTS[3:] + INPUTS[:3], INPUTS[5:] + INPUTS[:5]]
+
+
+def same(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor):
+        return torch.equal(one, other) and one.requires_grad == other.requires_grad
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(same, one, other))
+    return bool(one == other and type(one) is type(other))
+
+
+def is_right(function: Callable[[Tensor], Any], order: list[Tensor]) -> bool:
+    bended = bt.BendedModule(function)
+    inputs = order * 2
+    return all(same(bended(x.clone()), function(x.clone())) for x in inputs)
+
+
+@pytest.mark.parametrize("order", range(len(ORDERS)))
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_what_only_later_code_reads_keeps_states_apart(name: str, order: int) -> None:
+    assert is_right(PROGRAMS[name], ORDERS[order])
+
+
+@pytest.mark.parametrize("order", range(len(ORDERS)))
+def test_an_attribute_keeps_states_apart(order: int) -> None:
+    assert is_right(Notes(), ORDERS[order])
+
+
+def test_branches_join() -> None:
+    layers = [nn.Linear(4, 4) for _ in range(10)]
+
+    def gated(x: Tensor) -> Tensor:
+        for layer in layers:
+            h = layer(x)
+            x = torch.relu(h) + x if h.mean() > 0 else torch.tanh(h) + x
+        return x
+
+    bended = bt.BendedModule(gated)
+    torch.manual_seed(0)
+    for x in torch.randn(400, 4):
+        assert torch.equal(bended(x), gated(x))
+    assert bended.stats.traces < 20, bended.stats  # of 20 pairs of a question and an answer
+    assert bended.stats.live == 0
+
+
+def test_loops_close() -> None:
+    def halve(x: Tensor) -> Tensor:
+        while x.norm() > 0.1:
+            x = x * 0.7
+        return x
+
+    bended = bt.BendedModule(halve)
+    torch.manual_seed(0)
+    for scale in torch.rand(200) * 50:
+        x = torch.ones(2) * scale
+        assert torch.equal(bended(x), halve(x))
+    assert bended.stats.traces <= 4, bended.stats
+
+
+def test_gradients_are_those_of_the_path_taken() -> None:
+    layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(6))
+
+    def gated(x: Tensor) -> Tensor:
+        for layer in layers:
+            h = layer(x)
+            x = torch.relu(h) + x if h.mean() > 0 else torch.tanh(h) * x
+        return x
+
+    bended = bt.BendedModule(gated)
+    torch.manual_seed(0)
+    for x in torch.randn(100, 4):
+        found = []
+        for call in (gated, bended):
+            layers.zero_grad()
+            given = x.clone().requires_grad_()
+            call(given).sum().backward()
+            found.append([given.grad, *(p.grad for p in layers.parameters())])
+        for one, other in zip(*found, strict=True):
+            assert one is other is None or torch.equal(one, other)
+
+
+def test_random_numbers_are_drawn_as_by_the_model() -> None:
+    def noisy(x: Tensor) -> Tensor:
+        for _ in range(5):
+            x = torch.dropout(x, 0.3, True)
+            x = x + torch.rand(4) if x.sum() > 1 else x - torch.rand(4)
+        return x
+
+    bended = bt.BendedModule(noisy)
+    for seed in range(60):
+        found = []
+        for call in (noisy, bended):
+            torch.manual_seed(seed)
+            found.append((call(torch.ones(4)), torch.get_rng_state()))
+        assert torch.equal(found[0][0], found[1][0])
+        assert torch.equal(found[0][1], found[1][1])
+    assert bended.stats.traces < 16, bended.stats
+
+
+# Leaving out a part of the key has to be noticed by one of the programs.
+LEFT_OUT: dict[str, tuple[str, Callable[..., Any]]] = {
+    "variables": ("_frame", lambda self, stack: (id(stack.code), stack.offset)),
+    "content of objects": ("_other", lambda self, value, kind: id(kind)),
+    "mappings": ("_mapping", lambda self, mapping: len(mapping)),
+    "iterators": ("_reduced", lambda self, iterator: 0),
+    "generators": ("_generator", lambda self, generator: 0),
+    "cells": ("_cell", lambda self, cell: 0),
+    "changes": ("changes", lambda self: ()),
+    "what C may hold": ("_look_for_hidden", lambda *_: None),
+}
+
+
+@pytest.mark.parametrize("part", LEFT_OUT)
+def test_each_part_of_a_state_is_needed(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    name, instead = LEFT_OUT[part]
+    monkeypatch.setattr(states._Reader, name, instead)
+    for kind, reader in states._READERS.items():
+        if reader.__name__ == name:
+            monkeypatch.setitem(states._READERS, kind, instead)
+    # Runs are compared as they are added, which finds most of what would be wrong.
+    monkeypatch.setattr(graph, "_agree", lambda *_: True)
+    functions = [*PROGRAMS.values(), Notes()]
+    assert not all(is_right(function, order) for function in functions for order in ORDERS)
+
+
+def test_a_run_that_does_not_fit_in_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is missing in the key, a run is compared with what is known where it joins."""
+    monkeypatch.setattr(states._Reader, "changes", lambda self: ())
+    assert is_right(Notes(), INPUTS)
+
+
+def test_frames_are_read_as_they_are() -> None:
+    """Reading the same frames twice gives the same, whatever runs in between."""
+    places = stacks.layout()
+    assert places is not None
+    read: list[Any] = []
+
+    class Asked:
+        def __bool__(self) -> bool:
+            read.append(stacks.read(sys._getframe(1), sys._getframe(), places))
+            return True
+
+    def inner(asked: Asked, number: int) -> list[Any]:
+        with threading.Lock():
+            return [number, [n for n in (1, 2) if asked], {"k": 1 if asked else 2}]
+
+    for number in range(200):
+        found = inner(Asked(), number)
+        assert found == [number, [1, 2], {"k": 1}]
+    for stack in read:
+        assert stack is not None
+        assert any(type(value) is Asked for value in (*stack.slots, *(stack.operands or ())))
