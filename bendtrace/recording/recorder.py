@@ -192,8 +192,12 @@ class Recorder(TorchFunctionMode):
         return value
 
     def _read_state(self, index: int, test: Test, expected: Any) -> State:
-        with self._ran.left():
-            return self._states.read(index, test, expected)
+        self.active = False  # what is looked at here is not the model's looking
+        try:
+            with self._ran.left():
+                return self._states.read(index, test, expected)
+        finally:
+            self.active = True
 
     # What torch reports
 

@@ -12,6 +12,7 @@ questions in line.
 
 from __future__ import annotations
 
+import types
 from collections.abc import Callable, Iterator
 from operator import getitem
 from typing import Any
@@ -396,11 +397,17 @@ def _is_repeatable(op: Op) -> bool:
         return True
     name = name_of(op.target)
     return (
-        is_torchs_function(op.target)
+        (is_torchs_function(op.target) or _is_getter(op.target))
         and op.target not in SETTERS
         and name not in RESHAPES_IN_PLACE
         and name not in _ACTS_OUTSIDE
     )
+
+
+def _is_getter(function: Any) -> bool:
+    """Whether a function gets an attribute of a tensor."""
+    is_wrapper = isinstance(function, types.MethodWrapperType) and function.__name__ == "__get__"
+    return is_wrapper and isinstance(function.__self__, types.GetSetDescriptorType)
 
 
 _ACTS_OUTSIDE = frozenset(
