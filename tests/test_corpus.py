@@ -34,11 +34,17 @@ def test_gives_what_eager_gives_and_replays_known_paths(case: Case) -> None:
     bended = assert_promise(case.make, [*order, *rest, *rest])
     if case.name not in NOT_REPLAYED:
         # The calls 1, 3 and 4 visit a path for the second time, and the last of the rest.
-        assert bended.stats.replays >= 3 + len(rest)
-        assert bended.stats.traces <= 2 + len(rest)
+        again = case.name in LONG
+        assert bended.stats.replays >= 3 + len(rest) - again
+        assert bended.stats.traces <= 2 + len(rest) + again
         assert bended.stats.live == 0
     else:
         assert bended.stats.replays < 3 + len(rest), "is replayed after all: take it off the list"
+
+
+# The first runs of these ask so much that their states are not read: the first path is recorded
+# once more when another one is known.
+LONG = {"transformer_repeated_until_stable", "connected_components"}
 
 
 @pytest.mark.parametrize("fold", [False, True], ids=["ops", "leaf_modules"])

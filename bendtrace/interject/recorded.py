@@ -32,7 +32,7 @@ def recorded(
         kwargs: the keyword arguments.
         plan: what is inserted; None if nothing is.
         prefix: what need not be done again.
-        reads_states: whether it is written down in which states the run asks for values.
+        reads_states: whether it reads all states in which the run asks for values.
     """
     inserter = None
     if plan is not None:

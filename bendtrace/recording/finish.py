@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import operator
 import random
 import sys
 import types
@@ -157,7 +159,7 @@ class Finish:
         root.output = self._encoder.output(output, "the output", memo)
         recording.output_reads = self._writer.writes.writers()
         self._check_opaque_ops(recording.changes)
-        drew = list(map(_differ, self._generators, self._torchs_random_states()))
+        drew = list(map(operator.ne, self._generators, self._torchs_random_states()))
         recording.draws = drew[0]
         recording.writes_outside = any(drew[1:]) or self._encoder.writes_outside()
         root.stop = len(self.tape.ops)
@@ -187,13 +189,15 @@ class Finish:
             value.update(map(without_traced, traced))
         return memo
 
-    def _torchs_random_states(self) -> list[torch.Tensor]:
+    def _torchs_random_states(self) -> list[bytes]:
         """The states of the generators that a run can draw from, the default one first."""
         known = [part.value for part in self.surroundings.generators if part.value is not None]
         if torch.cuda.is_initialized():
             known += torch.cuda.default_generators
         with torch._C.DisableTorchFunction():
-            return [generator.get_state() for generator in (torch.default_generator, *known)]
+            states = [generator.get_state() for generator in (torch.default_generator, *known)]
+            # Read in memory: no mode of the caller's is to see this.
+            return [ctypes.string_at(state.data_ptr(), state.numel()) for state in states]
 
     @staticmethod
     def _modes() -> Any:
@@ -271,11 +275,6 @@ def _python_random_states() -> tuple[Any, ...]:
     return random.getstate(), tuple(
         part.tobytes() if hasattr(part, "tobytes") else part for part in numpy.random.get_state()
     )
-
-
-def _differ(before: torch.Tensor, after: torch.Tensor) -> bool:
-    with torch._C.DisableTorchFunction():
-        return not torch.equal(before, after)
 
 
 _RANDOM = ("random", "rand", "randn", "randint", "choice", "shuffle", "uniform", "normal", "sample")

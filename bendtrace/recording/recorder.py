@@ -77,7 +77,7 @@ class Recorder(TorchFunctionMode):
         prefix: for a resumed run, what was carried out already.
         observer: is shown the values of the run.
         inserter: puts ops of its own into the run.
-        reads_states: whether it is written down in which states the run asks for values.
+        reads_states: whether it reads all states in which the run asks for values (see `states.py`).
     """
 
     def __init__(
@@ -93,6 +93,7 @@ class Recorder(TorchFunctionMode):
         self._observer = observer
         self._inserter = inserter
         self.active = False
+        self.turns = 0
         self.surroundings = surroundings
         self._function = function
         self._start = definition(function)
@@ -100,9 +101,11 @@ class Recorder(TorchFunctionMode):
         self.tape = self._writer.tape
         self._values = Values(self._writer, surroundings, self, self._start, observer)
         self._encoder = Encoder(self._values)
-        if reads_states:
+        if prefix is None and inserter is None:
             outermost = Recorder._outcome.__code__
-            self._states = States(self._writer, self._values, surroundings, outermost)
+            self._states = States(
+                self._writer, self._values, surroundings, outermost, reads_states
+            )
             self._writer.read_state = self._read_state
         self._calls_of: dict[int, int] = {}
         self._strangers: dict[int, tuple[str, nn.Module]] = {}
@@ -191,11 +194,11 @@ class Recorder(TorchFunctionMode):
             self._observer.given(op, value)
         return value
 
-    def _read_state(self, index: int, test: Test, expected: Any) -> State:
+    def _read_state(self, index: int, test: Test, expected: Any) -> State | None:
         self.active = False  # what is looked at here is not the model's looking
         try:
             with self._ran.left():
-                return self._states.read(index, test, expected)
+                return self._states.read(index, test, expected, self.turns)
         finally:
             self.active = True
 
@@ -205,6 +208,8 @@ class Recorder(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         self._ran.leave()
+        if not self._within:
+            self.turns += 1
         try:
             return self._asked(func, types, args, kwargs or {}, sys._getframe(1))
         finally:
@@ -425,7 +430,7 @@ class Recorder(TorchFunctionMode):
             if traced is None:  # it raised, or gave something that cannot be traced
                 for operand in operands:
                     if type(operand) in TRACED:
-                        operand._consume(getattr(function, "__name__", "arithmetic"))
+                        self.consume(operand, getattr(function, "__name__", "arithmetic"))
         if traced is None:
             return result
         frame = outside_scalars()
@@ -695,7 +700,8 @@ def _plain(value: Any) -> Any:
     """Make traced scalars in arguments plain, and guard them."""
     kind = type(value)
     if kind in TRACED:
-        return value._consume("torch")
+        origin = value._origin
+        return origin.consume(value, "torch") if origin.active else value._value
     if kind in (tuple, list, torch.Size):
         return kind([_plain(item) for item in value])
     return {key: _plain(item) for key, item in value.items()} if kind is dict else value

@@ -113,7 +113,7 @@ def record(
         prefix: for a resumed run, what was carried out already.
         observer: is shown the values of the run.
         inserter: puts ops of its own into the run.
-        reads_states: whether it is written down in which states the run asks for values.
+        reads_states: whether it reads all states in which the run asks for values.
 
     Raises:
         InputError: if the function is a model with parameters that are not initialised yet.

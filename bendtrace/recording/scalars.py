@@ -32,6 +32,7 @@ class Origin(Protocol):
     """What a traced scalar reports to: the recorder of the run it belongs to."""
 
     active: bool
+    turns: int  # how often code has asked something of it
 
     def consume(self, scalar: TracedScalar, how: str) -> Any:
         """Note that Python needed the value of `scalar` and return it."""
@@ -55,7 +56,9 @@ class _Node:
         self.scalar = scalar
 
     def _value(self, *_: object) -> Any:
-        return self.scalar._consume("torch")
+        scalar = self.scalar
+        origin = scalar._origin
+        return origin.consume(scalar, "torch") if origin.active else scalar._value
 
     guard_int = guard_float = guard_bool = int_ = bool_ = expect_true = _value
     guard_size_oblivious = guard_or_false = guard_or_true = maybe_as_int = _value
@@ -100,7 +103,10 @@ class TracedScalar:
 
     def _consume(self, how: str) -> Any:
         origin = self._origin
-        return origin.consume(self, how) if origin.active else self._value
+        if not origin.active:
+            return self._value
+        origin.turns += 1
+        return origin.consume(self, how)
 
     @property
     def node(self) -> _Node:
@@ -300,6 +306,7 @@ class _Over:
     """The origin of scalars whose run is over."""
 
     active = False
+    turns = 0
 
     def consume(self, scalar: TracedScalar, how: str) -> Any:
         return scalar._value

@@ -12,6 +12,7 @@ What cannot be read makes a state equal to no other one but the one that the sam
 
 from __future__ import annotations
 
+import contextvars
 import enum
 import functools
 import hashlib
@@ -19,12 +20,13 @@ import operator
 import os
 import sys
 import types
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from types import CodeType, FrameType
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from bendtrace.recording import stacks
 from bendtrace.recording.contexts import current_context, current_settings
@@ -42,7 +44,7 @@ from bendtrace.recording.parts import (
 )
 from bendtrace.recording.scalars import RETIRED, TRACED
 from bendtrace.recording.surroundings import Surroundings
-from bendtrace.recording.tape import OpKind, Ref, State, Test
+from bendtrace.recording.tape import OpKind, Ref, State, Test, map_refs
 from bendtrace.recording.values import Values
 from bendtrace.recording.writer import Writer
 from bendtrace.recording.writes import storage_of
@@ -58,31 +60,46 @@ class States:
         values: knows which op gave what.
         surroundings: what the run could read when it began.
         outermost: the code that called the model.
+        reads_all: whether all states are read, also those that take long.
 
     Attributes:
         unread: why states could not be read.
     """
 
     def __init__(
-        self, writer: Writer, values: Values, surroundings: Surroundings, outermost: CodeType
+        self,
+        writer: Writer,
+        values: Values,
+        surroundings: Surroundings,
+        outermost: CodeType,
+        reads_all: bool,
     ) -> None:
         self._writer = writer
         self._values = values
         self._surroundings = surroundings
         self._outermost = outermost
+        self._reads_all = reads_all
+        self._left = _MOST_AT_FIRST
         self.unread: list[str] = []
         self._before: State | None = None
         self._answer: tuple[str, str] = "", ""  # of the question before
         self._position = 0  # the length of the tape there
+        self._turn = -1
 
-    def read(self, index: int, test: Test, expected: Any) -> State:
-        """Return the state in which the value of an op is asked for.
+    def read(self, index: int, test: Test, expected: Any, turn: int) -> State | None:
+        """Return the state in which the value of an op is asked for; None if it is not read.
 
         Args:
             index: the op.
             test: what is asked.
             expected: what came out, which is part of what leads to the next state.
+            turn: counts what code has asked of the tracer. What was asked before in the same turn
+                has answers that only the tracer holds.
         """
+        if not self._reads_all:
+            self._left = self._left - 1 if self._is_near() else 0
+            if self._left < 1:
+                return None
         with torch._C.DisableTorchFunction():
             reader = _Reader(self._values, self._surroundings)
             try:
@@ -91,7 +108,8 @@ class States:
                     _ambience(),
                     reader.frames(self._outermost),
                     reader.changes(),
-                    reader.value_of(index),
+                    reader.asked(index),
+                    self._same_turn(turn),
                 )
             except (_Unreadable, RecursionError) as error:
                 self.unread.append(str(error))
@@ -102,8 +120,25 @@ class States:
         if before is not None and (state.key, state.holes) == (before.key, before.holes):
             return before  # the very same question once more
         self._before, self._answer = state, (type(expected).__name__, str(expected))
-        self._position = len(self._writer.tape.ops)
+        self._position, self._turn = len(self._writer.tape.ops), turn
         return state
+
+    def _same_turn(self, turn: int) -> Any:
+        """Return what was asked before in the same turn, and answered."""
+        if turn != self._turn or self._before is None:
+            return None
+        return self._before.key, self._answer
+
+    def _is_near(self) -> bool:
+        """Whether few frames lie between the model's entry and the question."""
+        frame: FrameType | None = sys._getframe(1)
+        near = _NEAR
+        while frame is not None and frame.f_code is not self._outermost:
+            near -= not frame.f_code.co_filename.startswith(_OWN)
+            if not near:
+                return False
+            frame = frame.f_back
+        return True
 
     def _after(self, test: Test) -> State:
         """Return a state that is known by nothing but the way that led to it."""
@@ -117,6 +152,10 @@ class States:
             return State(_digest("start", test.name), made, ())
         key = _digest("after", before.key, self._answer, test.name)
         return State(key, before.holes + made, before.kept)
+
+
+# A first run reads no more states than that, and none that are further down.
+_MOST_AT_FIRST, _NEAR = 64, 12
 
 
 def _digest(*key: Any) -> bytes:
@@ -162,26 +201,30 @@ class _Reader:
         if places is None:
             raise _Unreadable("the frames of this Python cannot be read")
         chain: list[FrameType] = []
-        frame: FrameType | None = sys._getframe()
-        while frame is not None and frame.f_code is not outermost:
-            self._running[id(frame)] = len(chain)
-            chain.append(frame)
-            frame = frame.f_back
-        if frame is None:
-            raise _Unreadable("the model is not called from here")
-        found = []
-        callee: FrameType | None = None
+        frame: FrameType | None = sys._getframe(1)
+        try:
+            while frame is not None and frame.f_code is not outermost:
+                self._running[id(frame)] = len(chain)
+                chain.append(frame)
+                frame = frame.f_back
+            if frame is None:
+                raise _Unreadable("the model is not called from here")
+            return tuple(self._read_chain(chain, places))
+        finally:
+            chain.clear()  # a frame that is held by itself would keep all values alive
+
+    def _read_chain(self, chain: list[FrameType], places: stacks.Layout) -> Iterator[Any]:
+        callee, is_asking = None, True
         for frame in chain:
             if not frame.f_code.co_filename.startswith(_OWN):
                 stack = stacks.read(frame, callee, places)
                 if stack is None:
                     raise _Unreadable(f"{frame.f_code.co_qualname} cannot be read")
-                is_asking = not found
                 if stack.operands is not None:
                     self._look_for_hidden(stack, callee, is_asking)
-                found.append(self._frame(stack))
+                yield self._frame(stack)
+                is_asking = False
             callee = frame
-        return tuple(found)
 
     def _frame(self, stack: stacks.Stack) -> tuple[Any, ...]:
         operands = None if stack.operands is None else tuple(map(self.value, stack.operands))
@@ -283,6 +326,8 @@ class _Reader:
             return self._by_identity(kind), str(value)
         if is_array(value):
             return "array", str(value.dtype), value.shape, value.tobytes()
+        if isinstance(value, TorchFunctionMode) and kind.__module__.startswith("bendtrace."):
+            return "recorder"
         if kind.__module__.startswith("bendtrace.") or not can_build(kind):
             raise _Unreadable(f"a {kind.__qualname__} cannot be read")
         items: Any = ()
@@ -349,6 +394,24 @@ class _Reader:
             return "hole", number, tuple(sorted(self._facts.get(index, ())))
         raise _Unreadable("a tensor of unknown origin")
 
+    def asked(self, index: int) -> Any:
+        """Return what stands for the value that is asked for."""
+        if index in self.holes:
+            return self.value_of(index)
+        what = self._described(index, _DEEPEST)
+        self.value_of(index)
+        return what
+
+    def _described(self, index: int, depth: int) -> Any:
+        """Return what a value is that nothing but the question holds: how it was computed."""
+        op = self._ops[index]
+        if index in self.holes or op.kind in (OpKind.INPUT, OpKind.STATE):
+            return self.value_of(index)
+        if depth == 0:
+            raise _Unreadable("what is asked for was computed in many steps")
+        given = map_refs((op.args, op.kwargs), lambda ref: self._described(ref.index, depth - 1))
+        return name_of(op.target), repr(given)
+
     def changes(self) -> tuple[Any, ...]:
         """Read what the run has changed so far."""
         changes = self._surroundings.changes_so_far()
@@ -407,6 +470,9 @@ class _Reader:
     def _partial(self, partial: functools.partial[Any]) -> Any:
         parts = (partial.func, partial.args, partial.keywords, vars(partial))
         return self.values_of(parts)
+
+    def _token(self, token: contextvars.Token[Any]) -> Any:
+        return self._by_identity(token.var), self.value(token.old_value)
 
     def _slice(self, value: slice) -> Any:
         return self.values_of((value.start, value.stop, value.step))
@@ -470,6 +536,7 @@ def _is_single(value: Any) -> bool:
 
 
 _HEAP_TYPE = 1 << 9
+_DEEPEST = 16
 _NUMBERS = frozenset({int, float, bool, complex, type(None)})
 _CONTAINERS = (tuple, list, dict, set, frozenset, str, bytes)
 _OWN = os.path.dirname(os.path.dirname(__file__)) + os.sep
@@ -497,7 +564,7 @@ _FIXED = frozenset(
     {
         types.ModuleType, types.CodeType, types.MethodDescriptorType, types.WrapperDescriptorType,
         types.GetSetDescriptorType, types.MemberDescriptorType, types.ClassMethodDescriptorType,
-        type(torch.default_generator),
+        type(torch.default_generator), type(contextvars.Token.MISSING),
     }
 )  # fmt: skip
 _ITERATORS: tuple[Any, ...] = (
@@ -518,5 +585,6 @@ _READERS: dict[type, Any] = {
     types.CellType: _Reader._cell,
     types.GeneratorType: _Reader._generator,
     functools.partial: _Reader._partial,
+    contextvars.Token: _Reader._token,
     **{type(iterator): _Reader._reduced for iterator in _ITERATORS},
 }

@@ -140,7 +140,7 @@ class Values:
             ref = Ref(op.index)
             sizes = [self.scalar(TracedInt, size, (ref, (i,))) for i, size in enumerate(out)]
             if self._plain_numbers or needs_plain_numbers(frame.f_code):
-                return kind([size._consume("type") for size in sizes])
+                return kind([self.origin.consume(size, "type") for size in sizes])
             return kind(sizes)
         if isinstance(out, (tuple, list)):
             if kind is tuple or kind is list:
@@ -220,11 +220,11 @@ class Values:
         scalar = self.scalar(kind, value, source)
         if kind is TracedBool:
             if compares_identity(frame.f_code):
-                return scalar._consume("type")
+                return self.origin.consume(scalar, "type")
             if not only_tests(frame, depth):
-                return scalar._consume("bool")
+                return self.origin.consume(scalar, "bool")
         return (
-            scalar._consume("type")
+            self.origin.consume(scalar, "type")
             if self._plain_numbers or needs_plain_numbers(frame.f_code)
             else scalar
         )

@@ -98,7 +98,7 @@ class Writer:
         self._arguments = tuple(part.value for part in given if part.access is Access.ROOT)
         self._resumed = 0 if prefix is None else len(prefix.ops)
         self.is_behind = self._resumed > 0
-        self.read_state: Callable[[int, Test, Any], State] | None = None
+        self.read_state: Callable[[int, Test, Any], State | None] | None = None
         self._sites = SiteTable(boundaries)
         self.boundaries = self._sites.boundaries
         self._dtype = torch.get_default_dtype()
@@ -192,7 +192,9 @@ class Writer:
         position, number = len(self.tape.ops), len(self.tape.guards)
         self.tape.guards.append(Guard(position, index, test, expected, how, self.scope, site))
         if self.read_state is not None:
-            self.tape.states[number] = self.read_state(index, test, expected)
+            state = self.read_state(index, test, expected)
+            if state is not None:
+                self.tape.states[number] = state
 
     def _renew_versions(self) -> None:
         """Tell names that the prefix itself has made stale from those that still hold."""

@@ -24,6 +24,7 @@ from bendtrace.recording.functions import (
     is_torchs_function,
     name_of,
 )
+from bendtrace.recording.handlers import is_handled
 from bendtrace.recording.parts import identical
 from bendtrace.recording.recorder import Recording
 from bendtrace.recording.tape import Op, OpKind, State, Tape, map_refs
@@ -141,6 +142,7 @@ class Graph:
         first: the piece that the first run is.
         draws: whether some run draws random numbers.
         is_broken: whether it turned out to be of no use.
+        has_begun_anew: whether all that was known first has been given up.
     """
 
     def __init__(self, recording: Recording, entry: Context, direct: bool) -> None:
@@ -148,9 +150,11 @@ class Graph:
         self._direct = direct
         self._nodes: dict[bytes, Node] = {}
         self.draws = recording.draws
-        self.is_broken = False
+        self.is_broken = self.has_begun_anew = False
         self.first = Piece(recording, -1)
         self._beginning = Exit(None, self.first, -1, self._write)
+        for number in sorted(recording.tape.states):
+            self._pass(self.first, number)
 
     @property
     def code(self) -> Code:
@@ -181,6 +185,8 @@ class Graph:
                 self._pass(piece, number)
                 continue
             if piece is not None and node is not None:
+                if node.piece is piece and not _does_something(tape, node.number, number):
+                    return None
                 piece.stop = number
                 piece.nodes[number] = node
                 piece = None
@@ -190,7 +196,7 @@ class Graph:
                 ahead = known[0].number + number - known[1]
                 if known[0].piece is self.first and ahead not in self.first.recording.tape.states:
                     if not self._learn(recording, known[1], number, known[0]):
-                        return None
+                        return self._begin_anew(recording)
                     has_learnt, node = True, self._nodes[state.key]
             if node is None:
                 if kinds[number] is GuardKind.DATA:
@@ -211,8 +217,8 @@ class Graph:
                 known = exit, number
         if piece is None and known is not None and not _agree(recording, known[1], None, known[0]):
             return None
-        if has_learnt:
-            self._cut_first()
+        if self.first.stop is None:
+            self._cut_first(has_learnt)
         try:
             for node, piece in made:
                 exit = node.after(answer_of(tape.guards[piece.after]))
@@ -228,15 +234,16 @@ class Graph:
         for node in self._nodes.values():
             node.drop(owner)
 
-    def _cut_first(self) -> None:
+    def _cut_first(self, has_learnt: bool) -> None:
         """End the first piece where nobody knows the states that follow."""
         tape, first = self.first.recording.tape, self.first
         last = max(tape.states)
-        ahead = first.analysis.kinds[last + 1 :]
-        if GuardKind.DATA in ahead:
+        if GuardKind.DATA in first.analysis.kinds[last + 1 :]:
             first.stop = last
             self._nodes[tape.states[last].key].drop(first.owner)
-        self._rewrite_first()
+            has_learnt = True
+        if has_learnt:
+            self._rewrite_first()
 
     def _rewrite_first(self) -> None:
         """Have code written that hands over what the states hold that are known by now."""
@@ -257,6 +264,15 @@ class Graph:
             and identical(answer_of(tape.guards[number]), answer_of(first.guards[number]))
             for number in range(stop + 1)
         )
+
+    def _begin_anew(self, recording: Recording) -> None | list[tuple[Node, Piece]]:
+        """Begin with a run whose states are known, where the first one tells too little."""
+        if self.has_begun_anew:
+            return None
+        self.has_begun_anew = True
+        self._nodes.clear()
+        self._renew(recording)
+        return []
 
     def _renew(self, recording: Recording) -> None:
         """Put a run whose states are known in the place of the first one, which went its way."""
@@ -316,6 +332,12 @@ def _is_repeated(tape: Tape, number: int) -> bool:
     """Whether a guard asks the very question of the one before."""
     before, state = tape.states.get(number - 1), tape.states[number]
     return before is not None and (before.key, before.holes) == (state.key, state.holes)
+
+
+def _does_something(tape: Tape, one: int, other: int) -> bool:
+    """Whether the model has done something between two guards."""
+    between = tape.ops[tape.guards[one].position : tape.guards[other].position]
+    return any(map(_counts, between))
 
 
 def _agree(recording: Recording, after: int, until: int | None, exit: Exit) -> bool:
@@ -391,7 +413,7 @@ def may_run_again(recording: Recording) -> bool:
 
 
 def _is_repeatable(op: Op) -> bool:
-    if op.raised is not None or op.context.autocast:
+    if op.raised is not None or op.context.autocast or is_handled(op):
         return False
     if op.kind is not OpKind.CALL:
         return True

@@ -580,9 +580,13 @@ class Program:
         graph = self.graph
         if graph is None or graph.is_broken or divergence.number < 0:
             return False
+        has_begun_anew = graph.has_begun_anew
         pieces = graph.add(recording)
         if pieces is None:
             return False
+        if graph.has_begun_anew and not has_begun_anew:
+            self.root.sides.clear()
+            self.root._by_outcome.clear()
         self.root.code, self.root.recording = graph.code, graph.first.recording
         for node, piece in pieces:
             guard = recording.tape.guards[piece.after]
