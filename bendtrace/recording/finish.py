@@ -44,8 +44,8 @@ class Recording:
         output_reads: for outputs that were written to since their op gave them, the op that wrote.
         is_transient: whether a next run with the same inputs would do something else, in a way
             that no guard notices: by then a cache is filled.
-        draws: whether it drew from torch's default generator.
-        writes_outside: whether it wrote to tensors that were there before, or drew elsewhere.
+        draws: whether it drew from torch's generators.
+        writes_outside: whether it wrote to tensors that were there before.
     """
 
     __slots__ = (
@@ -160,8 +160,8 @@ class Finish:
         recording.output_reads = self._writer.writes.writers()
         self._check_opaque_ops(recording.changes)
         drew = list(map(operator.ne, self._generators, self._torchs_random_states()))
-        recording.draws = drew[0]
-        recording.writes_outside = any(drew[1:]) or self._encoder.writes_outside()
+        recording.draws = any(drew)
+        recording.writes_outside = self._encoder.writes_outside()
         root.stop = len(self.tape.ops)
         self._writer.require_end()
         return recording, changes

@@ -12,10 +12,13 @@ questions in line.
 
 from __future__ import annotations
 
+import functools
 import types
 from collections.abc import Callable, Iterator
 from operator import getitem
 from typing import Any
+
+import torch
 
 from bendtrace.recording.contexts import Context
 from bendtrace.recording.functions import (
@@ -27,8 +30,9 @@ from bendtrace.recording.functions import (
 from bendtrace.recording.handlers import is_handled
 from bendtrace.recording.parts import identical
 from bendtrace.recording.recorder import Recording
-from bendtrace.recording.tape import Op, OpKind, State, Tape, map_refs
-from bendtrace.replay.analysis import Analysis, GuardKind
+from bendtrace.recording.tape import Op, OpKind, State, Tape, map_refs, refs_in
+from bendtrace.recording.writes import works_in_place
+from bendtrace.replay.analysis import Analysis, GuardKind, is_read
 from bendtrace.replay.segments import SegmentWriter, Unlinked, answer_of
 from bendtrace.replay.source import Code
 
@@ -140,7 +144,7 @@ class Graph:
 
     Attributes:
         first: the piece that the first run is.
-        draws: whether some run draws random numbers.
+        draws: whether some run may draw random numbers.
         is_broken: whether it turned out to be of no use.
         has_begun_anew: whether all that was known first has been given up.
     """
@@ -149,7 +153,7 @@ class Graph:
         self._entry = entry
         self._direct = direct
         self._nodes: dict[bytes, Node] = {}
-        self.draws = recording.draws
+        self.draws = may_draw(recording)
         self.is_broken = self.has_begun_anew = False
         self.first = Piece(recording, -1)
         self._beginning = Exit(None, self.first, -1, self._write)
@@ -226,7 +230,7 @@ class Graph:
                 assert exit.code
         except Unlinked:
             return None
-        self.draws = self.draws or recording.draws
+        self.draws = self.draws or may_draw(recording)
         return made
 
     def forget(self, owner: Any) -> None:
@@ -409,7 +413,25 @@ def may_run_again(recording: Recording) -> bool:
     tape = recording.tape
     if recording.writes_outside or tape.is_joint or tape.forgets or tape.blockers:
         return False
-    return all(map(_is_repeatable, tape.ops))
+    if recording.surroundings.generators:
+        return False
+    return all(map(_is_repeatable, tape.ops)) and not _may_write_outside(tape)
+
+
+def may_draw(recording: Recording) -> bool:
+    """Whether a replay of a run may draw random numbers, as far as functions tell."""
+    ops = recording.tape.ops
+    return recording.draws or any(
+        op.kind is OpKind.CALL and not is_read(op) and _draws(op.target) and not _is_idle(op)
+        for op in ops
+    )
+
+
+def _is_idle(op: Op) -> bool:
+    """Whether a dropout is switched off, whatever the call."""
+    position, name, off = _SWITCHES.get(name_of(op.target), (0, "", None))
+    given = op.kwargs.get(name, op.args[position] if len(op.args) > position else off)
+    return name != "" and type(given) in (bool, float, int) and not given
 
 
 def _is_repeatable(op: Op) -> bool:
@@ -426,15 +448,107 @@ def _is_repeatable(op: Op) -> bool:
     )
 
 
+def _may_write_outside(tape: Tape) -> bool:
+    """Whether a replay may write to an argument, or to state, under whatever name."""
+    ops = tape.ops
+    outside: dict[int, bool] = {}
+
+    def is_outside(index: int) -> bool:
+        if index not in outside:
+            op = ops[index]
+            if op.kind is OpKind.CALL and _makes_anew(op.target):
+                outside[index] = False
+            elif op.kind is OpKind.CALL or op.kind is OpKind.SCALAR:
+                given = refs_in((op.args, op.kwargs))
+                outside[index] = any(is_outside(ref.index) for ref in given)
+            else:
+                outside[index] = True
+        return outside[index]
+
+    for op in ops:
+        if op.kind is OpKind.CALL:
+            written = set(op.writes)
+            if works_in_place(op) or name_of(op.target) == "__setitem__":
+                written.update(ref.index for ref in refs_in((op.args[:1], op.kwargs.get("out"))))
+            if any(map(is_outside, written)):
+                return True
+    return False
+
+
 def _is_getter(function: Any) -> bool:
     """Whether a function gets an attribute of a tensor."""
     is_wrapper = isinstance(function, types.MethodWrapperType) and function.__name__ == "__get__"
     return is_wrapper and isinstance(function.__self__, types.GetSetDescriptorType)
 
 
+@functools.cache
+def _overloads(name: str) -> tuple[Any, ...]:
+    """Return the operators of torch that a function of that name comes down to."""
+    packet = getattr(torch.ops.aten, name, None) if name.isidentifier() else None
+    if not isinstance(packet, torch._ops.OpOverloadPacket):
+        return ()
+    found = [getattr(packet, each) for each in packet.overloads()]
+    exists = torch._C._dispatch_has_kernel  # those for lists and numbers are not torch's own
+    return tuple(one for one in found if "out" not in one._overloadname and exists(one.name()))
+
+
+@functools.cache
+def _draws(function: Any) -> bool:
+    """Whether a function may draw random numbers; what is not known may."""
+    name = name_of(function)
+    if _is_getter(function) or name in _OF_PYTHON:
+        return False
+    found = _overloads(name)
+    return (
+        not found
+        or name in _COMPOSED
+        or any(torch.Tag.nondeterministic_seeded in one.tags for one in found)
+    )
+
+
+@functools.cache
+def _makes_anew(function: Any) -> bool:
+    """Whether what a function gives has memory of its own for sure."""
+    name = name_of(function)
+    if name in _ANEW:
+        return True
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    found = _overloads(name)
+    return bool(found) and not any(
+        given.alias_info is not None
+        for one in found
+        for given in one._schema.returns
+    ) and not any(has_kernel(one.name(), "CompositeImplicitAutograd") for one in found)
+
+
+# Where what draws is told not to: the position of the argument, its name, and its default.
+_SWITCHES: dict[str, tuple[int, str, Any]] = {
+    "dropout": (2, "training", True),
+    "scaled_dot_product_attention": (4, "dropout_p", 0.0),
+}
 _ACTS_OUTSIDE = frozenset(
     {
         "backward", "register_hook", "register_post_accumulate_grad_hook", "retain_grad", "grad",
         "share_memory_", "print", "pin_memory",
+    }
+)  # fmt: skip
+# Python in front of operators that draw nothing by themselves.
+_COMPOSED = frozenset({"fractional_max_pool2d", "fractional_max_pool3d"})
+_OF_PYTHON = frozenset(
+    {
+        "__len__", "__bool__", "__getitem__", "__setitem__", "__iter__", "__int__", "__float__",
+        "__index__", "__contains__", "item", "tolist", "bool", "float", "int", "double", "half",
+        "long", "size", "dim", "numel", "shape", "type", "tensor", "as_tensor", "cpu", "cuda",
+        "is_floating_point", "is_complex", "is_contiguous", "__eq__", "__format__", "__repr__",
+        "apply_along_dim", "stack", "cat", "zeros", "ones", "full", "empty", "arange", "element_size",
+    }
+)  # fmt: skip
+# Whose operators are compositions, and yet never give back what they are given.
+_ANEW = frozenset(
+    {
+        "linear", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d",
+        "conv_transpose3d", "batch_norm", "layer_norm", "group_norm", "instance_norm", "matmul",
+        "zeros", "ones", "empty", "full", "arange", "tensor", "zeros_like", "ones_like",
+        "empty_like", "full_like", "clone", "new_zeros", "new_ones", "new_empty", "new_full",
     }
 )  # fmt: skip

@@ -178,7 +178,7 @@ class Divergence:
         values: the variables of the run so far: `v<op>`, and others.
         hold: on autocast's cache; released by who goes on.
         is_anew: whether nothing is kept of the run, and the model is to be run from its start.
-        random_state: of torch's default generator at that time, if the run may have drawn.
+        random_states: of torch's generators when it began, if the run may have drawn.
     """
 
     stretch: Stretch
@@ -187,7 +187,7 @@ class Divergence:
     values: dict[str, Any]
     hold: AutocastHold
     is_anew: bool = False
-    random_state: torch.Tensor | None = None
+    random_states: tuple[tuple[torch.Generator, torch.Tensor], ...] = ()
 
     @property
     def recording(self) -> Recording:
@@ -235,8 +235,8 @@ class Divergence:
 
     def rewind(self) -> None:
         """Have random numbers drawn again."""
-        if self.random_state is not None:
-            torch.default_generator.set_state(self.random_state)
+        for generator, state in self.random_states:
+            generator.set_state(state)
 
     def release(self, prefix: Prefix | None) -> None:
         """Let go of the values, once a run has been resumed with them."""
@@ -388,7 +388,7 @@ class Program:
 
     def _walk(self, graph: Graph, arguments: tuple[Any, ...]) -> Finished | Divergence:
         """Replay from state to state."""
-        random_state = torch.default_generator.get_state() if graph.draws else None
+        random_states = _random_states() if graph.draws else ()
         piece, code = graph.first, graph.code
         held: list[Any] = []
         while True:
@@ -424,7 +424,7 @@ class Program:
                     piece, number = node.piece, node.number
             held.clear()
             return Divergence(
-                piece.owner, number, answer, {}, AutocastHold(), True, random_state
+                piece.owner, number, answer, {}, AutocastHold(), True, random_states
             )
 
     def go_on(self, divergence: Divergence, arguments: tuple[Any, ...]) -> Finished | Divergence:
@@ -634,6 +634,13 @@ def _raised(error: Exception, stretch: Stretch, code: Code) -> Departure | None:
         return None
     values = {**traceback.tb_frame.f_locals, f"v{index}": error.with_traceback(None)}
     return Departure(-1 - index, raised_by(op, error), values)
+
+
+def _random_states() -> tuple[tuple[torch.Generator, torch.Tensor], ...]:
+    generators = [torch.default_generator]
+    if torch.cuda.is_initialized():
+        generators += torch.cuda.default_generators
+    return tuple((generator, generator.get_state()) for generator in generators)
 
 
 _MISSING = object()
