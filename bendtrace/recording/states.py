@@ -111,7 +111,7 @@ class States:
                     reader.asked(index),
                     self._same_turn(turn),
                 )
-            except (_Unreadable, RecursionError) as error:
+            except (_Unreadable, RuntimeError) as error:  # torch refuses to tell of some views
                 self.unread.append(str(error))
                 state = self._after(test)
             else:

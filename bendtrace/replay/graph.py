@@ -215,6 +215,7 @@ class Graph:
                 return made
             if exit is None:
                 piece = Piece(recording, number)
+                piece.owner = self.first.owner  # until it has one of its own
                 node.add(Exit(answer, piece, number, self._write))
                 made.append((node, piece))
             else:

@@ -20,6 +20,7 @@ from bendtrace.recording.tape import Guard
 from bendtrace.replay.ambience import Ambience
 from bendtrace.replay.index import ProgramIndex
 from bendtrace.replay.program import Divergence, Failure, Finished, Path, Program, Stretch
+from bendtrace.replay.segments import answer_of
 
 __all__ = ["TraceTree"]
 
@@ -306,7 +307,8 @@ class TraceTree:
             if known is None:
                 break
             with self._lock:
-                program.grow(result, known, hits=0)
+                if not program.grow(result, known, hits=0):
+                    break
             result = program.go_on(result, arguments)
             self._keep_to_limit()
         return result
@@ -317,14 +319,15 @@ class TraceTree:
     ) -> Recording | None:  # fmt: skip
         """Find a recorded run that is the same up to a divergence and then took its side."""
         guard = divergence.guard
-        if guard is None or divergence.is_anew or not program.analysis.fixed_metadata:
+        if guard is None or not program.analysis.fixed_metadata:
             return None  # the arguments are not any more what the other programs check
+        goes = _goes_on_from if divergence.is_anew else _goes_the_other_way
         index = self._indices.get(names)
         for other in () if index is None else index.candidates(arguments):
             if other is program or other.live_only or not other.admits(arguments):
                 continue
             for recording in other.recordings():
-                if _goes_the_other_way(recording, divergence, guard):
+                if goes(recording, divergence, guard):
                     return recording
         return None
 
@@ -384,6 +387,16 @@ def _parting(recording: Recording, other: Recording) -> Departing | None:
         if not identical(mine.expected, its.expected):
             return number, its.expected
     return None
+
+
+def _goes_on_from(recording: Recording, divergence: Divergence, guard: Guard) -> bool:
+    """Whether a run was in the state of a divergence, and found the same answer there."""
+    state = divergence.recording.tape.states.get(divergence.number)
+    tape = recording.tape
+    return state is not None and not tape.blockers and any(
+        own.key == state.key and identical(answer_of(tape.guards[number]), divergence.outcome)
+        for number, own in tape.states.items()
+    )
 
 
 def _goes_the_other_way(recording: Recording, divergence: Divergence, guard: Guard) -> bool:
