@@ -146,7 +146,8 @@ class States:
         made = tuple(
             op.index
             for op in self._writer.tape.ops[self._position :]
-            if op.kind is OpKind.CALL or op.kind is OpKind.SCALAR
+            if op.kind is OpKind.SCALAR
+            or (op.kind is OpKind.CALL and op.target is not Tensor.__setitem__)
         )
         if before is None:
             return State(_digest("start", test.name), made, ())
