@@ -261,7 +261,7 @@ def is_named_in_place(name: str) -> bool:
 
 _TRANSFORMS = (
     "vmap_impl", "grad_impl", "grad_and_value_impl", "_jvp_with_argnums", "vjp", "jacrev",
-    "linearize", "linear",
+    "linearize", "linear_map",
 )  # fmt: skip
 
 

@@ -81,7 +81,7 @@ def _apply(carrier: Any, *tangents: Any, **options: Any) -> Any:
     return carrier.linear(*tangents, **options)
 
 
-_apply.__name__ = _apply.__qualname__ = "linear"
+_apply.__name__ = _apply.__qualname__ = "linear_map"
 _applied = as_one_op(_apply)
 _original_jacrev = torch.func.jacrev
 
