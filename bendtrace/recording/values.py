@@ -249,6 +249,7 @@ class Values:
         if self._observer is not None:
             self._observer.state(op, tensor)
         known = self.bind_tensor(tensor, op)
+        self._writer.writes.there(tensor)
         self._writer.writes.given(ref_to(op.index), tensor, known.version)
         return ref_to(op.index)
 
