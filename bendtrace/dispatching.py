@@ -53,6 +53,7 @@ class Dispatcher:
         latest: the latest trace.
         latest_run: what the latest call has repeated, or made.
         floor: which calls run the model itself because its paths do not repeat.
+        passing: what the latest run could not be repeated for, if the next one may.
     """
 
     def __init__(
@@ -75,6 +76,7 @@ class Dispatcher:
         self._trees = trees
         self._called = called
         self._passing = 0  # runs that filled a cache
+        self.passing: tuple[str, ...] = ()
         self._auditor = auditor
         self.floor = Floor()
 
@@ -203,11 +205,13 @@ class Dispatcher:
         if recording.is_transient and self._passing < _PASSING:
             self._passing += 1
             self.stats.live += 1
+            self.passing = tuple(recording.tape.blockers)
             output, recording.result = recording.result, None
             self.latest = Trace(
                 recording, ambience, self._signature, self._model, registry=self._known.registry
             )
             return output
+        self.passing = ()
         program = call.tree.add(call.names, recording, ambience, evolving)
         self.stats.retraces += self.stats.traces > 0
         self.stats.traces += 1

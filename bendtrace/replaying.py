@@ -323,6 +323,7 @@ class ReplayingModule(StandIn):
         # Also of what was inserted for a while: these calls count, too.
         for recording in (*self._trees.plain_runs(), *self._trees.inserted_runs()):
             reasons += recording.tape.blockers
+        reasons += self._dispatcher.passing
         if (plainly := self._dispatcher.floor.reason) is not None:
             reasons.append(plainly)
         return tuple(dict.fromkeys(reasons))

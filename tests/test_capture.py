@@ -1318,8 +1318,8 @@ GRADIENTS = [
     (lambda x: x.view(1, 2).max(-1)[0] * 2, {"input_1_0": [2.0, 0.0], "view_1_1": [[2.0, 0.0]],
      "max_1_2": [2.0], "mul_1_4": [1.0], "output_1_5": [1.0]}),
     # The model's own hook comes before what flows on, and after what it was given.
-    (hooks, {"input_1_0": [42.0] * 2, "mul_1_1": [3.0] * 2, "mul_2_2": [1.0] * 2,
-     "output_1_3": [1.0] * 2}),
+    (hooks, {"input_1_0": [42.0] * 2, "mul_1_1": [3.0] * 2, "mul_2_3": [1.0] * 2,
+     "output_1_4": [1.0] * 2}),
 ]  # fmt: skip
 
 

@@ -1345,6 +1345,16 @@ change(
     lambda: nn.utils.spectral_norm(nn.Linear(3, 3)),
     lambda m, p: m.weight_orig.data.add_(torch.eye(3)),
 )
+
+
+@case("hooks that forward puts on tensors (`y.register_hook(f)`)")
+def hooked_within(x: Tensor) -> Tensor:
+    y = x.clone().requires_grad_()
+    z = y * 2
+    z.register_hook(lambda gradient: gradient * 3)
+    return torch.autograd.grad(z.sum(), y)[0] * x
+
+
 change(
     "hooks on parameters and on tensors that are given", Layer,
     lambda m, p: m.fc.weight.register_hook(lambda gradient: gradient * 2),

@@ -395,3 +395,32 @@ def test_an_item_and_an_attribute_of_one_name(base: type) -> None:
             assert torch.equal(found["a"], wanted["a"])
             assert found.a == wanted.a
         assert bended.stats.replays > 0
+
+
+def test_numbers_that_a_run_leaves_anywhere_are_plain() -> None:
+    class Holder:
+        attribute: Any = 0
+
+    class Slotted:
+        __slots__ = ("value",)
+
+    counts, queue, tags, keyed = collections.Counter(), collections.deque([1]), set(), {}
+    slotted, kept = Slotted(), 0
+
+    def model(x: torch.Tensor, k: int) -> torch.Tensor:
+        nonlocal kept
+        Holder.attribute, kept = k + 1, k * 6
+        queue.append(k * 2)
+        counts["a"] = k * 3
+        slotted.value = k * 5
+        tags.add(k * 7)
+        keyed[k * 8] = k
+        return x
+
+    bended = bt.BendedModule(model)
+    for k in (2, 3):
+        bended(torch.ones(2), k)
+        left = (Holder.attribute, kept, queue[-1], counts["a"], slotted.value, *tags, *keyed)
+        assert {type(number) for number in left} == {int}
+        assert (Holder.attribute, kept, queue[-1], counts["a"]) == (k + 1, k * 6, k * 2, k * 3)
+        assert Holder().attribute == k + 1

@@ -507,6 +507,8 @@ def test_a_context_says_what_it_holds(pg: PatchableGraph) -> None:
     assert repr(context) == (
         "PatchContext({'relu': [ZeroPatch(slice=0), ProbePatch()], 'x': [AddPatch(value=1)]})"
     )
+    with context:
+        pg(X)
 
 
 # Patches in use
@@ -863,9 +865,10 @@ def leaves(pg: PatchableGraph) -> Iterator[tuple[str, TreeNode]]:
 
 def can_be_patched(pg: PatchableGraph, path: str) -> bool:
     try:
-        pg.patch({path: ZeroPatch()})
+        context = pg.patch({path: ZeroPatch()})
     except NodePathError:
         return False
+    context(lambda: None)  # which is not meant to be entered
     return True
 
 

@@ -27,7 +27,7 @@ def test_random_programs_do_what_eager_does(examples: int) -> None:
         deadline=None,
         suppress_health_check=list(HealthCheck),
     )
-    @given(programs())
+    @given(programs(world=0))
     def one(program: Program) -> None:
         note(str(program))
         counts = check(program)
@@ -161,3 +161,29 @@ def test_the_source_of_a_program_can_be_read() -> None:
         assert inspect.getsource(module.Model.forward) in _PROGRAM.source
         trace = bt.trace(module.Model(), torch.ones(3))
         assert [step.text for step in trace.flow_steps] == ["x.sum() > 100"]
+
+
+@pytest.mark.parametrize("examples", some([25, 500], chosen=[25]))
+def test_random_programs_in_a_world_that_changes_do_what_eager_does(examples: int) -> None:
+    seen: collections.Counter[str] = collections.Counter()
+
+    @settings(
+        max_examples=examples,
+        derandomize=True,
+        database=None,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(programs(world=1))
+    def one(program: Program) -> None:
+        note(str(program))
+        counts = check(program)
+        seen["programs"] += 1
+        seen["with a world"] += bool(program.world or program.told)
+        seen["with changes"] += any("here." in c.step or "world." in c.step for c in program.calls)
+        seen["replaying"] += counts.replays > 0
+
+    one()
+    assert seen["with a world"] > 0.5 * seen["programs"], seen
+    assert seen["with changes"] > 0, seen
+    assert seen["replaying"] > 0, seen

@@ -134,6 +134,7 @@ def test_an_autoencoder_that_looks_at_the_model_makes_calls_live(how: str) -> No
 def test_a_change_of_latents_that_looks_at_the_model_makes_calls_live() -> None:
     torch.manual_seed(0)
     model = Keeps()
+    model.factor = 2.0
     bended = bt.BendedModule(model)
     autoencoder = Autoencoder(4)
     with bt.workflows.splice_autoencoder(bended, "fc", autoencoder) as spliced:

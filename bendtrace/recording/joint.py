@@ -38,6 +38,7 @@ __all__ = [
 
 _before, _after = DistributedDataParallel._pre_forward, DistributedDataParallel._post_forward
 # All else that a DDP module has is read only in what is one op here.
+_OF_COMPOSABLE = "__composable_api_"  # what `fully_shard` and `replicate` keep in a module
 _READ_BY_FORWARD = frozenset({"training", "_delay_all_reduce_all_params", "_use_python_reducer"})
 
 
@@ -45,7 +46,9 @@ def hidden_of(module: nn.Module) -> frozenset[str]:
     """Return the attributes of a module that its forward does not depend on."""
     if isinstance(module, DistributedDataParallel):
         return frozenset(vars(module)) - _READ_BY_FORWARD
-    return frozenset()
+    if "torch.distributed._composable.contract" not in sys.modules:
+        return frozenset()
+    return frozenset(name for name in vars(module) if name.startswith(_OF_COMPOSABLE))
 
 
 def prepare_forward(module: Any, *tensors: Tensor) -> Any:

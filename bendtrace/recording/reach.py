@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import dis
 import functools
+import gc
 import os
 import sys
 import sysconfig
 import types
+import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -22,6 +24,7 @@ from bendtrace.recording.instructions import computes_names, named_in
 from bendtrace.recording.parts import module_of
 from bendtrace.recording.stamps import Depends, Named, Stamp
 from bendtrace.recording.usage import needs_plain_numbers
+from bendtrace.recording.versions import TELLS_CHANGES, version_of
 
 __all__ = [
     "DESCRIBED",
@@ -133,6 +136,10 @@ def _search(subject: type | types.FunctionType, entries: frozenset[str]) -> Reac
     )
 
 
+_STREAMS = frozenset({"stdout", "stderr"})
+_OF_STREAMS = frozenset(dir(sys.__stdout__)) - frozenset(dir(object))
+
+
 class _Search:
     """Follows names from functions to the functions and classes that they stand for."""
 
@@ -200,7 +207,10 @@ class _Search:
                     self.waiting += _function(value)
 
         for space in standard:  # these are taken to stay as they are, unless they are exchanged
-            for name in names & space.keys():
+            found = names & space.keys()
+            if space is vars(sys) and names.isdisjoint(_OF_STREAMS):
+                found -= _STREAMS  # `print` is done anew by each replay
+            for name in found:
                 if not isinstance(self._look(space, name), (type, types.ModuleType)):
                     self.globals[id(space), name] = (space, name)
 
@@ -251,15 +261,31 @@ def is_users_class(cls: type) -> bool:
     return not is_installed(module_of(cls)) or _has_users_code(cls)
 
 
-@functools.lru_cache(maxsize=4096)
+_with_users_code: weakref.WeakKeyDictionary[type, tuple[Any, bool]] = weakref.WeakKeyDictionary()
+
+
 def _has_users_code(cls: type) -> bool:
     """Whether a class that says it is of an installed package has functions of the user's."""
-    own = [code for member in vars(cls).values() for code in map(_code_of, _function(member))]
-    return any(not _is_finished_file(code.co_filename) for code in own)
+    if TELLS_CHANGES:
+        stamp = version_of(gc.get_referents(vars(cls))[0])
+    else:
+        stamp = [*map(id, vars(cls).values())]
+    known = _with_users_code.get(cls)
+    if known is None or known[0] != stamp:
+        known = _with_users_code[cls] = stamp, _looks_for_users_code(cls)
+    return known[1]
 
 
-def _code_of(function: types.FunctionType) -> types.CodeType:
-    return function.__code__
+def _looks_for_users_code(cls: type) -> bool:
+    own = (function for member in vars(cls).values() for function in _function(member))
+    return not all(map(_is_of_package, own))
+
+
+def _is_of_package(function: types.FunctionType) -> bool:
+    """Whether a function is finished, or was made from text for a class of a package."""
+    return is_finished(function) or (
+        function.__code__.co_filename == "<string>" and is_installed(function.__module__)
+    )
 
 
 @functools.cache

@@ -37,6 +37,7 @@ from bendtrace.recording.handlers import raised_by
 from bendtrace.recording.inserter import Inserter
 from bendtrace.recording.joint import has_joint_hooks, with_joint_hooks
 from bendtrace.recording.lane import NOT_TAKEN, Lane, hooks_around, lane_for
+from bendtrace.recording.leftovers import holds, make_plain
 from bendtrace.recording.observer import Observer, StopRun
 from bendtrace.recording.parts import PLAIN_TYPES, Part, PartKind
 from bendtrace.recording.places import BEHIND, definition, outside_scalars, user_place, users_frame
@@ -120,6 +121,7 @@ class Recorder(TorchFunctionMode):
         if any(getattr(_module, f"_global_{name}") for name in _GLOBAL_HOOKS):
             finish.block("hooks are registered for all modules")
         own = (self, self._writer, self._values, self._values.scalars)
+        held = holds(self._values.scalars)
         self.active = True
         if self._inserter is None and not hooks_around():
             self._lane = lane_for(
@@ -139,10 +141,13 @@ class Recorder(TorchFunctionMode):
                     self._observer.reads(len(self.tape.ops), ref.index, tensor)
             self.active = False
             recording.result = without_traced(output, finish.clean(changes, *own))
+            del output, changes
+            make_plain(self._values.scalars, held)
             return recording
         except BaseException:
             self.active = False
             finish.clean(list(self.surroundings.changes()), *own)
+            make_plain(self._values.scalars, held)
             raise
         finally:
             self.active = False
@@ -351,13 +356,13 @@ class Recorder(TorchFunctionMode):
         fact = None
         if len(args) == 1 and not kwargs and isinstance(args[0], Tensor):
             fact = (self._values.ref(args[0]).index, func)
-            if fact in self._values.facts:
-                return func(args[0])
+            if fact in self._values.facts:  # of a resumed run, the tensor has changed since
+                return self._values.facts[fact]
         op, value = self._record(func, args, kwargs, frame)
         op.meta = value
         self._writer.guard(Test.VALUE, op.index, value, "metadata", frame)
         if fact is not None:
-            self._values.facts.add(fact)
+            self._values.facts[fact] = value
         return value
 
     def _tolist(

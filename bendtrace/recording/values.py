@@ -65,7 +65,7 @@ class Values:
 
     Attributes:
         origin: as given.
-        facts: what has been asked already about the metadata of tensors: (op, function).
+        facts: what has been asked already about the metadata of tensors, by (op, function).
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class Values:
         self._observer = observer
         self.tape = writer.tape
         self.surroundings = surroundings
-        self.facts: set[tuple[int, Any]] = set()
+        self.facts: dict[tuple[int, Any], Any] = {}
         self.scalars: list[TracedScalar] = []
         self._writer = writer
         self.origin = origin

@@ -116,6 +116,7 @@ class Walk:
         self._tagged: list[tuple[Part, Route]] = []
         self._modules: list[types.ModuleType] = []
         self._kinds: set[type] = set()
+        self._met: set[type] = set()
         self._registers: set[type] = set()
         self._is_finished = False  # whether it is installed code that has what is walked
 
@@ -464,6 +465,7 @@ class Walk:
                 self._take(reach_of(owner, named), None)
 
     def _meet_helper(self, cls: type) -> None:
+        self._met.add(cls)
         if cls not in self.found.helpers and is_users_class(cls):
             self.found.helpers[cls] = frozenset()
             self._meet_helper(type(cls))
@@ -602,6 +604,8 @@ class Walk:
             if not is_finished(function):
                 named |= names_in(function.__code__)
         found.world.add_settings(named)
+        if found.caches and "cache_info" in named:
+            found.block("the model asks a cache how often it was asked", "cache_info")
         found.asks_tags = not named.isdisjoint(("getattr", "hasattr", "AttributeError", "vars"))
         classes = [cls for cls in found.depends.classes.values() if is_users_class(cls)]
         if any(type(cls) is ABCMeta for cls in classes):
@@ -610,8 +614,8 @@ class Walk:
             own = [function for function in found.functions if not is_finished(function)]
             found.world.add_names({id(one): one for one in (*own, *classes)}.values())
         found.world.add_bases(found.depends.classes.values())
-        for cls in {base for kind in self._kinds for base in kind.__mro__}:
-            if is_torchs(module_of(cls)) and not is_users_class(cls):
+        for cls in {base for kind in self._kinds | self._met for base in kind.__mro__}:
+            if is_installed_file(_file_of(cls)):
                 found.world.add_class(cls)
 
     def _walk_defaults(self, values: Iterable[Any], owner: str) -> None:

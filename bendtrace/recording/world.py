@@ -185,6 +185,8 @@ class World:
             return []
         if is_torchs(module_of(kind)) and callable(value) and not is_users_class(kind):
             return []  # an operator, or a function that was compiled
+        if kind is tuple or kind is frozenset:  # which hold the same for ever
+            return [(item, f"{label}[...]") for item in value]
         self._finder.met_object(kind)
         if isinstance(value, logging.Logger):  # it keeps answers, which come and go
             self._add_content(value, _logger, label)

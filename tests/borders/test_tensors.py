@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import warnings
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -178,7 +177,7 @@ def an_optimizer_inside() -> nn.Module:
     return OptimizerInside(lambda p: torch.optim.SGD(p, 0.1, momentum=0.5))
 
 
-@border.live("hook", at="register_hook", graph=True)
+@border.replays(graph=True)
 def a_tensor_hook(x: Tensor) -> Tensor:
     y = x * 2
     if y.requires_grad:
@@ -192,21 +191,6 @@ def a_tensor_hook_that_is_never_put(x: Tensor) -> Tensor:
     if y.requires_grad:
         y.register_hook(lambda g: g * 3)
     return y
-
-
-def a_tensor_hook_that_counts() -> Callable[[Tensor], Any]:
-    fired: list[Any] = []
-
-    def model(x: Tensor) -> Any:
-        y = x * 2
-        if y.requires_grad:
-            y.register_hook(lambda g: fired.append(g.sum().item()))
-        return y.exp(), len(fired)
-
-    return model
-
-
-border.live("hook", at="register_hook", graph=True)(a_tensor_hook_that_counts)
 
 
 @border.replays

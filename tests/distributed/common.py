@@ -123,7 +123,7 @@ def _compare(one: Trained, other: Trained, alike: Callable[[Tensor, Tensor], boo
 
 def assert_replays(bended: bt.BendedModule, *, calls: int) -> None:
     """Both sides of the branch are known, and nothing had to run live."""
-    assert bended.why_live == ()
+    assert bended.why_live == (), bended.why_live
     stats = bended.stats
     assert stats.live == 0
     assert stats.replays + stats.traces == calls

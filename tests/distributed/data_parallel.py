@@ -139,12 +139,12 @@ def check_ranks_may_have_more_batches_than_others() -> None:
     assert all(map(torch.equal, found[0], found[2]))
 
 
-def check_ddp_by_hooks_runs_live_and_is_as_in_eager() -> None:
+def check_ddp_by_hooks_is_as_in_eager_and_live_only_once() -> None:
     found = []
     for bend in (False, True):
         model = replicate(seeded(MLP))
         called: Any = bt.BendedModule(model) if bend else model
         found.append(train(called, list(model.parameters()), batches(4, own=True)))
     assert_same(*found)
-    assert called.stats.live == 4
-    assert called.why_live
+    # The first call makes what the hooks keep.
+    assert called.stats == bt.served.Stats(traces=1, replays=2, live=1)

@@ -32,13 +32,16 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--statements", type=int, default=20, help="at most, in a function")
     parser.add_argument("--each", type=int, default=2, help="how many of a kind to make small")
+    parser.add_argument("--world", type=int, default=3, help="one in so many has a world around it")
     parser.add_argument("--out", type=Path, required=True, help="where failures are written to")
     options = parser.parse_args()
     shard, shards = map(int, options.shard.split("/"))
     options.out.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(1)
     faulthandler.register(signal.SIGUSR1)
-    hunt = _Hunt(options.out, f"{options.seed}-{shard}", options.each, options.statements)
+    hunt = _Hunt(
+        options.out, f"{options.seed}-{shard}", options.each, options.statements, options.world
+    )
     batches = range(shard, -(-options.examples // _BATCH), shards)
     for batch in batches:
         hunt.batch(options.seed * 1_000_003 + batch, min(_BATCH, options.examples - batch * _BATCH))
@@ -46,11 +49,12 @@ def main() -> None:
 
 
 class _Hunt:
-    def __init__(self, out: Path, name: str, each: int, statements: int) -> None:
+    def __init__(self, out: Path, name: str, each: int, statements: int, world: int) -> None:
         self.out = out
         self.name = name
         self.each = each
         self.statements = statements
+        self.world = world
         self.done = 0
         self.failed: collections.Counter[str] = collections.Counter()
         self.written: collections.Counter[str] = collections.Counter()
@@ -66,7 +70,7 @@ class _Hunt:
             max_examples=examples, database=None, deadline=None, phases=[Phase.generate],
             suppress_health_check=list(HealthCheck),
         )  # fmt: skip
-        @given(programs(statements=self.statements))
+        @given(programs(statements=self.statements, world=self.world))
         def one(program: Program) -> None:
             self.done += 1
             kind, stats = _outcome(program)
@@ -92,7 +96,8 @@ class _Hunt:
         calls = "".join(f"        {call!r},\n" for call in program.calls)
         path.write_text(
             f"{comment}from tests.programs import Call, Program, check\n\ncheck(\n    Program(\n"
-            f'        """\\\n{program.source}""",\n        (\n{calls}        ),\n    )\n)\n'
+            f'        """\\\n{program.source}""",\n        (\n{calls}        ),\n'
+            f'        """\\\n{program.world}""",\n        {program.told!r},\n    )\n)\n'
         )
 
     def report(self) -> None:

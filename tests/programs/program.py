@@ -33,7 +33,8 @@ class Call:
         arguments: what stands between the parentheses of the call, in terms of `values`.
         train: whether the model is in training mode.
         grad: whether gradients are on.
-        step: what is done to the model before, as a statement about `model`.
+        step: what is done to the model before, as a statement about `model`, the module `here` of
+            the program, and the module `world` that it imports.
         write: whether the caller then writes to the tensors and lists that it gets.
     """
 
@@ -46,10 +47,19 @@ class Call:
 
 @dataclass(frozen=True)
 class Program:
-    """The source of a module with a class `Model`, and calls of it."""
+    """The source of a module with a class `Model`, and calls of it.
+
+    Attributes:
+        source: the source.
+        calls: the calls.
+        world: the source of a module that it imports, as `random_world`.
+        told: expressions of what is compared after each call, about what steps are about.
+    """
 
     source: str
     calls: tuple[Call, ...]
+    world: str = ""
+    told: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         return self.source + "\n" + "\n".join(f"# {call}" for call in self.calls)
@@ -58,21 +68,24 @@ class Program:
     def modules(self, copies: int) -> Iterator[list[types.ModuleType]]:
         """Run the source, several times over, as modules that `inspect` can read."""
         name = f"random_program_{next(_numbers)}"
-        file = f"{name}.py"
-        lines = self.source.splitlines(keepends=True)
-        linecache.cache[file] = (len(self.source), None, lines, file)
-        code = compile(self.source, file, "exec")
         made = []
         try:
             for _ in range(copies):
-                module = types.ModuleType(name)
-                module.__file__ = file
-                sys.modules[name] = module
-                exec(code, vars(module))
-                made.append(module)
+                _module("random_world", self.world)
+                made.append(_module(name, self.source))
             yield made
         finally:
-            del linecache.cache[file], sys.modules[name]
+            for one in (name, "random_world"):
+                del linecache.cache[f"{one}.py"], sys.modules[one]
+
+
+def _module(name: str, source: str) -> types.ModuleType:
+    file = f"{name}.py"
+    linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
+    module = sys.modules[name] = types.ModuleType(name)
+    module.__file__ = file
+    exec(compile(source, file, "exec"), vars(module))
+    return module
 
 
 class Unlike(AssertionError):
@@ -137,9 +150,9 @@ def check(program: Program) -> Counts:
         kept: list[tuple[Any, Any]] = []
         for seed, call in enumerate(program.calls):
             where = f"call {seed}"
-            wanted = _one(eager, eager, call, seed)
+            wanted = _one(eager, eager, call, seed, modules[0])
             before = footprint()
-            given = _one(bended, model, call, seed)
+            given = _one(bended, model, call, seed, modules[1])
             _same(footprint() == before, where, "something left behind")
             if type(given.error) is not type(wanted.error) or str(given.error) != str(wanted.error):
                 message = f"{where}: {given.error!r}, not {wanted.error!r}"
@@ -147,6 +160,9 @@ def check(program: Program) -> Counts:
             for name in _Outcome.compared:
                 _same(getattr(given, name) == getattr(wanted, name), where, f"other {name}")
             _same(_globals(modules[0]) == _globals(modules[1]), where, "other globals")
+            for text in program.told:
+                told = [_read(_told, _about(text, module)) for module in modules]
+                _same(told[0] == told[1], where, f"other {text}")
             kept.append((given.output, wanted.output))
             for of_given, of_wanted in kept:
                 _same(
@@ -178,12 +194,24 @@ class _Outcome:
     compared = ("result", "arguments", "rng", "state", "layout", "backward", "gradients")
 
 
-def _one(subject: Callable[..., Any], model: nn.Module, call: Call, seed: int) -> _Outcome:
+def _about(text: str, module: types.ModuleType) -> Any:
+    return eval(text, {"here": module, "world": getattr(module, "world", None)})
+
+
+def _told(value: Any) -> Any:
+    return bits(value) if isinstance(value, (Tensor, dict, list, tuple)) else repr(value)
+
+
+def _one(
+    subject: Callable[..., Any], model: nn.Module, call: Call, seed: int, module: types.ModuleType
+) -> _Outcome:
     args, kwargs = _taken(call.arguments, model)
     subject.train(call.train)  # type: ignore[attr-defined]
     if call.step:
         with torch.no_grad():
-            exec(call.step, {"model": model, "torch": torch, "nn": nn})
+            around = {"here": module, "world": getattr(module, "world", None), "types": types}
+            with contextlib.suppress(Exception):  # what is there may be something else by now
+                exec(call.step, {"model": model, "torch": torch, "nn": nn, **around})
     output: Any = _RAISED
     with nullcontext() if call.grad else torch.no_grad():
         _seed(seed)

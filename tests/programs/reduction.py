@@ -49,6 +49,9 @@ def _candidates(program: Program) -> Iterator[Program]:
                 *program.calls[position + 1 :],
             )
             yield replace(program, calls=plain)
+    for source in _edits(program.world, _statements):
+        if len(source) < len(program.world):
+            yield replace(program, world=source)
     for source in chain(_edits(program.source, _statements), _edits(program.source, _expressions)):
         if len(source) < len(program.source):
             yield replace(program, source=source)
@@ -58,7 +61,9 @@ def _without(items: tuple[Call, ...], position: int) -> tuple[Call, ...]:
     return items[:position] + items[position + 1 :]
 
 
-_LIBRARIES = frozenset({"torch", "nn", "F", "math", "functools", "contextlib", "copy", "operator"})
+_LIBRARIES = frozenset(
+    {"torch", "nn", "F", "math", "functools", "contextlib", "copy", "operator", "world"}
+)
 _Edit = Callable[[], None]
 
 

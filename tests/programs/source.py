@@ -11,10 +11,28 @@ from hypothesis import strategies as st
 from . import assignments, definitions, flow, holding, scalars, tensors  # noqa: F401 - they register
 from .program import Call, Program
 from .statements import body, function, returned
+from .world import add_world
 from .writer import WIDTH, Dict, Function, List, Maybe, Tensor, Var, Writer
 
 __all__ = ["programs"]
 
+_WORLD = """\
+import collections
+import contextvars
+import dataclasses
+import enum
+import functools
+import itertools
+import logging
+import math
+import random
+import types
+import weakref
+
+import numpy
+import torch
+from torch import nn
+"""
 _HEAD = """\
 import contextlib
 import copy
@@ -32,15 +50,19 @@ from tests.programs.tools import Doubled, Pair, Stop
 
 
 @st.composite
-def programs(draw: Callable[[Any], Any], statements: int = 20, calls: int = 9) -> Program:
+def programs(
+    draw: Callable[[Any], Any], statements: int = 20, calls: int = 9, world: int = 3
+) -> Program:
     """A random program and calls of it.
 
     Args:
         draw: given by hypothesis.
         statements: how many of them a function can have, those in it included.
         calls: how many at most.
+        world: one in so many programs has a world around it (see `world.py`); 0 for none.
     """
     w = Writer(draw)
+    around = add_world(w) if world and w.chance(world) else ("", "", [], [])
     parameters = _parameters(w)
     grads = {
         var.name: isinstance(var.kind, Tensor) and var.kind.dtype in "fd" and w.chance(3)
@@ -101,8 +123,16 @@ def programs(draw: Callable[[Any], Any], statements: int = 20, calls: int = 9) -
     model = ["", "", *_class("Model", init), *methods, "", *w.lines]
     globals_ = ["", *(f"{name} = {text}" for name, text in w.globals.items())] if w.globals else []
     lines = [*globals_, *helpers, *classes, *model]
-    lines = [*_HEAD.splitlines(), *lines]
-    return Program("\n".join(lines) + "\n", _calls(w, parameters, grads, init, calls))
+    head = _HEAD.splitlines()
+    if w.things or w.tensor_things:
+        head += ["import random_world as world", *_WORLD.splitlines(), *around[1].splitlines()]
+    lines = [*head, *lines]
+    return Program(
+        "\n".join(lines) + "\n",
+        _calls(w, parameters, grads, init, calls, around[2]),
+        f"{_WORLD}\n{around[0]}\n" if around[0] else "",
+        tuple(around[3]),
+    )
 
 
 def _public(kind: Tensor, known: list[Var]) -> Tensor:
@@ -152,8 +182,9 @@ def _parameters(w: Writer) -> list[Var]:
 
 
 def _calls(
-    w: Writer, parameters: list[Var], grads: dict[str, bool], init: dict[str, str], most: int
-) -> tuple[Call, ...]:
+    w: Writer, parameters: list[Var], grads: dict[str, bool], init: dict[str, str], most: int,
+    steps: list[str],
+) -> tuple[Call, ...]:  # fmt: skip
     calls: list[Call] = []
     forms: list[list[tuple[str, Any, dict[Any, int]]]] = []
     while len(calls) < 3 or (len(calls) < most and w.below(6)):
@@ -163,6 +194,8 @@ def _calls(
         if not forms or w.chance(3):
             forms.append(_form(w, parameters))
         step = _step(w, init) if calls and w.chance(12) else ""
+        if calls and steps and w.chance(3):
+            step = w.pick(steps)
         train, grad = not w.chance(8), not w.chance(10)
         arguments = ", ".join(
             name + (_tensors(w, given, sizes, grads) if isinstance(given, Var) else given)

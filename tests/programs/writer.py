@@ -68,6 +68,8 @@ class Writer:
         self.lines: list[str] = []
         self.attributes: dict[str, str] = {}
         self.globals: dict[str, str] = {}
+        self.things: list[Any] = []  # of the world around it (see `world.py`)
+        self.tensor_things: list[Any] = []
         self.result: Tensor | None = None
         self.indent = 0
         self.budget = 0
