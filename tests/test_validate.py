@@ -327,6 +327,17 @@ def test_writes_through_data_are_edges_and_true(how: Any, size: int) -> None:
     assert log["exp_1"].shape == log["output_1"].shape
 
 
+def test_writes_to_an_argument_reach_another_one_in_the_same_memory() -> None:
+    def model(x: Tensor, alias: Tensor) -> Tensor:
+        alias.add_(1)
+        return x.exp()
+
+    x = torch.zeros(3)
+    log = logged(model, x, x.data)
+    assert log.validate(), str(log.validate())
+    assert "add_1_2" in log["exp_1"].parents
+
+
 def test_what_data_is_set_to_gives_its_shape() -> None:
     def model(x: Tensor) -> Tensor:
         z = torch.zeros(7)
