@@ -1231,7 +1231,7 @@ def test_values_on_both_sides_of_an_unknown_branch_are_given_to_the_model_itself
         assert bits(given) == bits(x * 7 + v)
     bended(v)
     with pytest.raises(InputError, match=r"did not come by 'mul_1'.*`h.sum\(\) > 3`"):
-        from_activations(bended, {"relu": x * 0.1, "mul_1": x}, (x,))
+        from_activations(bended, {"relu": x * 0.1, ".mul_1": x}, (x,))
 
 
 def test_a_node_that_another_trace_has_leads_to_that_trace() -> None:
@@ -1329,10 +1329,11 @@ def test_a_name_of_two_things_is_refused_and_a_node_means_itself() -> None:
         for name, message in [
             (
                 "sigmoid",
-                r"'sigmoid' is the name of a module .*`x = torch.sigmoid\(x\) - x.mean\(\)`",
+                r"'sigmoid' is ambiguous: it names the module sigmoid \('.sigmoid_1'\) and the "
+                r"node sigmoid of the tree \('.sigmoid'\). Write '.sigmoid_1' or '.sigmoid'",
             ),
-            ("mean", "'mean' is the name of a parameter or buffer of the model, and the path"),
-            ("mean_1", "'mean_1' is a parameter or buffer, not an activation"),
+            ("mean", "'mean' is ambiguous: it names the parameter or buffer mean"),
+            (".mean_1", "'.mean_1' is a parameter or buffer, not an activation"),
             ("sigmoid_1.input", "is what a module is given"),
         ]:
             with pytest.raises(InputError, match=message):
