@@ -17,6 +17,7 @@ import bendtrace as bt
 from bendtrace.errors import BendtraceError, InputError, LayerKeyError, NodePathError
 from bendtrace.graph import NodeRef
 from bendtrace.paths.nodes import NodePath
+from bendtrace.recording.functions import name_of, said_of
 
 
 class Attention(nn.Module):
@@ -298,3 +299,47 @@ def test_a_layer_that_is_no_node_is_refused() -> None:
     assert name == "setitem_1"
     with pytest.raises(NodePathError, match=r"is a layer that no node of the tree gives"):
         bended.interject(name, torch.neg)
+
+
+class Counts(nn.Module):
+    """Changes an attribute, which what is inserted looks at."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._steps = torch.zeros(2)
+
+    def forward(self, input: Tensor) -> Tensor:
+        self._steps = self._steps + 1
+        return torch.relu(input) * 2
+
+
+def test_reasons_name_attributes_by_their_paths_also_after_the_insertion_is_gone() -> None:
+    model, x = Counts(), torch.ones(2)
+
+    def steps(value: Tensor) -> Tensor:
+        return value + model._steps
+
+    bended = bt.BendedModule(model)
+    with bended.interject("input", steps):
+        for _ in range(3):
+            bended(x)
+    for _ in range(2):
+        (reason,) = bended.why_live
+        assert reason.endswith("a replay changes at its end: self._steps")
+        assert bended.stats.live == 3
+        bended(x)
+
+
+def test_messages_call_what_is_inserted_by_its_place() -> None:
+    class Steps(bt.interjections.Interjection):
+        def after(self, at: Any, inputs: Any, output: Any) -> Any:
+            return None
+
+    bended, x = called(Blocks, torch.ones(2, 4)), torch.ones(2, 4)
+    with bended.interject("h_1.softmax", Steps()):
+        bended(x)
+        trace = bended.trace(x)
+        (gate,) = (op.target for op in trace.ops if "Steps" in str(op.target))
+    assert "__" in name_of(gate)
+    assert said_of(gate) == "what is inserted at 'h_1.softmax' (Steps)"
+    assert said_of(torch.relu) == "relu"
