@@ -92,6 +92,21 @@ def test_a_layer_s_name_is_the_same_node_to_all(number: int) -> None:
     assert inserted_at(fresh, name, x) == (path,)
 
 
+def test_a_module_s_name_is_the_module_to_all_and_a_path_the_node() -> None:
+    x = torch.ones(2, 3)
+    bended = called(Namesakes, x)
+    for name, path in (("relu", "relu_1"), (".relu", "relu"), (".relu_1", "relu_1")):
+        assert inserted_at(bended, name, x) == patched_at(bended, name, x) == (path,)
+        found = bended.get_activations(name, args=(x,))
+        assert list(found) == [path]
+        entry = bended.trace(x)[name]
+        assert isinstance(entry, bt.LayerEntry)
+        assert entry.node_path.split(".")[0] == path
+        given = {name: found[name] + 1}
+        wanted = bended.from_activations({f".{path}": found[name] + 1}, x)
+        assert torch.equal(bended.from_activations(given, x), wanted)
+
+
 def asked(bended: bt.BendedModule, name: str, x: Tensor) -> list[Callable[[], Any]]:
     trace = bended.trace(x)
     return [
@@ -108,7 +123,6 @@ def asked(bended: bt.BendedModule, name: str, x: Tensor) -> list[Callable[[], An
     ("make", "name", "clear"),
     [
         (Blocks, "add_1", {".add_1": "add_1", "add": "add"}),
-        (Namesakes, "relu", {".relu_1": "relu_1", ".relu": "relu"}),
         (Namesakes, "linear_1", {".linear_1": "linear_1", "linear_2.linear": "linear_2.linear"}),
     ],
 )

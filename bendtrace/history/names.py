@@ -51,6 +51,11 @@ class Meaning:
         return tuple(node.path for node, _ in self.places)
 
     @property
+    def is_owned(self) -> bool:
+        """Whether it is a module, parameter or buffer by its own name."""
+        return self.kind in ("state", "module")
+
+    @property
     def is_exact(self) -> bool:
         """Whether the string is the very path of the node."""
         plain = re.sub(r":\d+", "", self.text).replace("|", ".").strip().lstrip(".")
@@ -64,7 +69,7 @@ class Meaning:
     def covers(self, other: Meaning) -> bool:
         """Whether another meaning is one of these nodes, or the same value inside of one."""
         own, others = self.paths, other.paths
-        if self.kind in ("state", "module") and others and set(others) <= set(own):
+        if self.is_owned and others and set(others) <= set(own):
             return True
         if not self.values or self.values != other.values:
             return False
@@ -109,7 +114,8 @@ class Names:
                 return several
         found: list[Meaning] = []
         for meaning in self._all(text, stem, number):
-            if not any(known.covers(meaning) for known in found):
+            hidden = meaning.kind == "node" and any(known.is_owned for known in found)
+            if not hidden and not any(known.covers(meaning) for known in found):
                 found.append(meaning)
         return found
 

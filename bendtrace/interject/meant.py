@@ -75,6 +75,8 @@ def meant_by(text: str, known: Runs) -> Meant | None:
         found += [(names, meaning) for meaning in meanings]
     owned = None if is_path_only(text) else _owned(text, known)
     if owned is not None:
+        if any(meaning.is_owned for _, meaning in found):
+            found = [row for row in found if row[1].kind == "layer" or _is_of(owned, *row)]
         others = [row for row in found if not _is_of(owned, *row)]
         if others:
             mine = Meaning(owned.kind, text, (), frozenset(), owned.name)
