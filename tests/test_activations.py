@@ -1323,16 +1323,11 @@ class Namesakes(nn.Module):
         return self.sigmoid(x) + self.mean
 
 
-def test_a_name_of_two_things_is_refused_and_a_node_means_itself() -> None:
+def test_a_name_of_the_model_s_own_means_that_and_a_node_itself() -> None:
     bended, x, v = traced(Namesakes, normal(3)), normal(3), normal(3, seed=1)
     for args in ((), (x,)):
         for name, message in [
-            (
-                "sigmoid",
-                r"'sigmoid' is ambiguous: it names the module sigmoid \('.sigmoid_1'\) and the "
-                r"node sigmoid of the tree \('.sigmoid'\). Write '.sigmoid_1' or '.sigmoid'",
-            ),
-            ("mean", "'mean' is ambiguous: it names the parameter or buffer mean"),
+            ("mean", "'mean' is a parameter or buffer, not an activation"),
             (".mean_1", "'.mean_1' is a parameter or buffer, not an activation"),
             ("sigmoid_1.input", "is what a module is given"),
         ]:
@@ -1342,6 +1337,8 @@ def test_a_name_of_two_things_is_refused_and_a_node_means_itself() -> None:
     for args in ((), (x,)):
         wanted = torch.sigmoid(v - v.mean()) + 1
         assert bits(from_activations(bended, given, args)) == bits(wanted)
+        found = from_activations(bended, {"sigmoid": v}, args)
+        assert bits(found) == bits(v + bended.model.mean)
 
 
 def test_parameters_and_inputs_are_refused_before_any_call_as_well() -> None:
