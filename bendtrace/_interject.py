@@ -171,8 +171,8 @@ def interject_by_name(
 
     Args:
         model: a model, or a `BendedModule`, as for `interject_by_match`.
-        name: a node path (`layers_0.mlp.relu`), qualified name (`layers.0.mlp.relu`), name of a
-            node of the mirror, or several of these.
+        name: a node path (`layers_0.mlp.relu`), a qualified name (`layers.0.mlp`), the name of a
+            layer of the log, or several of these.
         interjection: what is inserted; also a function of the value.
         tracer_kwargs: taken for TorchWatcher's sake. What is named is meant wherever it is.
         passes: in which passes of each node, as for `BendedModule.interject`.

@@ -18,7 +18,7 @@ from bendtrace._compare import same_bits
 from bendtrace._trace import trace
 from bendtrace.errors import AuditError, InputError
 from bendtrace.recording.finish import Recording
-from bendtrace.recording.functions import name_of
+from bendtrace.recording.functions import said_of
 from bendtrace.recording.parts import PLAIN_TYPES, Part, PartKind
 from bendtrace.recording.serving import call_itself
 from bendtrace.recording.tape import Op, OpKind, refs_in
@@ -246,7 +246,7 @@ def _arguments(op: Op) -> list[Any]:
 
 
 def _named(op: Op) -> str:
-    name = str(op.target) if op.kind in (OpKind.INPUT, OpKind.STATE) else name_of(op.target)
+    name = str(op.target) if op.kind in (OpKind.INPUT, OpKind.STATE) else said_of(op.target)
     places = () if op.site is None else op.site.places
     place = next((place for place in places if not place.in_torch), None)
     return name if place is None else f"{name} at {place} `{place.text}`"

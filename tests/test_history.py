@@ -57,7 +57,7 @@ def test_ops_at_one_place_of_a_loop_are_passes_of_one_layer() -> None:
     assert len(passes) > 1
     assert {entry.passes for entry in passes} == {len(passes)}
     # The test of a `while` is written twice by the compiler, and still is one place.
-    assert labels(log["norm_1"]) == [f"norm_1_2:{n + 1}" for n in range(len(passes) + 1)]
+    assert labels(log["norm_1_2"]) == [f"norm_1_2:{n + 1}" for n in range(len(passes) + 1)]
 
 
 def test_positions_count_from_both_ends_and_only_layers() -> None:
@@ -225,10 +225,14 @@ def test_a_name_of_a_layer_and_of_another_module_finds_neither() -> None:
             return self.relu_1(self.linear_1(self.linear_2(x)))
 
     log = bt.trace(Crossed(), torch.ones(1, 3))
-    message = "'linear_1' is a layer, linear_1_1, and also a module, which gives linear_2_2: ask"
+    message = (
+        r"'linear_1' is ambiguous: it names the module linear_1 \('.linear_1'\) and the layer "
+        r"linear_1_1 of the log \('linear_2.linear'\). Write '.linear_1' or 'linear_2.linear'"
+    )
     with pytest.raises(LayerKeyError, match=message) as caught:
         log["linear_1"]
-    assert caught.value.near == ("linear_1_1", "linear_2_2")
+    assert caught.value.near == (".linear_1", "linear_2.linear")
+    assert log[".linear_1"] is log["linear_2_2"]
     assert "linear_1" not in log._ipython_key_completions_()
     assert log["linear_1_1"] is log[log.tree.linear_2] is log["linear_2.linear"]
     assert log["relu_1"] is log["relu_1_3"]
@@ -237,7 +241,7 @@ def test_a_name_of_a_layer_and_of_another_module_finds_neither() -> None:
 def test_slices_go_by_position_or_by_name() -> None:
     log = refined()
     assert labels(log[1:3]) == ["getitem_1_1", "norm_1_2:1"]
-    assert labels(log["getitem_1":"sigmoid_1"]) == labels(log[1 : log["sigmoid_1:1"].ordinal])
+    assert labels(log["getitem_1_1":"sigmoid_1"]) == labels(log[1 : log["sigmoid_1:1"].ordinal])
     assert labels(log[::-1]) == labels(log)[::-1]
     with pytest.raises(LayerKeyError, match="item_1 is no layer, and so has no position"):
         log["item_1":]  # type: ignore[misc]
@@ -251,7 +255,8 @@ def test_slices_go_by_position_or_by_name() -> None:
         (99, r"there is no layer 99: there are \d+, from 0 to \d+, or from -\d+ to -1"),
         (True, "layers are found by name, module, position or node path, not by True"),
         (2.5, "not by 2.5"),
-        ("getitem_1:2", r"'getitem_1:2' \(getitem_1 has 1 pass; nodes are found by log.tree\)"),
+        ("getitem_1:2", r"'getitem_1:2' is ambiguous: .* Write '.getitem_1' or 'getitem'"),
+        ("getitem_1_1:2", "there is no layer, module or node path 'getitem_1_1:2'"),
         ("step.linr", "near to it: step.linear"),
     ],
 )

@@ -743,7 +743,7 @@ def written(x: Tensor) -> Tensor:
     return h * 3
 
 
-@pytest.mark.parametrize("name", ["mul_", "relu", "add_", "mul", "mul_1", "getitem"])
+@pytest.mark.parametrize("name", ["mul_", "relu", "add_", "mul", ".mul_1", "getitem"])
 def test_what_is_written_in_place_can_be_seen(name: str) -> None:
     seen: list[Tensor] = []
     bended = bt.BendedModule(written)
@@ -753,7 +753,7 @@ def test_what_is_written_in_place_can_be_seen(name: str) -> None:
     g = torch.cat([h.view(-1)[:2] * 3, h.view(-1)[2:]]).view(2, 2)
     wanted = {
         "mul": h, "getitem": h.view(-1)[:2], "mul_": g.view(-1)[:2], "add_": g + 1,
-        "relu": (g + 1).relu(), "mul_1": (g + 1).relu() * 3,
+        "relu": (g + 1).relu(), ".mul_1": (g + 1).relu() * 3,
     }  # fmt: skip
     for _ in range(2):
         assert run(bended, written, x, 0) == run(written, written, x, 0)
@@ -1290,7 +1290,7 @@ def test_a_module_means_all_its_calls() -> None:
 
 
 def test_names_are_paths_or_qualified_names() -> None:
-    for names in (["block.sub_1", "relu_1"], ["block.1", "relu_1"], ("act",)):
+    for names in (["block.sub_1", ".relu_1"], ["block.1", ".relu_1"], ("act",)):
         bended = interject_by_name(Mixed(), names, After(lambda _: None))
         assert len(paths_of(bended)) == len(names)
     bended = interject_by_name(Mixed(), "block.2.linear", After(double))

@@ -402,7 +402,7 @@ def test_other_users_of_a_value_see_nothing_of_it() -> None:
     wanted: dict[str, Any] = {
         "mul": (-h_(x) * 10, h_(x) + 1, h_(x) * 2),
         "add": (h_(x) * 10, -h_(x) + 1, h_(x) * 2),
-        "add_1": (h_(x) * 10, h_(x) + 1, -h_(x) * 2),
+        ".add_1": (h_(x) * 10, h_(x) + 1, -h_(x) * 2),
     }
     for end, value in wanted.items():
         bended = bt.BendedModule(model)

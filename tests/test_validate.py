@@ -210,6 +210,143 @@ def test_a_log_is_true_however_values_come_about(name: str, graph: bool) -> None
     assert torch.get_rng_state().tolist() == before
 
 
+TEXTS: dict[str, Callable[[Tensor], str]] = {
+    "f-string": lambda y: f"{y}",
+    "str of a mean": lambda y: str(y.mean()),
+    "repr": repr,
+    "a wide one": lambda y: str(y[0].expand(12, 3)),
+    "a long line": lambda y: repr(y.flatten().double()),
+    "a leaf": lambda y: str(y.detach().requires_grad_()),
+}
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_texts_of_what_requires_grad_are_true(name: str) -> None:
+    lin, text = nn.Linear(3, 3), TEXTS[name]
+    log = logged(lambda x: lin(x) + len(text(lin(x))), torch.randn(2, 3))
+    found = log.validate()
+    assert found, str(found)
+    assert not found.skipped
+
+
+def test_another_text_of_what_requires_grad_is_found() -> None:
+    lin = nn.Linear(3, 3)
+    log = logged(lambda x: lin(x) + len(str(lin(x))), torch.randn(2, 3))
+    op = next(op for op in log.ops if type(op.meta) is str)
+    assert "grad_fn" in op.meta
+    op.meta = op.meta.replace(".", ",", 1)
+    assert not log.validate()
+
+
+class Data(nn.Module):
+    """Writes through `.data`, of which torch does not tell."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.register_buffer("buffer", torch.ones(size))
+        self.weight = nn.Parameter(torch.ones(size))
+        self.alias = self.buffer.data
+
+
+def copies_to_a_buffer(self: Any, x: Tensor) -> Tensor:
+    before = self.buffer * x
+    self.buffer.data.copy_(x)
+    return before + self.buffer.exp()
+
+
+def scales_a_weight(self: Any, x: Tensor) -> Tensor:
+    before = self.weight * x
+    self.weight.data.mul_(3).add_(x)
+    return before + self.weight.exp()
+
+
+def writes_an_index(self: Any, x: Tensor) -> Tensor:
+    self.buffer.data[0] = x[0]
+    return x + self.buffer.exp()
+
+
+def replaces_a_weight(self: Any, x: Tensor) -> Tensor:
+    self.weight.data = x * 2
+    return x + self.weight.exp()
+
+
+def writes_to_what_replaced_a_weight(self: Any, x: Tensor) -> Tensor:
+    y = x * 2
+    self.weight.data = y
+    y.add_(1)
+    return x + self.weight.exp()
+
+
+def writes_to_a_result(self: Any, x: Tensor) -> Tensor:
+    y = x * 2
+    y.data.add_(x)
+    return x + y.exp()
+
+
+def reads_data_after_a_write(self: Any, x: Tensor) -> Tensor:
+    y = x * 2
+    data = y.data
+    y.add_(1)
+    return x + data.exp()
+
+
+def writes_through_an_alias_made_before(self: Any, x: Tensor) -> Tensor:
+    before = self.buffer * x
+    self.alias.add_(x)
+    return before + self.buffer.exp()
+
+
+def sets_a_source(self: Any, x: Tensor) -> Tensor:
+    y, z = x * 2, torch.zeros(1)
+    z.set_(y)
+    y.add_(1)
+    return x + z.exp()
+
+
+DATA = (
+    copies_to_a_buffer, scales_a_weight, writes_an_index, replaces_a_weight,
+    writes_to_what_replaced_a_weight, writes_to_a_result, reads_data_after_a_write,
+    writes_through_an_alias_made_before, sets_a_source,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("size", [3, 20_000])
+@pytest.mark.parametrize("how", DATA, ids=lambda how: how.__name__)
+def test_writes_through_data_are_edges_and_true(how: Any, size: int) -> None:
+    if how is writes_through_an_alias_made_before and size > 3:
+        pytest.skip("of large buffers no copy is kept")
+    model = type("Model", (Data,), {"forward": how})(size)
+    with torch.no_grad():
+        log = logged(model, torch.randn(size))
+    found = log.validate()
+    assert found, str(found)
+    assert all("memory of another" in why for why in found.skipped.values()), found.skipped
+    writer = [op for op in log.ops if op.writes][-1]
+    assert (log.names[writer.index], "exp") in {(a, b) for a, b, *_ in log.graph.edges}
+    assert next(e.label for e in log.entries if e.index == writer.index) in log["exp_1"].parents
+    assert log["exp_1"].shape == log["output_1"].shape
+
+
+def test_writes_to_an_argument_reach_another_one_in_the_same_memory() -> None:
+    def model(x: Tensor, alias: Tensor) -> Tensor:
+        alias.add_(1)
+        return x.exp()
+
+    x = torch.zeros(3)
+    log = logged(model, x, x.data)
+    assert log.validate(), str(log.validate())
+    assert "add_1_2" in log["exp_1"].parents
+
+
+def test_what_data_is_set_to_gives_its_shape() -> None:
+    def model(x: Tensor) -> Tensor:
+        z = torch.zeros(7)
+        z.data = x * 2
+        return z.exp()
+
+    assert logged(model, torch.ones(3))["data_1"].shape == (3,)
+
+
 def test_values_are_found_after_the_caller_and_the_optimizer_wrote_over_theirs() -> None:
     model, x = nn.Sequential(nn.Linear(3, 3), nn.ReLU()), torch.ones(2, 3)
     log = logged(model, x)

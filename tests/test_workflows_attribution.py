@@ -162,7 +162,7 @@ def test_gradients_are_those_of_the_value_that_the_node_gave_not_of_later_writes
 
     clean, corrupted = torch.tensor([2.0, 3.0]), torch.tensor([1.0, -1.0])
     found = attribution_patching(
-        model, clean, corrupted, ["mul", "relu_", "mul_1"], lambda out: out, positions="each",
+        model, clean, corrupted, ["mul", "relu_", ".mul_1"], lambda out: out, positions="each",
         axis=0,
     )  # fmt: skip
     h = corrupted * 3 + 1

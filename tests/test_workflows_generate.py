@@ -186,5 +186,5 @@ def test_a_reason_names_what_is_inserted_in_words() -> None:
     (reason,) = bended.why_live
     assert reason == (
         "what is inserted around the whole model (AroundTheWhole) is called as one op, and might "
-        "read what the run changes: last"
+        "read what the run changes: cache.last"
     )

@@ -80,8 +80,8 @@ def test_contributions_along_paths_are_those_written_out_by_hand(direction: Any)
     assert found("output", paths="all") == _first(m.c(both)).item()
     assert found("output", paths="all", frozen=["b"]) == _first(m.c(around_b)).item()
     round_, through = (
-        ["a", "tanh", "add", "add_1", "c"],
-        ["a", "tanh", "add", "b", "tanh_1", "add_1", "c"],
+        ["a", "tanh", "add", ".add_1", "c"],
+        ["a", "tanh", "add", "b", ".tanh_1", ".add_1", "c"],
     )
     assert found("c", paths=[round_]) == _first(m.c(around_b)).item()
     assert found("c", paths=[through]) == _first(m.c(through_b)).item()
@@ -94,16 +94,16 @@ def test_a_direct_edge_is_what_between_puts_on_it() -> None:
     model = _residual()
     bended = bt.BendedModule(model)
     given = bended.get_activations("add", args=(X,))["add"]
-    found = path_patching(bended, X, Y, ["add"], ["b", "add_1", ["b", "add_1"]], _first)
+    found = path_patching(bended, X, Y, ["add"], ["b", ".add_1", ["b", ".add_1"]], _first)
     expected = []
-    for receivers in (["b"], ["add_1"], ["b", "add_1"]):
+    for receivers in (["b"], [".add_1"], ["b", ".add_1"]):
         handles = [between(bended, "add", name, lambda _: given) for name in receivers]
         expected.append(_first(bended(Y)).item())
         for handle in handles:
             handle.remove()
     assert found.values[0].tolist() == expected
     assert found.edges.tolist() == [[1, 1, 2]]
-    assert found.receivers == ("b", "add_1", "b + add_1")
+    assert found.receivers == ("b", ".add_1", "b + .add_1")
     assert len(set(expected)) == 3
     # All that uses the value being patched, it is as if the value itself was.
     whole = activation_patching(bended, X, Y, "add", _first)
@@ -285,7 +285,7 @@ def test_what_is_added_in_place_is_added_once() -> None:
         out += torch.sin(x)
         return out * 3
 
-    for receiver in ("mul_1", "output"):
+    for receiver in (".mul_1", "output"):
         found = path_patching(model, X, Y, "sin", receiver, _first, paths="all")
         assert found.values.item() == _first((Y * 2 + torch.sin(X)) * 3).item()
 
@@ -315,7 +315,7 @@ def test_elements_of_what_a_node_gives_are_edges() -> None:
 
     clean, base = torch.tensor([[1.0, 2.0]]), torch.tensor([[0.5, -1.0]])
     found = path_patching(
-        model, clean, base, ["chunk|sub_0", "mul"], ["exp", "mul_1", "chunk"], torch.sum,
+        model, clean, base, ["chunk|sub_0", "mul"], ["exp", ".mul_1", "chunk"], torch.sum,
         paths="all",
     )  # fmt: skip
     q, k, other = base[0, 0] * 2, base[0, 1] * 2, clean[0] * 2
@@ -328,10 +328,10 @@ def test_elements_of_what_a_node_gives_are_edges() -> None:
         (other[0].exp() * other[1]).item(),
     ]  # fmt: skip
     along = path_patching(
-        model, clean, base, "mul", "mul_1", torch.sum, paths=[["mul", "chunk", "mul_1"]]
+        model, clean, base, "mul", ".mul_1", torch.sum, paths=[["mul", "chunk", ".mul_1"]]
     )
     assert along.values.item() == (q.exp() * other[1]).item()
-    direct = path_patching(model, clean, base, "chunk|sub_1", "mul_1", torch.sum)
+    direct = path_patching(model, clean, base, "chunk|sub_1", ".mul_1", torch.sum)
     assert direct.values.item() == (q.exp() * other[1]).item()
 
 
@@ -340,7 +340,7 @@ def test_numbers_that_come_out_of_tensors_go_along() -> None:
         h = x * 2
         return x * h.sum().item()
 
-    for receiver in ("mul_1", "item", "output"):
+    for receiver in (".mul_1", "item", "output"):
         found = path_patching(
             model, torch.full((3,), 5.0), torch.ones(3), "mul", receiver, torch.sum, paths="all"
         )
@@ -386,7 +386,7 @@ def _viewed(x: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("model", "receiver", "said"),
     [
-        (_item, "mul_1", "number that Python computes with"),
+        (_item, ".mul_1", "number that Python computes with"),
         (_assigned, "exp", "a memory edge"),
         (_assigned_before, "cos", "a memory edge"),
         (_assigned_before, "output", "a memory edge"),
@@ -415,9 +415,9 @@ def test_writes_that_lead_nowhere_are_no_hindrance() -> None:
     found = path_patching(model, clean, base, "mul", "add", torch.sum, paths="all")
     assert found.values.item() == ((clean * 2).exp() + 1).sum().item()
     with pytest.raises(SiteError, match="a memory edge"):
-        path_patching(model, clean, base, "mul", ["add_1"], torch.sum, paths="all")
+        path_patching(model, clean, base, "mul", [".add_1"], torch.sum, paths="all")
     found = path_patching(
-        model, clean, base, "mul", "add_1", torch.sum, paths="all", frozen=["sin"]
+        model, clean, base, "mul", ".add_1", torch.sum, paths="all", frozen=["sin"]
     )
     assert found.values.item() == ((clean * 2).exp() + 1).sum().item()
 
@@ -430,7 +430,7 @@ def test_what_is_not_there_is_told_of() -> None:
     with pytest.raises(SiteError, match="no edge of the mirror leads from 'tanh' to 'c'"):
         path_patching(bended, X, Y, "a", "c", _first, paths=[["a", "tanh", "c"]])
     with pytest.raises(SiteError, match="does not begin with one of the senders"):
-        path_patching(bended, X, Y, "a", "c", _first, paths=[["b", "tanh_1"]])
+        path_patching(bended, X, Y, "a", "c", _first, paths=[["b", ".tanh_1"]])
     with pytest.raises(NodePathError):
         path_patching(bended, X, Y, "a", "d", _first)
     none = path_patching(bended, X, Y, "b", "a", _first, paths="all")

@@ -18,6 +18,7 @@ from bendtrace.recording.functions import (
     is_gate,
     is_torchs_function,
     name_of,
+    said_of,
 )
 from bendtrace.recording.handlers import is_handled
 from bendtrace.recording.recorder import Recording
@@ -78,7 +79,7 @@ def why_not(recording: Recording, ambience: Ambience) -> str | None:
         return f"it has more than {_LONGEST} ops"
     for op in tape.ops:
         if any(tape.ops[written].kind in OUTSIDE for written in op.writes):
-            reason: str | None = f"{name_of(op.target)} writes to what was there before the run"
+            reason: str | None = f"{said_of(op.target)} writes to what was there before the run"
         else:
             reason = _why_not(op, ambience.context)
         if reason is not None:

@@ -23,7 +23,7 @@ from torch import Tensor
 from bendtrace.compiled.extents import Extents, Unknown
 from bendtrace.compiled.probing import Findings, Refusal
 from bendtrace.recording.contexts import Context
-from bendtrace.recording.functions import METADATA, SHAPES, VALUES, name_of
+from bendtrace.recording.functions import METADATA, SHAPES, VALUES, name_of, said_of
 from bendtrace.recording.recorder import Recording
 from bendtrace.recording.structure import Instance
 from bendtrace.recording.tape import Guard, Op, OpKind, Ref, TensorMeta, Test, refs_in
@@ -280,7 +280,7 @@ class Straight:
     def _test(self, number: int, guard: Guard) -> None:
         kind = self._kinds.get(guard.index)
         if guard.test is Test.KIND:
-            raise Refusal(f"a guard is on what {name_of(self._op(guard).target)} gives")
+            raise Refusal(f"a guard is on what {said_of(self._op(guard).target)} gives")
         if guard.test is Test.RANK:
             self._line(f"if v{guard.index}.dim() != {guard.expected}: return None")
         elif guard.test is Test.LENGTH:
@@ -294,7 +294,7 @@ class Straight:
         elif kind is _Kind.SIZE and guard.test is Test.VALUE:
             raise Unknown("a size that depends on values is used as a number")
         elif kind is None:
-            raise Refusal(f"a guard is on what {name_of(self._op(guard).target)} gives")
+            raise Refusal(f"a guard is on what {said_of(self._op(guard).target)} gives")
         else:
             self.tested.append(number)
             self._conditions.append(self._condition(guard))
@@ -448,7 +448,7 @@ class Straight:
         if op.target in _COMPARED:
             return self._compared(op)
         if len(op.args) != 1 or type(op.args[0]) is not Ref:
-            raise Refusal(f"{name_of(op.target)} takes more than a tensor")
+            raise Refusal(f"{said_of(op.target)} takes more than a tensor")
         name = f"v{op.args[0].index}"
         dtype = self._tape.ops[op.args[0].index].meta.dtype
         if op.target is Tensor.__bool__:
@@ -456,7 +456,7 @@ class Straight:
         wide = _wide(dtype)
         wanted = {int: torch.int64, float: torch.float64, bool: torch.bool}.get(type(op.meta))
         if op.target not in _NUMBERS or wide is None or wide is not wanted:
-            raise Refusal(f"{name_of(op.target)} of a tensor of {dtype} is asked for")
+            raise Refusal(f"{said_of(op.target)} of a tensor of {dtype} is asked for")
         return f"{name}.reshape(()).to({wide})"
 
     def _compared(self, op: Op) -> str:
@@ -480,7 +480,7 @@ class Straight:
             keys.insert(0, self._value(op.args[1]))
             op = self._tape.ops[op.args[0].index]
         if op.target is not Tensor.tolist:
-            raise Refusal(f"an element of what {name_of(op.target)} gives is tested")
+            raise Refusal(f"an element of what {said_of(op.target)} gives is tested")
         ref = op.args[0]
         wide = _wide(self._tape.ops[ref.index].meta.dtype)
         if wide is None:
@@ -514,7 +514,7 @@ class Straight:
         if op.target in (operator.and_, operator.or_, operator.xor) and types_ == [bool, bool]:
             left, right = map(self._lift, op.args)
             return f"({left} {name} {right})"
-        raise Refusal(f"{name_of(op.target)} of numbers out of tensors decides where it goes")
+        raise Refusal(f"{said_of(op.target)} of numbers out of tensors decides where it goes")
 
     def _bound(self, op: Op, types_: list[type]) -> None:
         """See to it that integers are so small that nothing is rounded, and nothing overflows."""

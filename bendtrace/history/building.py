@@ -138,7 +138,10 @@ class _Builder:
             return
         tensors = tensors_of(op.meta)
         if op.meta is None and op.writes:
-            tensors = [((), meta) for meta in [self._tape.ops[op.writes[0]].meta]
+            # `a.data = b` gives the tensor the shape of another one.
+            shaped = op.args[1] if getattr(op.target, "__name__", "") == "__set__" else None
+            index = shaped.index if isinstance(shaped, Ref) else op.writes[0]
+            tensors = [((), meta) for meta in [self._tape.ops[index].meta]
                        if isinstance(meta, TensorMeta)]  # fmt: skip
         for element, meta in tensors:
             layer, number = self._namer.name(op, element)

@@ -34,6 +34,7 @@ __all__ = ["Capture", "Key", "Store"]
 
 Key = tuple[int, tuple[Any, ...]]
 _SMALL = 10_000  # elements
+_DATA = Tensor.data.__get__  # type: ignore[attr-defined]
 _RANDOM = re.compile(
     "rand|dropout|normal|bernoulli|multinomial|poisson|uniform|exponential|geometric|cauchy|rrelu|"
     "binomial|gumbel|dirichlet|gamma|fractional|lstm|gru|rnn|attention"
@@ -201,6 +202,17 @@ class Capture:
             copy = copied(tensor.detach())  # the run may go on to change it, as batch norm does
         self.states[op.index] = State(weakref.ref(tensor), version_of(tensor), copy)
 
+    def _keep_states(self, data: Tensor) -> None:
+        """Copy the states in the memory of `data`, since writes through it are not counted."""
+        for index, state in list(self.states.items()) if self.is_exact else ():
+            tensor = state.read() if state.copy is None else None
+            if tensor is None or storage_of(tensor) != storage_of(data):
+                continue
+            copy: Tensor = copied(tensor.detach())
+            if isinstance(tensor, nn.Parameter):  # kernels can depend on it
+                copy = Tensor._make_subclass(nn.Parameter, copy, tensor.requires_grad)
+            self.states[index] = state._replace(copy=copy)
+
     def reads(self, position: int, index: int, tensor: Tensor) -> None:
         """Keep what is read, where that is not what was kept of the tensor."""
         if self.is_exact:
@@ -232,6 +244,8 @@ class Capture:
 
     def gave(self, op: Op, out: Any) -> None:
         """Keep what an op gave."""
+        if op.target == _DATA:
+            self._keep_states(out)
         if isinstance(out, Tensor):
             # Nearly all values of nearly all logs: what follows costs as little as it can.
             if self._is_simple and type(out) is Tensor and not out.requires_grad:

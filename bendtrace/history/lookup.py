@@ -7,12 +7,12 @@ from collections.abc import Iterator, Sequence
 from typing import Any, overload
 
 from bendtrace._later import tabulate
-from bendtrace.errors import LayerKeyError, NodePathError
+from bendtrace.errors import LayerKeyError
 from bendtrace.history.building import Log
 from bendtrace.history.entries import LayerEntry
+from bendtrace.history.names import Names, ambiguity, layers_by_name, values_of
 from bendtrace.history.sizes import counted, listed, size_text
-from bendtrace.paths.nodes import TreeNode
-from bendtrace.paths.text import Chosen, children_of
+from bendtrace.paths.strings import is_path_only
 from bendtrace.paths.view import Node, Tree
 
 __all__ = ["Entries", "Lookup"]
@@ -79,9 +79,8 @@ def _told(entry: LayerEntry) -> tuple[object, str, str]:
 class Lookup:
     """All keys of a log.
 
-    Names of layers and modules come before node paths, which can look the same: `add_1` is the
-    first addition, also where the tree calls another one so. A path with a dot in it, or a node
-    taken out of the tree, is never mistaken.
+    Strings are looked up by `Names`, as everywhere else, and one that names two things is refused.
+    Only the whole label of an entry always finds that entry, unless it is also that of a module.
 
     Args:
         log: the log.
@@ -91,6 +90,7 @@ class Lookup:
     def __init__(self, log: Log, tree: Tree) -> None:
         self._log = log
         self._tree = tree
+        self._names = Names(tree, lambda: log)
         self.layers = [entry for entry in log.entries if entry.is_layer]
         self._places: dict[tuple[int, tuple[Any, ...]], LayerEntry] = {}
         for entry in log.entries:
@@ -99,12 +99,15 @@ class Lookup:
                 self._places.setdefault(tree.origin(entry.index, entry.element), entry)
         self._outputs = {entry.node_path: entry for entry in self.layers if entry.kind == "output"}
         self._found: dict[str, list[LayerEntry]] = {}
+        self._labels: dict[str, list[LayerEntry]] = {}
         for entry in log.entries:
-            for name in dict.fromkeys((entry.name, entry.short_name)):
-                if entry.passes > 1:
-                    self._found.setdefault(name, []).append(entry)
-                else:
-                    self._found[name] = [entry]
+            self._labels.setdefault(entry.name, []).append(entry)
+            self._labels[f"{entry.name}:{entry.pass_number}"] = [entry]
+            if entry.kind == "state":
+                self._found[entry.name] = [entry]
+        for name, entries in layers_by_name(log.entries).items():
+            self._found[name] = entries
+            for entry in entries:
                 self._found[f"{name}:{entry.pass_number}"] = [entry]
         modules: dict[str, list[LayerEntry]] = {}
         for call in log.modules:
@@ -113,14 +116,9 @@ class Lookup:
                 modules[call.label] = given
                 modules.setdefault(call.name, []).extend(given)
         self.module_names = list(dict.fromkeys(call.name for call in log.modules if call.name))
-        # A module can be called as another module's layer is: such a name finds neither.
-        self._ambiguous: dict[str, tuple[LayerEntry, LayerEntry]] = {}
         for name, several in modules.items():
-            entries = list(dict.fromkeys(several))
-            layers = self._found.setdefault(name, entries)
-            if layers != entries:
-                self._ambiguous[name] = layers[0], entries[0]
-                del self._found[name]
+            self._labels.pop(name, None)
+            self._found.setdefault(name, list(dict.fromkeys(several)))
 
     def find(self, key: Any) -> LayerEntry | Entries:
         """Return the entry, or the entries, that a key leads to.
@@ -147,24 +145,19 @@ class Lookup:
             raise LayerKeyError(
                 f"layers are found by name, module, position or node path, not by {key!r}", key
             )
-        entries = self._found.get(key)
+        entries = None if is_path_only(key) else self._labels.get(key)
         if entries is not None:
             return entries[0] if len(entries) == 1 else Entries(entries, key)
-        if key in self._ambiguous:
-            layer, given = self._ambiguous[key]
-            raise LayerKeyError(
-                f"{key!r} is a layer, {layer.label}, and also a module, which gives {given.label}: "
-                "ask for one of these",
-                key,
-                (layer.label, given.label),
-            )
-        if not key.strip() or self._is_taken(key):
+        meanings = self._names.meanings(key)
+        if len(meanings) > 1:
+            message, clear = ambiguity(key, [(self._names, meaning) for meaning in meanings])
+            raise LayerKeyError(message, key, clear)
+        entries = None if is_path_only(key) else self._found.get(key)
+        if entries is not None:
+            return entries[0] if len(entries) == 1 else Entries(entries, key)
+        if not meanings or not key:
             raise self._unknown(key)
-        try:
-            node = self._tree.resolve(key, leaf=False)
-        except NodePathError:
-            raise self._unknown(key) from None
-        return self._at(node, key)
+        return self._at(Node(self._tree, *meanings[0].places[0]), key)
 
     def _bounds(self, key: slice) -> slice:
         """Turn names at the ends of a slice into positions; the last one is left out, as ever."""
@@ -183,7 +176,7 @@ class Lookup:
         found = []
         if node._path in self._outputs:
             return self._outputs[node._path]
-        for value in _values(node._data, node._chosen):
+        for value in values_of(node._data, node._chosen):
             entry = self._places.get(value)
             if entry is not None and entry not in found:
                 found.append(entry)
@@ -194,10 +187,6 @@ class Lookup:
     def _unknown(self, key: str) -> LayerKeyError:
         near = self.near(key)
         hint = f"; near to it: {', '.join(near)}" if near else ""
-        if self._is_taken(key):
-            stem = key.rpartition(":")[0]
-            passes = len(self._found[stem])
-            hint = f" ({stem} has {counted(passes, 'pass')}; nodes are found by log.tree){hint}"
         return LayerKeyError(
             f"there is no layer, module or node path {key!r}{hint}. Keys are names of layers "
             "(conv2d_3_7, conv2d_3, conv2d_3:2), of modules (features.6, features.6:1), "
@@ -217,17 +206,13 @@ class Lookup:
 
     def keys(self) -> Iterator[str]:
         """Yield every name that finds something, for completion: layers, modules, node paths."""
-        yield from self._found
+        for name in self._found:
+            if name in self._labels or len(self._names.meanings(name)) == 1:
+                yield name
         for entry in self._log.entries:
             path = entry.node_path
-            taken = path in self._found or path in self._ambiguous or self._is_taken(path)
-            if path and not taken:
-                yield path
-
-    def _is_taken(self, path: str) -> bool:
-        """Whether a path looks like a pass of a layer of another name."""
-        stem, colon, _ = path.rpartition(":")
-        return bool(colon) and "." not in stem and stem in self._found
+            if path and path not in self._found:
+                yield path if len(self._names.meanings(path)) == 1 else f".{path}"
 
     def keys_of(self, entry: LayerEntry) -> list[str]:
         """Return the keys that find just this entry."""
@@ -235,26 +220,9 @@ class Lookup:
         names.append(f"{entry.name}:{entry.pass_number}")
         for label in entry.output_of:
             for name in (label.rpartition(":")[0], label):
-                if self._found.get(name) == [entry]:
+                if self._found.get(name) == [entry] and len(self._names.meanings(name)) == 1:
                     names.append(name)
         names = sorted(dict.fromkeys(names))
         if entry.ordinal is None:
             return names
         return [str(entry.ordinal - len(self.layers)), str(entry.ordinal), *names]
-
-
-def _values(data: TreeNode, chosen: Chosen) -> Iterator[tuple[int, tuple[Any, ...]]]:
-    """Yield the values that a node stands for; for a graph, those that it gives."""
-    if data.kind == "graph":
-        for child, below in children_of(data, chosen):
-            if child.role == "output":
-                yield from _values(child, below)
-        return
-    below_it = list(children_of(data, chosen))
-    for child, below in below_it:
-        yield from _values(child, below)
-    if not below_it:
-        passes = data.passes if chosen is None else [data.passes[number] for number in chosen]
-        for made in passes:
-            if made.index is not None:
-                yield made.index, made.element

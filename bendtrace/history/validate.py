@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import re
 import types
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,6 +22,7 @@ from bendtrace.recording.functions import (
     METADATA,
     SHAPES,
     UNINITIALIZED,
+    VALUES,
     is_torchs_function,
     name_of,
 )
@@ -165,11 +167,8 @@ class Validator:
             return "where a value lies in its memory is no part of it"
         if name in ("grad", "grad_fn", "backward"):
             return "it reads the autograd graph"
-        if name == "data" and (
-            getattr(op.target, "__name__", "") == "__set__"
-            or any(self._ops[ref.index].kind is OpKind.STATE for ref in refs_in(op.args))
-        ):
-            return "torch does not count what is written through .data"
+        if name == "data" and getattr(op.target, "__name__", "") == "__set__":
+            return "it gives a tensor the memory of another one"
         if not all(map(_is_plain, (*op.args, *op.kwargs.values()))):
             return "it was given an object"
         return None
@@ -235,6 +234,8 @@ class Validator:
         if op.meta is None and op.writes:
             tensors = [((), self._ops[op.writes[0]].meta)]
         if not tensors:
+            if op.kind is OpKind.CALL and VALUES.get(op.target) == "format":
+                return _without_graph(again) == _without_graph(op.meta)
             gives_nothing = op.kind is OpKind.CALL and op.meta is None
             return gives_nothing or same_bits(_plainly(again), _plainly(op.meta))
         for path, _ in tensors:
@@ -325,6 +326,15 @@ def _plainly(value: Any) -> Any:
     if isinstance(value, (tuple, list)):
         return tuple(map(_plainly, value))
     return value
+
+
+# What the text of a tensor says of the autograd graph, which a copy does not have (torch 2.13).
+_GRAPH = re.compile(r",\s+(grad_fn=<\w+>|requires_grad=True)(?=[,)])")
+
+
+def _without_graph(text: str) -> str:
+    """Return the text of a tensor without what it says of the autograd graph."""
+    return _GRAPH.sub("", text)
 
 
 def _other(tensor: Tensor, scale: float, generator: torch.Generator) -> Tensor | None:

@@ -19,8 +19,8 @@ from bendtrace.interject.insertion import Insertion
 from bendtrace.interject.interjection import Inputs, Interjection, NodePass
 from bendtrace.interject.passes import Passes
 from bendtrace.interject.structure import assemble, take_apart
+from bendtrace.paths.strings import NodePath
 from bendtrace.paths.view import Node
-from bendtrace.recording.owners import module_of
 
 __all__ = ["Activations", "get_activations", "inputs_of"]
 
@@ -65,7 +65,8 @@ class Activations(dict[str, Any]):
 
     A node that was executed several times has a path for each pass: `relu:1`, `relu:2`. What
     gave a container is here as such a container. Whatever else a node was asked for by, as a
-    key finds it too, if it is the only one.
+    key finds it too, if it is the only one. The keys are `NodePath`: strings that mean these nodes
+    wherever they are given, also where the same text typed by hand would be ambiguous.
 
     Example:
         >>> import torch, bendtrace as bt
@@ -142,11 +143,12 @@ class _Observer(Interjection):
 
     def rows(self, names_passes: bool) -> dict[str, Any]:
         """Return what was kept, by path."""
-        found = {}
+        found: dict[str, Any] = {}
         for (path, number), value in self.kept.items():
             total = self.counts[path]
             if self._passes.admits(number, total):
-                found[f"{path}:{number + 1}" if names_passes or total > 1 else path] = value
+                key = f"{path}:{number + 1}" if names_passes or total > 1 else path
+                found[NodePath(key)] = value
         return found
 
 
@@ -307,23 +309,4 @@ def _made(
         )
     if isinstance(item, str) and _PATTERN.search(item):
         item = NamedActivations((compiled(item),), leaves_of(model))
-    other = _in_full(model, item) if isinstance(item, str) else ""
-    try:
-        made = board.make(item, observer, allow_none=allow_none)
-    except NodePathError:
-        if not other:
-            raise
-    else:
-        if not other or not any(want.is_open for want in made.wants):
-            return made
-    return board.make(other, observer, allow_none=allow_none)
-
-
-def _in_full(model: Callable[..., Any], name: str) -> str:
-    """Return the qualified name of a module for one that is written with underscores, or ""."""
-    owner = module_of(model)
-    if owner is None:
-        return ""
-    paths = [path for path, _ in owner.named_modules(remove_duplicate=False)]
-    meant = [path for path in paths if "." in path and path.replace(".", "_") == name]
-    return meant[0] if len(meant) == 1 and name not in paths else ""
+    return board.make(item, observer, allow_none=allow_none)

@@ -240,7 +240,9 @@ class Board:
         rehearsal = self._model.rehearsal(args, kwargs)
         for insertion in opened:
             insertion.wants = tuple(
-                self._found(insertion, want, rehearsal) for want in insertion.wants
+                found
+                for want in insertion.wants
+                for found in self._found(insertion, want, rehearsal)
             )
             insertion.is_checked = insertion.is_checked or self._is_met(insertion, rehearsal.graph)
         return self._made(insertions, rehearsal)
@@ -338,22 +340,23 @@ class Board:
                     entries.append(Entry(insertion, insertion.what, place))
         return Plan(entries, None if rehearsal is None else rehearsal.totals)
 
-    def _found(self, insertion: Insertion, want: Want, rehearsal: Rehearsal) -> Want:
+    def _found(self, insertion: Insertion, want: Want, rehearsal: Rehearsal) -> tuple[Want, ...]:
         """Look a name up in the first run that could tell."""
         if not want.is_open:
-            return want
+            return (want,)
         known = _Rehearsed(self._model, rehearsal)
         try:
-            found = wants_of(want.said, known)[0]
+            wants = wants_of(want.said, known)
         except NodePathError:
             if insertion.allow_none:
-                return want
+                return (want,)
             raise
-        if found.place is not None:
-            _require_possible(found.place, insertion.what)
-        if found.passes is not None:
-            insertion.passes = Passes(found.passes)
-        return found
+        for found in wants:
+            if found.place is not None:
+                _require_possible(found.place, insertion.what)
+            if found.passes is not None:
+                insertion.passes = Passes(found.passes)
+        return wants
 
     def _is_met(self, insertion: Insertion, nodes: Iterable[Candidate] | None) -> bool:
         """Whether there are nodes for all that was said.
@@ -394,6 +397,9 @@ class _Rehearsed:
 
     def trees(self) -> list[Any]:
         return [self._rehearsal.tree]
+
+    def names(self) -> list[Any]:
+        return [self._rehearsal.names]
 
     def mirror_path(self, name: str) -> str:
         return ""

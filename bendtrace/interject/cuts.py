@@ -43,7 +43,7 @@ class Spot:
 
 
 def path_in(tree: Tree, text: str) -> str:
-    """Return a path under which a tree has a node that was given by some name.
+    """Return the path under which a tree has a node that another run has under a path.
 
     Raises:
         NodePathError: there is none.
@@ -54,14 +54,7 @@ def path_in(tree: Tree, text: str) -> str:
         around, _, last = text.rpartition(".")
         if last == "output":  # which has another name where it is of another type
             return path_in(tree, around) if around else ""
-        named = [
-            node.path
-            for node in tree.data.walk()
-            if node.kind == "graph" and text in (node.module, node.module.replace(".", "_"))
-        ]
-        if len(named) != 1 or not text:
-            raise
-        return named[0]
+        raise
     return text
 
 

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from torch import nn
-
 from bendtrace.errors import InputError, NodePathError
 from bendtrace.interject.cuts import is_named, path_in
-from bendtrace.paths.nodes import TreeNode
+from bendtrace.interject.meant import meant_by
+from bendtrace.paths.strings import NodePath
 from bendtrace.paths.view import Node
-from bendtrace.recording.owners import module_of
 
 __all__ = ["by_path", "node_meant", "text_of"]
 
@@ -45,23 +41,51 @@ def by_path(model: Any, activations: Mapping[Any, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     values: list[tuple[str, _Value]] = []
     for where, value in activations.items():
-        text = text_of(where)
-        if text in found:
-            raise InputError(f"{text!r} is given twice, as a path and as a node")
-        found[text] = value
-        node = node_meant(model, text)
-        kind = "" if isinstance(where, Node) else _kind(model._model, _PASS.sub("", text))
-        if kind == "parameter or buffer" and node is None:
-            raise InputError(_STATE.format(text))
+        said = text_of(where)
+        path = _path_of(model, NodePath(said) if isinstance(where, Node) else said)
+        if path in found:
+            raise InputError(f"{said!r} is given twice, as a path and as a node or by another name")
+        found[path] = value
+        node = node_meant(model, path)
         if node is None:
             continue
-        _require_clear(model, text, kind, node)
         meant = _Value.of(node)
+        if meant.role == "state":
+            raise InputError(_STATE.format(said))
+        if meant.role == "input" and meant.scope:
+            raise InputError(
+                f"{said!r} is what a module is given: give the value of the node that it comes from"
+            )
         for other, before in values:
             if meant.overlaps(before):
-                raise InputError(f"{other!r} and {text!r} mean the same value, or parts of it")
-        values.append((text, meant))
+                raise InputError(f"{other!r} and {said!r} mean the same value, or parts of it")
+        values.append((said, meant))
     return found
+
+
+def _path_of(model: Any, text: str) -> str:
+    """Return the path of the node that a string names; the string if no run has come by it yet.
+
+    Raises:
+        InputError: it names no value of one node.
+    """
+    if isinstance(text, NodePath):
+        return text
+    try:
+        meant = meant_by(text, model._known)
+    except NodePathError as error:
+        raise InputError(str(error)) from None
+    if meant is None:
+        return text
+    if meant.is_whole_state:
+        raise InputError(_STATE.format(text))
+    paths = meant.paths()
+    if text in paths:  # of the calls of a module, the one that the tree calls so
+        return NodePath(text)
+    if len(paths) > 1:
+        listed = " and ".join(map(repr, paths))
+        raise InputError(f"{text!r} is ambiguous: it names {listed}. Write one of these")
+    return NodePath(paths[0]) if paths else text
 
 
 def node_meant(model: Any, text: str) -> Node | None:
@@ -126,51 +150,4 @@ class _Value(NamedTuple):
         )
 
 
-def _require_clear(model: Any, text: str, kind: str, node: Node) -> None:
-    """Refuse what cannot be given, and names that two things have."""
-    value = _Value.of(node)
-    if value.role == "state":
-        raise InputError(_STATE.format(text))
-    if value.role == "input" and value.scope:
-        raise InputError(
-            f"{text!r} is what a module is given: give the value of the node that it comes from"
-        )
-    if kind and not (kind == "module" and _is_of_module(module_of(model._model), node, text)):
-        raise InputError(
-            f"{text!r} is the name of a {kind} of the model, and the path of another node "
-            f"({_place(node._data)}): give that as the node of a tree, if it is meant"
-        )
-
-
-_PASS = re.compile(r":\d+$")
 _STATE = "{!r} is a parameter or buffer, not an activation: bend it, or patch it"
-
-
-def _kind(model: Any, name: str) -> str:
-    """Say what a model has under a qualified name; "" if nothing that could be meant by it."""
-    whole = module_of(model)
-    if whole is None or not name:
-        return ""
-    owner, _, last = name.rpartition(".")
-    try:
-        around = whole.get_submodule(owner)
-    except AttributeError:
-        return ""
-    if last in around._modules:
-        return "module"
-    return "parameter or buffer" if last in {**around._parameters, **around._buffers} else ""
-
-
-def _is_of_module(model: nn.Module | None, node: Node, text: str) -> bool:
-    """Whether a node is a call of the module that a text is the qualified name of."""
-    if model is None or node._data.kind != "graph":
-        return False
-    meant = model.get_submodule(_PASS.sub("", text))
-    return meant is dict(model.named_modules()).get(node._data.module)
-
-
-def _place(node: TreeNode) -> str:
-    if not node.places:
-        return node.path
-    place = node.places[0]
-    return f"{os.path.basename(place.file)}:{place.line} `{place.text}`"

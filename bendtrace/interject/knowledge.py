@@ -13,9 +13,10 @@ from bendtrace._later import Later
 from bendtrace.errors import NodePathError
 from bendtrace.flow import FlowSteps, flow_steps
 from bendtrace.graph.names import node_names
+from bendtrace.history.names import Names
 from bendtrace.interject.candidate import Candidate
 from bendtrace.interject.graphs import candidate_graph
-from bendtrace.interject.rehearsal import Rehearsal, rehearse
+from bendtrace.interject.rehearsal import Rehearsal, names_of, rehearse
 from bendtrace.paths.naming import Registry, identifier
 from bendtrace.paths.strings import find
 from bendtrace.paths.tree import tree_of
@@ -63,6 +64,8 @@ class Knowledge:
         # By identity, with the run itself so that no identity is used twice.
         self._trees: dict[int, tuple[Recording, Tree]] = {}
         self._nodes: dict[int, tuple[Recording, list[Candidate]]] = {}
+        self._of_examples: dict[int, Names] = {}  # which are kept, as the examples are
+        self._named: dict[int, tuple[Recording, bool, Names]] = {}
         self._steps: dict[int, tuple[Recording, FlowSteps]] = {}
 
     def trees(self) -> Iterator[Tree]:
@@ -71,6 +74,25 @@ class Knowledge:
         yield from self.examples
         for recording in self.recordings():
             yield self._tree(recording)
+
+    def names(self) -> Iterator[Names]:
+        """Yield what strings name in the runs, those without insertions first.
+
+        Layers are counted in runs without insertions, if there are any.
+        """
+        self.name_nodes()
+        for example in self.examples:
+            yield self._of_examples.setdefault(id(example), Names(example, None))
+        plain = self._runs()
+        _forget(self._named, self.recordings())
+        for recording in self.recordings():
+            is_plain = not plain or any(recording is run for run in plain)
+            known = self._named.get(id(recording))
+            if known is None or known[1] is not is_plain:
+                tree = self._tree(recording)
+                names = names_of(recording, tree) if is_plain else Names(tree, None)
+                known = self._named[id(recording)] = recording, is_plain, names
+            yield known[2]
 
     def name_nodes(self) -> None:
         """Name the nodes of all runs in the order in which these were recorded."""
@@ -190,7 +212,8 @@ class Knowledge:
             return rehearse(self.model, args, kwargs, self.registry)
         tree = self.tree(recording)
         totals = {node.path: len(node.passes) for node in tree.data.walk()}
-        return Rehearsal(candidate_graph(recording, self.model, self.registry), tree, totals)
+        graph = candidate_graph(recording, self.model, self.registry)
+        return Rehearsal(graph, tree, names_of(recording, tree), totals)
 
     def tree(self, recording: Recording) -> Tree:
         """Return the tree of a run, with the names that the runs before it leave to it."""

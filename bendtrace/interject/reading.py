@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import re
 import types
 from collections.abc import Container
 from typing import Any
@@ -26,14 +25,11 @@ _ANY = frozenset(
 
 
 def read_and_changed(plan: Plan, recording: Recording) -> frozenset[str]:
-    """Return the names of attributes that a run changes and what is inserted might look at.
+    """Return the attributes that a run changes and what is inserted might look at: `self.count`.
 
     A replay changes attributes at its end, the model's own Python when it comes to it.
     """
-    changed: set[str] = set()
-    for change in recording.changes:
-        changed.update(re.findall(r"\w+", f"{change.part.label}.{change.key}"))
-    changed -= {"self", "None"}
+    changed = {change.label for change in recording.changes}
     if not changed:
         return frozenset()
     whats = {id(entry.what): entry.what for entry in plan.entries}.values()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import operator
 import random
 import sys
@@ -14,6 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from bendtrace.errors import InputError
+from bendtrace.flow import flow_steps
+from bendtrace.graph.names import node_names
+from bendtrace.history.building import Log, build_log
+from bendtrace.history.names import Names
+from bendtrace.history.naming import layer_type, number_type
 from bendtrace.interject.candidate import CandidateGraph
 from bendtrace.interject.graphs import candidate_graph
 from bendtrace.interject.inserter import LiveInserter
@@ -23,10 +29,11 @@ from bendtrace.paths.naming import Registry
 from bendtrace.paths.tree import tree_of
 from bendtrace.paths.view import Tree
 from bendtrace.recording.agreement import alone
+from bendtrace.recording.recorder import Recording
 from bendtrace.recording.run import Signature, record
 from bendtrace.recording.surroundings import Surroundings
 
-__all__ = ["Rehearsal", "rehearse"]
+__all__ = ["Rehearsal", "names_of", "rehearse"]
 
 
 class Rehearsal(NamedTuple):
@@ -35,11 +42,13 @@ class Rehearsal(NamedTuple):
     Attributes:
         graph: its nodes.
         tree: its tree.
+        names: what strings name in it.
         totals: how many passes each node has.
     """
 
     graph: CandidateGraph
     tree: Tree
+    names: Names
     totals: dict[str, int]
 
 
@@ -79,7 +88,25 @@ def rehearse(
         for node in graph:
             node.module = own.get(id(node.module), node.module)
             node.scope = own.get(id(node.scope), node.scope)
-    return Rehearsal(graph, tree_of(recording, twin, registry), inserter.passes)
+    tree = tree_of(recording, twin, registry)
+    return Rehearsal(graph, tree, names_of(recording, tree), inserter.passes)
+
+
+def names_of(recording: Recording, tree: Tree) -> Names:
+    """Return what strings name in a run; its log is built once a string looks like a layer's."""
+    tape = recording.tape
+
+    @functools.cache
+    def log() -> Log:
+        names = node_names(tape.ops)
+        return build_log(recording, "", names, flow_steps(tape, names), tree)
+
+    @functools.cache
+    def layer_types() -> frozenset[str]:
+        found = {layer_type(op) for op in tape.ops} | {number_type(op, tape.ops) for op in tape.ops}
+        return frozenset({"input", "output", *filter(None, found)})
+
+    return Names(tree, log, layer_types)
 
 
 # Whoever watches what autograd saves, such as a checkpoint around, is not to see the rehearsal.

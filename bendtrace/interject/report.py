@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from bendtrace.interject.interjection import NodePass
+from bendtrace.paths.nodes import NodePath
 
 __all__ = ["Report", "Row", "Tally"]
 
@@ -77,7 +78,7 @@ class Report:
     @property
     def paths(self) -> tuple[str, ...]:
         """The nodes at which it was called."""
-        return tuple(row.path for row in self.rows)
+        return tuple(NodePath(row.path) for row in self.rows)
 
     def to_dict(self) -> dict[str, Any]:
         """Return it as plain values, ready for JSON."""

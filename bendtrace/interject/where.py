@@ -18,12 +18,14 @@ from torch import nn
 from bendtrace.errors import InputError, NodePathError
 from bendtrace.graph.names import NodeRef
 from bendtrace.history.entries import LayerEntry, ModuleEntry
+from bendtrace.history.names import Names
 from bendtrace.interject.candidate import Candidate, CandidateGraph
+from bendtrace.interject.meant import meant_by
 from bendtrace.interject.plan import Place, State
 from bendtrace.interject.selector import NodeSelector
 from bendtrace.paths.holders import dotted
 from bendtrace.paths.nodes import TreeNode
-from bendtrace.paths.strings import dug, find
+from bendtrace.paths.strings import NodePath, dug, find
 from bendtrace.paths.view import Node, Tree
 from bendtrace.recording.functions import SHAPES, VALUES
 from bendtrace.recording.owners import module_of
@@ -142,6 +144,9 @@ class Known(Protocol):
     def trees(self) -> Iterable[Tree]:
         """The trees of the runs without insertions, the one looked at most first."""
 
+    def names(self) -> Iterable[Names]:
+        """The names of the same runs."""
+
     def mirror_path(self, name: str) -> str:
         """Return the path of the node of the latest mirror that has a name; "" if none has."""
 
@@ -208,28 +213,32 @@ def wants_of(where: Any, known: Known, *, lenient: bool = False) -> tuple[Want, 
             raise InputError("where= is empty: say at which nodes")
         return tuple(want for item in where for want in wants_of(item, known, lenient=lenient))
     try:
-        return (_want(where, known),)
+        return _wants(where, known)
     except NodePathError:
         if not lenient:
             raise
         return (Want(where),)
 
 
-def _want(where: Any, known: Known) -> Want:
+def _wants(where: Any, known: Known) -> tuple[Want, ...]:
     if isinstance(where, Node):
         _require_own(where, known)
-        return _named(where._path, known, where)
+        return _named(NodePath(where._path), known, where)
     if isinstance(where, str):
         return _named(where, known, where)
     if isinstance(where, NodeRef):
         if not (path := known.mirror_path(where.name)):
             raise NodePathError(f"no mirror of the model has a node {where.name!r}", where.name)
-        return _named(path, known, where)
+        return _named(NodePath(path), known, where)
     if isinstance(where, (LayerEntry, ModuleEntry)):
-        path = where.name if isinstance(where, ModuleEntry) else where.node_path
+        path = where.name if isinstance(where, ModuleEntry) else NodePath(where.node_path)
         if not path:
             raise InputError(f"{where!r} has no path that could be inserted at")
         return _named(path, known, where)
+    return (_want(where, known),)
+
+
+def _want(where: Any, known: Known) -> Want:
     if isinstance(where, State):
         return Want(where, Place("state", where, shown=where.name))
     if isinstance(where, re.Pattern):
@@ -299,40 +308,42 @@ def _said(node: TreeNode) -> str:
     return f"{os.path.basename(place.file)}:{place.line} `{place.text}`"
 
 
-def _named(text: str, known: Known, said: Any) -> Want:
-    """Find what a string names: a parameter, a node, a module, or a node of the mirror.
+def _named(text: str, known: Known, said: Any) -> tuple[Want, ...]:
+    """Find what a string names.
 
-    The qualified name of a module means all its calls, that of a parameter all its uses; nodes of
-    trees, and other paths, mean what happens at one place in the source.
+    The qualified name of a module means all its calls, that of a parameter all its uses; other
+    names mean what happens at one place in the source, or at those that a layer has.
     """
-    model = module_of(known.model)
-    if isinstance(said, str) and model is not None:
-        if text in dict(_states(model)):
-            return Want(said, Place("state", State(text), shown=text))
-        module = dict(model.named_modules(remove_duplicate=False)).get(text) if text else None
-        if module is not None:
-            return Want(said, Place("node", OfModule(module)))
+    meant = meant_by(text, known)
+    if meant is not None and meant.is_whole_state:
+        return (Want(said, Place("state", State(meant.name), shown=meant.name)),)
+    if meant is not None and meant.module is not None:
+        return (Want(said, Place("node", OfModule(meant.module))),)
+    if meant is not None and not meant.places:
+        raise NodePathError(
+            f"{text!r} is a layer that no node of the tree gives: nothing can be inserted there; "
+            "take a node that uses it",
+            text,
+        )
+    if meant is not None:
+        return tuple(
+            Want(
+                said, _place(root, node),
+                None if chosen is None or node.role == "state" else tuple(chosen),
+            )
+            for root, node, chosen in meant.places
+        )  # fmt: skip
     errors: list[NodePathError] = []
-    by_alias: Want | None = None
     for tree in known.trees():
         try:
-            node, chosen = find(tree.data, text)
+            find(tree.data, text)
         except NodePathError as error:
             errors.append(error)
-            continue
-        passes = None if chosen is None or node.role == "state" else tuple(chosen)
-        want = Want(said, _place(tree.data, node), passes)
-        if text == node.path or text.startswith(f"{node.path}:"):
-            return want
-        # Another run may have a node of that very path, as in `fc_1` and `fc`.
-        by_alias = by_alias or want
-    if by_alias is not None:
-        return by_alias
     if not errors:  # the first run is looked at before it does anything
-        return Want(said)
-    if (path := known.mirror_path(text)) and path != text:
-        return _named(path, known, said)
-    raise _astray(errors, known.hint(text))
+        return (Want(said),)
+    path = known.mirror_path(text)
+    hint = f"the mirror has a node {text!r}: give {path!r}, or NodeRef({text!r})" if path else ""
+    raise _astray(errors, hint or known.hint(text))
 
 
 def _astray(errors: Sequence[NodePathError], hint: str) -> NodePathError:
@@ -363,13 +374,6 @@ def _nearness(error: NodePathError) -> tuple[int, float]:
         if len(name) <= len(said)
     ]
     return max(map(len, names), default=0), max(alike, default=0.0)
-
-
-def _states(model: nn.Module) -> list[tuple[str, Any]]:
-    return [
-        *model.named_parameters(remove_duplicate=False),
-        *model.named_buffers(remove_duplicate=False),
-    ]
 
 
 def _place(root: TreeNode, node: TreeNode) -> Place:

@@ -6,10 +6,22 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
-__all__ = ["Kind", "Pass", "Place", "Role", "Step", "TreeNode", "Variant", "plain_keys"]
+import torch
+
+__all__ = ["Kind", "NodePath", "Pass", "Place", "Role", "Step", "TreeNode", "Variant", "plain_keys"]
 
 Kind = Literal["graph", "container", "tensor", "number", "other"]
 Role = Literal["call", "input", "state", "op", "output"]
+
+
+class NodePath(str):
+    """The path of a node, as the library hands it out: it never names anything but that node."""
+
+    __slots__ = ()
+
+
+# So that `torch.load` reads what is saved by paths, such as activations.
+torch.serialization.add_safe_globals([NodePath])
 
 
 @dataclass(slots=True)
@@ -126,7 +138,7 @@ class TreeNode:
     places: tuple[Place, ...] = ()
     code: list[Variant] = field(default_factory=list)
     steps: list[Step] = field(default_factory=list)
-    path: str = ""
+    path: str = NodePath()
     spellings: dict[str, list[TreeNode]] | None = None
 
     def walk(self) -> Iterator[TreeNode]:
@@ -137,9 +149,9 @@ class TreeNode:
             yield node
             waiting.extend(reversed(node.children.values()))
 
-    def child_path(self, name: str) -> str:
+    def child_path(self, name: str) -> NodePath:
         """Return the path of a child."""
-        return f"{self.path}.{name}" if self.path else name
+        return NodePath(f"{self.path}.{name}" if self.path else name)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the node and all below as plain values, ready for JSON."""

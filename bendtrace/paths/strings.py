@@ -8,10 +8,10 @@ from difflib import get_close_matches
 from keyword import iskeyword
 
 from bendtrace.errors import NodePathError
-from bendtrace.paths.nodes import TreeNode
+from bendtrace.paths.nodes import NodePath, TreeNode
 from bendtrace.paths.text import Chosen, children_of, describe, passes_in
 
-__all__ = ["dug", "find", "require_leaf"]
+__all__ = ["NodePath", "dug", "find", "is_path_only", "require_leaf"]
 
 
 Found = tuple[TreeNode, Chosen]
@@ -19,6 +19,11 @@ _SHOWN = 12  # completions that a message names
 _BRACKET = re.compile(r"\[\s*(?:'([^']*)'|\"([^\"]*)\"|(-?\w+))\s*\]")
 _ITEM = re.compile(r"(\w+)_(\d+)(?=[.|:]|$)(.*)", re.DOTALL)
 _PASS = re.compile(r":(\d+)")
+
+
+def is_path_only(text: str) -> bool:
+    """Whether a string can only be a node path: it begins with a dot, or is a `NodePath`."""
+    return isinstance(text, NodePath) or text.lstrip().startswith(".")
 
 
 def find(root: TreeNode, path: str, chosen: Chosen = None) -> Found:

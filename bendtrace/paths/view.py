@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from bendtrace.errors import InputError, NodePathError
-from bendtrace.paths.nodes import Pass, TreeNode, plain_keys
+from bendtrace.paths.nodes import NodePath, Pass, TreeNode, plain_keys
 from bendtrace.paths.steps import StepSource
 from bendtrace.paths.strings import find, require_leaf
 from bendtrace.paths.text import LIMIT, Chosen, Text, children_of, describe, draw
@@ -83,18 +83,18 @@ class Tree:
         node = self.locate(index, element)
         if node is None:
             return ""
-        return node._data.path if node._data.role == "state" else node._path
+        return str(node._data.path if node._data.role == "state" else node._path)
 
     def call_path(self, number: int) -> str:
         """Return the path of a call of a module, by its number among all; "" for the root's."""
         found = self._calls.get(number)
-        return "" if found is None else Node(self, *found)._path
+        return "" if found is None else str(Node(self, *found)._path)
 
     @property
     def outputs(self) -> list[tuple[str, int | None, tuple[Any, ...]]]:
         """Path, op and element of each value that the run gave; None for what is no value."""
         return [
-            (Node(self, node)._path, node.passes[0].index, node.passes[0].element)
+            (str(Node(self, node)._path), node.passes[0].index, node.passes[0].element)
             for child in self.data.children.values()
             if child.role == "output"
             for node in child.walk()
@@ -186,9 +186,9 @@ class Node:
         return self._data.name + self._suffix if self._data.path else "<root>"
 
     @property
-    def _path(self) -> str:
+    def _path(self) -> NodePath:
         """The dotted path from the root, with the pass if it stands for one of several."""
-        return self._data.path + self._suffix
+        return NodePath(self._data.path + self._suffix)
 
     @property
     def _suffix(self) -> str:

@@ -15,7 +15,7 @@ from torch.nn.utils import parametrize
 
 from bendtrace.recording.contexts import current_context, current_settings
 from bendtrace.recording.encoding import Encoder, make_keys_plain, without_traced
-from bendtrace.recording.functions import is_torchs_function, name_of
+from bendtrace.recording.functions import is_torchs_function, said_of
 from bendtrace.recording.joint import JOINT
 from bendtrace.recording.kinds import is_value
 from bendtrace.recording.learned import forbidden_in, learn
@@ -226,20 +226,24 @@ class Finish:
 
         A replay changes objects only at its end. Other ops read no objects.
         """
-        changed = {str(change.key) for change in changes if change.part.kind is not PartKind.TENSOR}
+        changed = {
+            str(change.key): change.label
+            for change in changes
+            if change.part.kind is not PartKind.TENSOR
+        }
         if not changed:
             return
         for op in self.tape.ops:
             if getattr(op.target, "role", "") == "hook":
-                self.tape.block(f"{op.target!r} may look at {', '.join(sorted(changed))}")
+                self.tape.block(f"{op.target!r} may look at {', '.join(sorted(changed.values()))}")
             if op.kind is OpKind.CALL and not (is_torchs_function(op.target) or op.target in JOINT):
-                read = changed & self._names_read(op)
+                read = changed.keys() & self._names_read(op)
                 if read:
                     where = f" at {op.site.place}" if op.site is not None else ""
-                    what = getattr(op.target, "described", None) or name_of(op.target)
+                    what = said_of(op.target)
                     self.tape.block(
                         f"{what}{where} is called as one op, and might read what the run changes: "
-                        f"{', '.join(sorted(read))}"
+                        f"{', '.join(sorted(changed[name] for name in read))}"
                     )
 
     def _names_read(self, op: Op) -> frozenset[str]:

@@ -34,6 +34,7 @@ __all__ = [
     "is_torchs_function",
     "may_vary",
     "name_of",
+    "said_of",
 ]
 
 
@@ -276,3 +277,8 @@ def name_of(function: Any) -> str:
     if name == "apply" and isinstance(getattr(function, "__self__", None), type):
         return str(function.__self__.__name__)
     return str(name)
+
+
+def said_of(function: Any) -> str:
+    """Return what messages call a function: its name, or what an insertion says of itself."""
+    return getattr(function, "described", None) or name_of(function)

@@ -190,6 +190,7 @@ class Recorder(TorchFunctionMode):
             op.meta = value
             return self._values.scalar(TRACED_AS[type(value)], value, Ref(op.index))
         self._values.bind_tensor(value, op)
+        self._writer.writes.there(value)
         if self._observer is not None:
             self._observer.given(op, value)
         return value

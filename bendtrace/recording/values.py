@@ -17,7 +17,7 @@ from bendtrace.recording.functions import (
     is_gate,
     is_torchs_function,
     may_vary,
-    name_of,
+    said_of,
 )
 from bendtrace.recording.objects import held_by
 from bendtrace.recording.observer import Observer
@@ -163,7 +163,7 @@ class Values:
             self._writer.guard(Test.VALUE, op.index, out, "metadata", frame)
         else:
             self.tape.block(
-                f"{name_of(op.target)} at {user_place(frame)} gives a "
+                f"{said_of(op.target)} at {user_place(frame)} gives a "
                 f"{kind.__qualname__}, which cannot be followed"
             )
         return out
@@ -173,7 +173,7 @@ class Values:
         try:
             structure = structure_of(out)
         except TypeError as error:
-            self.tape.block(f"{name_of(op.target)} at {user_place(frame)} gives {error}")
+            self.tape.block(f"{said_of(op.target)} at {user_place(frame)} gives {error}")
             return
         looked = self._writer.emit(OpKind.SCALAR, structure_of, (Ref(op.index),), {}, frame)
         looked.meta = structure
@@ -275,6 +275,7 @@ class Values:
         if self._observer is not None:
             self._observer.state(op, tensor)
         known = self.bind_tensor(tensor, op)
+        self._writer.writes.there(tensor)
         self._writer.writes.given(ref_to(op.index), tensor, known.version)
         return ref_to(op.index)
 

@@ -115,6 +115,7 @@ class Walk:
         self._unguarded: list[Part] = []
         self._tagged: list[tuple[Part, Route]] = []
         self._modules: list[types.ModuleType] = []
+        self._names: dict[int, str] = {}
         self._kinds: set[type] = set()
         self._met: set[type] = set()
         self._registers: set[type] = set()
@@ -363,6 +364,10 @@ class Walk:
 
     def _walk_module(self, module: nn.Module, label: str) -> None:
         found = self.found
+        if label == "self":
+            self._names = {id(inner): name for name, inner in module.named_modules() if name}
+        if id(module) in self._names:  # an attribute with something else may have led to it
+            label = f"self.{self._names[id(module)]}"
         found.module_paths[id(module)] = label.removeprefix("self").removeprefix(".")
         if isinstance(module, torch.jit.ScriptModule):
             return  # a call of it is one op, which reads what it holds anew

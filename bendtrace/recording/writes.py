@@ -56,6 +56,18 @@ class Writes:
         # Written to without a new version: by which op last.
         self._unseen: dict[int, int] = {}
         self.latest_unseen = -1
+        # Memory that is known by tensors which do not share a version: through `.data`, for one.
+        self._apart: set[int] = set()
+        self._there: set[int] = set()
+        self._replaced: set[int] = set()  # ops that gave a tensor whose `.data` was set
+
+    def there(self, tensor: Tensor) -> None:
+        """Note a tensor that was there before the run, and may share memory with another one."""
+        storage = storage_of(tensor)
+        if storage in self._there:
+            self._apart.add(storage)
+        elif storage:
+            self._there.add(storage)
 
     def begin(self) -> None:
         """Forget what was given to the op before."""
@@ -66,8 +78,10 @@ class Writes:
         """Note that an op is given a tensor, which had version `named_at` when it was named."""
         version = version_of(tensor)
         self._given.append((ref, tensor, version))
-        if version != named_at or (
-            self._unseen and self._unseen.get(storage_of(tensor), -1) > ref.index
+        if (
+            version != named_at
+            or (self._unseen and self._unseen.get(storage_of(tensor), -1) > ref.index)
+            or ref.index in self._replaced
         ):
             self.stale.append((ref, tensor))
 
@@ -89,6 +103,7 @@ class Writes:
         """Note on an op, after it was carried out, what it has written to."""
         if not self._given:
             return
+        self._note_sharing(op)
         statistics = _statistics_of(op)
         for ref, tensor, version in self._given:
             now = version_of(tensor)
@@ -97,12 +112,26 @@ class Writes:
             )
             if unseen or now != version:
                 op.writes = (*op.writes, ref.index)
-                self._writers[storage_of(tensor)] = op.index
-                if unseen:
-                    self._unseen[storage_of(tensor)] = self.latest_unseen = op.index
+                storage = storage_of(tensor)
+                self._writers[storage] = op.index
+                if unseen or storage in self._apart:
+                    self._unseen[storage] = self.latest_unseen = op.index
+
+    def _note_sharing(self, op: Op) -> None:
+        """Note which memory has two versions from now on, and what has other memory."""
+        name = getattr(op.target, "__name__", "")
+        if name not in _SHARING or op.target != _SHARING[name]:
+            return
+        self._apart.update(filter(None, (storage_of(tensor) for _, tensor, _ in self._given)))
+        if name == "__set__":
+            ref, tensor, _ = self._given[0]
+            op.writes = (ref.index,)
+            self._replaced.add(ref.index)
+            self._writers[storage_of(tensor)] = self.latest_unseen = op.index
 
     def repeat(self, op: Op, before: Op) -> None:
         """Note what an op reads and writes that is not carried out again."""
+        self._note_sharing(op)
         op.reads, op.writes = before.reads, before.writes
         for ref, tensor, _ in self._given:
             if ref.index in op.writes:
@@ -115,6 +144,12 @@ class Writes:
         ]
 
 
+# After these, two tensors are in one memory and each has a version of its own.
+_SHARING = {
+    "__get__": Tensor.data.__get__,  # type: ignore[attr-defined]
+    "__set__": Tensor.data.__set__,  # type: ignore[attr-defined]
+    "set_": Tensor.set_,
+}
 _NONE: frozenset[int] = frozenset()
 _WITH_STATISTICS = frozenset(
     {

@@ -14,6 +14,7 @@ from bendtrace.calls import Call
 from bendtrace.errors import SiteError
 from bendtrace.interject.interjection import Inputs, Interjection, NodePass
 from bendtrace.module import BendedModule
+from bendtrace.paths.nodes import NodePath
 from bendtrace.recording.tape import Op, Ref, refs_in
 from bendtrace.still import Still
 from bendtrace.workflows._copies import own_copy
@@ -204,10 +205,12 @@ class Runs:
         self._given = Given({
             (spot.path, spot.number): flow.arguments(spot) for spot in ends if not spot.is_output
         })  # fmt: skip
-        self._outputs = {path for spot in ends if spot.is_output for path, _ in flow.outputs(spot)}
+        self._outputs = {
+            NodePath(path) for spot in ends if spot.is_output for path, _ in flow.outputs(spot)
+        }
         self._wheres = [
-            (sorted({path for path, _ in aside}), self._aside),
-            (sorted({spot.path for spot in ends if not spot.is_output}), self._given),
+            (sorted({NodePath(path) for path, _ in aside}), self._aside),
+            (sorted({NodePath(spot.path) for spot in ends if not spot.is_output}), self._given),
         ]
         self._put: dict[str, Tensor] = {}
 

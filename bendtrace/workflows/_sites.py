@@ -18,6 +18,7 @@ from bendtrace.interject.insertion import Insertion
 from bendtrace.interject.interjection import Inputs, Interjection, NodePass
 from bendtrace.interject.where import describe_where
 from bendtrace.module import BendedModule
+from bendtrace.paths.nodes import NodePath
 from bendtrace.still import Still
 from bendtrace.workflows._copies import differentiable, own_copy
 from bendtrace.workflows._site_values import each_exchanged, exchanged, first_exchanged
@@ -243,7 +244,7 @@ class Sites:
             if keys and not insertion.passes.needs_total:
                 insertion.remove()
                 self._insertions[number] = self._bended.interject(
-                    [path for _, path in keys], insertion.what, allow_none=True
+                    [NodePath(path) for _, path in keys], insertion.what, allow_none=True
                 )
 
     def note(self, number: int, at: NodePass) -> None:

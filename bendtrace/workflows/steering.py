@@ -21,6 +21,7 @@ from bendtrace.interject.report import Report
 from bendtrace.interject.structure import describe
 from bendtrace.interject.where import describe_where
 from bendtrace.module import BendedModule
+from bendtrace.paths.nodes import NodePath
 from bendtrace.recording.serving import served_by
 from bendtrace.workflows._copies import own_copy
 
@@ -523,7 +524,8 @@ def steer(
 
 def _by_place(vectors: Any, where: Any) -> list[tuple[Any, Any]]:
     if isinstance(vectors, SteeringVectors):
-        vectors = vectors.vectors if where is None else vectors.vector
+        own = {NodePath(path): vector for path, vector in vectors.vectors.items()}
+        vectors = own if where is None else vectors.vector
     if isinstance(vectors, Mapping):
         if not vectors:
             raise InputError("there are no vectors")

@@ -22,6 +22,7 @@ from bendtrace.interject.candidate import Candidate
 from bendtrace.interject.graphs import candidate_graph
 from bendtrace.interject.where import describe_where
 from bendtrace.paths.naming import Registry
+from bendtrace.paths.nodes import NodePath
 from bendtrace.recording.recorder import Recording
 
 __all__ = ["Catalogue", "Known"]
@@ -116,9 +117,9 @@ class Catalogue:
         )
         return NamedActivations(named, leaves_of(self.model), without) if named else None
 
-    def inputs(self, spec: BendSpec, without: frozenset[str] = _NOTHING) -> list[str]:
+    def inputs(self, spec: BendSpec, without: frozenset[str] = _NOTHING) -> list[NodePath]:
         """Return the inputs that are meant."""
-        return [a.name for a in self._meant(spec, without) if a.op == "placeholder"]
+        return [NodePath(a.name) for a in self._meant(spec, without) if a.op == "placeholder"]
 
     def weights(self, spec: BendSpec, without: frozenset[str] = _NOTHING) -> list[str]:
         """Return the parameters and buffers that are meant."""

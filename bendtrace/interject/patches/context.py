@@ -9,6 +9,8 @@ from types import TracebackType
 from typing import Any, Protocol, Self
 
 from bendtrace.errors import InputError, NeverFiredWarning, NodePathError
+from bendtrace.history.names import Names
+from bendtrace.interject.meant import meant_by
 from bendtrace.interject.patches.base import Patch
 from bendtrace.paths.strings import find, require_leaf
 from bendtrace.paths.view import Node, Tree
@@ -40,6 +42,9 @@ class Known(Protocol):
 
     def trees(self) -> Iterable[Tree]:
         """Return the trees of the runs without insertions."""
+
+    def names(self) -> Iterable[Names]:
+        """Return what strings name in these runs."""
 
 
 class PatchContext(ContextDecorator):
@@ -149,13 +154,12 @@ def _listed(where: Any, given: Any) -> Iterator[Patch[Any]]:
 
 def _parameter(known: Any, where: Where) -> Where:
     """Return the node that a path of a parameter names: here it means one call, not all uses."""
-    if isinstance(where, str):
-        for tree in known.trees():
+    if isinstance(where, str) and (meant := meant_by(where, known)) is not None:
+        for tree in known.trees() if meant.is_whole_state else ():
             try:
-                found = find(tree.data, where)
+                return Node(tree, *find(tree.data, where))
             except NodePathError:
                 continue
-            return Node(tree, *found) if found[0].role == "state" else where
     return where
 
 
@@ -180,6 +184,12 @@ def _check(board: Placing, known: Known, places: list[Where]) -> None:
 def _check_value(board: Placing, known: Known, where: Where) -> None:
     """Refuse a path that leads to nothing, or to no single value."""
     text = _text(where)
+    meant = meant_by(text, known) if isinstance(where, str) else None
+    if meant is not None and meant.kind == "layer":
+        for root, node, chosen in meant.places:
+            require_leaf(root, (node, chosen), text)
+        board.make(where, Patch())
+        return
     has_run = is_value = False
     for tree in known.trees():
         has_run = True
