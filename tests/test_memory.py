@@ -99,25 +99,24 @@ def test_a_replay_needs_no_more_than_eager(make: Callable[[], nn.Module], mode: 
     assert left == 0
 
 
-def test_values_are_kept_until_the_last_data_guard_and_no_longer() -> None:
+def test_a_replay_with_exits_holds_no_more_than_eager() -> None:
     model = Exits(layers=5)
     bended = bt.BendedModule(model)
     with torch.no_grad():
         bended(inputs())
         eager, _ = peak_of(lambda: model(inputs()))
         replay, left = peak_of(lambda: bended(inputs()))
-    # Three stages of five layers, each of which computes two values. Eager has those of one layer
-    # at a time, what came into it, what came into the stage, and the input.
+    assert bended.stats.replays == 1
+    # Eager has the values of one layer at a time, what came into it, what came into the stage, and
+    # the input.
     assert eager == 5 * SIZE
-    assert 30 * SIZE <= replay <= 32 * SIZE
+    assert replay <= eager
     assert left == 0
 
 
 @MODES
 @pytest.mark.parametrize("layers", [4, 16])
-def test_a_guard_at_the_end_keeps_what_there_is_and_one_at_the_start_nothing(
-    layers: int, mode: Mode
-) -> None:
+def test_a_guard_keeps_nothing_wherever_it_is(layers: int, mode: Mode) -> None:
     class Late(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -127,13 +126,15 @@ def test_a_guard_at_the_end_keeps_what_there_is_and_one_at_the_start_nothing(
             x = self.chain(x)
             return x if x.isfinite().all() else x.nan_to_num()
 
-    late, early = bt.BendedModule(Late()), bt.BendedModule(Chain(first=True, layers=layers))
-    with mode():
-        late(inputs()), early(inputs())
-        at_the_end, _ = peak_of(lambda: late(inputs()))
-        at_the_start, _ = peak_of(lambda: early(inputs()))
-    assert 2 * layers * SIZE < at_the_end < (2 * layers + 3) * SIZE
-    assert at_the_start <= (4 if mode is torch.no_grad else layers + 3) * SIZE
+    for model in (Late(), Chain(first=True, layers=layers)):
+        bended = bt.BendedModule(model)
+        with mode():
+            bended(inputs())
+            eager, _ = peak_of(lambda: model(inputs()))
+            replay, left = peak_of(lambda: bended(inputs()))
+        assert bended.stats.replays == 1
+        assert replay <= eager
+        assert left == 0
 
 
 @MODES
@@ -145,8 +146,7 @@ def test_a_known_other_side_lets_go_of_what_the_first_had_kept(mode: Mode) -> No
         for sign in (1.0, -1.0):
             eager, _ = peak_of(lambda sign=sign: model(inputs(sign)))
             replay, left = peak_of(lambda sign=sign: bended(inputs(sign)))
-            kept = 6 * SIZE  # what stands before the guard
-            assert replay <= max(eager, kept + 3 * SIZE)
+            assert replay <= eager
             assert left == 0
     assert bended.stats == bt.Stats(traces=2, replays=2, retraces=1, resumes=1)
 

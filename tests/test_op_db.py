@@ -83,7 +83,7 @@ def test_an_op_replays_bit_by_bit(op: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_an_op_is_not_run_again_when_a_guard_after_it_fails(op: str) -> None:
+def test_an_op_in_front_of_a_guard_that_fails_replays_on_both_sides(op: str) -> None:
     for label, resumed, known in sweep_guarded(op):
         assert not resumed.wrong + known.wrong, label
         if op not in LIVE and resumed.again != "raised":

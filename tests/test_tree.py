@@ -119,7 +119,7 @@ def test_rolls_up_loops_modules_and_recursion() -> None:
 
     steps = called(halve, *(numbers(2.0**k) for k in range(30)))
     assert len(str(steps.tree).splitlines()) == 6
-    assert "0 to 29 iterations, entered 30 times" in str(steps.tree)
+    assert f"{sum(range(30))} iterations in all, entered 30 times" in str(steps.tree)
     layers = called(EarlyExit().eval(), *(torch.randn(2, 4) * s for s in (1, 0.1, 5, 20, 0.3, 9)))
     assert len(str(layers.tree).splitlines()) < 10
     assert len(branches_of(layers)["... if x.mean() > 0 else ..."]["modules"]) > 3
@@ -528,10 +528,10 @@ def test_a_copy_starts_without_paths_but_with_the_limit(copied: Callable[[Any], 
     assert other.traces == ()
     assert str(other.tree) == "Refine: 0 programs, 0 traces"
     assert torch.equal(other(torch.ones(5, 4)), bended(torch.ones(5, 4)))
-    for power in range(1, 3):
-        other(torch.ones(5, 4) * 2**power)
+    for more in range(1, 3):
+        other(torch.ones((1,) * more + (5, 4)))
     with pytest.warns(TraceLimitWarning):
-        other(torch.ones(5, 4) * 8)
+        other(torch.ones(1, 1, 1, 5, 4))
 
 
 def test_threads_that_take_and_forget_paths_at_once_get_what_eager_gives() -> None:

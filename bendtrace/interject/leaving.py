@@ -71,7 +71,7 @@ class Left:
                     return False
         return not self.prepared.rest.disturbs(self.done, self.position)
 
-    def prefix(self) -> Prefix:
+    def prefix(self) -> Prefix | None:
         """Return what the model's Python does not have to do again."""
         for cut in self.prepared.cuts:
             self.divergence.values[f"v{cut.index}"] = self.slots[f"s{cut.slot}"]

@@ -171,7 +171,7 @@ class _Survey:
         for program in sorted(tree.programs(), key=lambda program: program.serial):
             for walk in walks_of(program):
                 self._count_decided(walk)
-                if walk.end.kind != "raise":
+                if walk.end is None or walk.end.kind != "raise":
                     self._count_places(walk)
                 elif walk.end.file:  # the run as a whole was not recorded
                     self.raised[walk.end.text, walk.end.file, walk.end.line] += walk.hits
@@ -221,22 +221,24 @@ class _Survey:
         )
 
     def _count_decided(self, walk: Walk) -> None:
-        for event in walk.events:
+        for event in walk.passed:
             if event.is_condition:
                 raw = bool(event.outcome) is not event.header.inverted
                 for choice, side in decided_by(event.place, raw):
                     self.exact[choice, side] += walk.hits
 
     def _count_places(self, walk: Walk) -> None:
-        tape = walk.path.recording.tape
+        tape, (since, until) = walk.path.recording.tape, walk.positions
         sites: dict[tuple[int, int], tuple[ModuleCall, Site]] = {}
-        for record in tape.ops:
+        for record in tape.ops[since:until]:
             if record.site is not None:
                 sites[id(record.site), id(record.scope)] = record.scope, record.site
         for guard in tape.guards:
-            if guard.site is not None:
+            if guard.site is not None and since <= guard.position <= until:
                 sites[id(guard.site), id(guard.scope)] = guard.scope, guard.site
         for call in tape.calls:
+            if not since <= call.start <= until:
+                continue
             if call.site is not None and call.parent is not None:
                 sites[id(call.site), id(call.parent)] = call.parent, call.site
         places = {place for scope, site in sites.values() for place, _ in running_code(scope, site)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -199,6 +200,19 @@ class PathEvents:
             if spans:
                 entry = len(self.events) - 1, step.place.file, spans
                 self._deciding.setdefault(running[0][1], []).append(entry)
+
+    def at(self, position: int, number: int) -> int:
+        """Return where in the events a guard is, or would be."""
+        keys = [(event.position, -1 if event.number is None else event.number) for event in self.events]
+        return bisect_left(keys, (position, number))
+
+    def last_under(self, number: int) -> int:
+        """Return the last event that ran under an event, or that event itself."""
+        found = {number}
+        for other, event in enumerate(self.events):
+            if event.under in found:
+                found.add(other)
+        return max(found)
 
     def around(self, op: Op, before: int) -> int | None:
         """Return the event, among the first `before`, under one of whose sides an op ran."""

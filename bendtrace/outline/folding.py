@@ -24,6 +24,7 @@ from bendtrace.outline.text import value_text
 from bendtrace.recording.iterations import running_code, user_code
 from bendtrace.recording.recorder import Recording
 from bendtrace.recording.sites import Place
+from bendtrace.replay.graph import Piece
 from bendtrace.replay.program import Path, Program, Side, Stretch
 from bendtrace.replay.tree import TraceTree
 
@@ -31,24 +32,49 @@ __all__ = ["Walk", "fold", "most_divergent", "walks_of"]
 
 
 class Walk:
-    """One way through a program: the events, where they end, and how many calls took it.
+    """One way through a program, or a part of one, and how many calls took it.
 
     Attributes:
         path: the events of the recorded run that it follows.
         events: those of them that it came to.
-        end: where it ended.
+        end: where it ended; None if other walks tell how it went on.
         end_under: the event under one of whose sides the end stands.
         hits: how many calls took it.
+        begin: the first event whose outcome it tells of.
+        first: the first event that it leads to; other walks have led to those before.
+        stop: the event, after the others, that it came to and whose outcome other walks tell of.
+        is_part: whether it is a part of a way.
+        positions: the ops before which it begins and ends.
     """
 
     def __init__(
-        self, path: PathEvents, events: list[Event], end: End, end_under: int | None, hits: int
+        self,
+        path: PathEvents,
+        events: list[Event],
+        end: End | None,
+        end_under: int | None,
+        hits: int,
+        begin: int = 0,
+        first: int = 0,
+        stop: int | None = None,
+        is_part: bool = False,
+        positions: tuple[int, int] | None = None,
     ) -> None:
         self.path = path
         self.events = events
         self.end = end
         self.end_under = end_under
         self.hits = hits
+        self.begin = begin
+        self.first = first
+        self.stop = len(events) if stop is None else stop
+        self.is_part = is_part
+        self.positions = positions or (0, len(path.recording.tape.ops))
+
+    @property
+    def passed(self) -> list[Event]:
+        """The events whose outcome it tells of."""
+        return self.events[self.begin : self.stop]
 
 
 def fold(tree: TraceTree) -> list[ProgramOutline]:
@@ -57,13 +83,12 @@ def fold(tree: TraceTree) -> list[ProgramOutline]:
     selected = selection(programs)
     outlines = []
     for number, (program, facts) in enumerate(zip(programs, selected, strict=True), 1):
-        flow, steps = Flow(), Counter[Step]()
+        flow, steps, runs = Flow(), Counter[Step](), 0
         for walk in walks_of(program):
             _add(flow, walk, steps)
-        paths = program.paths()
-        runs = sum(path.hits for path in paths)
-        inputs = signature_of(program)
-        outlines.append(ProgramOutline(number, inputs, facts, len(paths), runs, flow, steps))
+            runs += walk.hits if walk.end is not None and walk.end.kind != "raise" else 0
+        inputs, traces = signature_of(program), len(program.paths())
+        outlines.append(ProgramOutline(number, inputs, facts, traces, runs, flow, steps))
     return outlines
 
 
@@ -71,28 +96,51 @@ def _add(flow: Flow, walk: Walk, steps: Counter[Step]) -> None:
     flows: list[Flow] = []
     before: Branch | None = None
     by = ""
-    for event in walk.events:
+    for number, event in enumerate(walk.events):
         inside = flow if event.under is None else flows[event.under]
         branch = _branch(inside, event)
         branch.modules[event.module_path] = None
         branch.when.add(event.when)
         taken = branch.side(event.outcome)
-        taken.hits += walk.hits
-        if event.iterations is not None:
-            branch.entered += walk.hits
-            branch.rounds += walk.hits * event.iterations
-            branch.most = max(branch.most, event.iterations)
-            least = branch.least
-            branch.least = event.iterations if least is None else min(least, event.iterations)
+        if walk.begin <= number < walk.stop:
+            taken.hits += walk.hits
+        if walk.first <= number <= walk.stop:
+            steps[before, by, branch] += walk.hits
+        if event.iterations is not None or walk.is_part:
+            _count_rounds(branch, walk, number)
         flows.append(taken.flow)
-        steps[before, by, branch] += walk.hits
         before, by = branch, "" if event.is_loop else value_text(taken)
+    if walk.end is None:
+        return
     inside = flow if walk.end_under is None else flows[walk.end_under]
     end = walk.end
     key = (end.kind, end.text, end.file, end.line)
     reached = inside.ends.setdefault(key, End(*key))
     reached.hits += walk.hits
     steps[before, by, reached] += walk.hits
+
+
+def _count_rounds(branch: Branch, walk: Walk, number: int) -> None:
+    """Count how often a loop was entered, and its body begun."""
+    event, hits = walk.events[number], walk.hits
+    if not walk.is_part:
+        assert event.iterations is not None
+        branch.entered += hits
+        branch.rounds += hits * event.iterations
+        branch.most = max(branch.most, event.iterations)
+        branch.least = min(branch.least, event.iterations)
+        return
+    branch.is_joined = True
+    if event.is_loop:
+        # Calls that come to one state are in the same round: the last part of the way tells.
+        if walk.begin <= walk.path.last_under(number) < walk.stop:
+            branch.entered += hits
+            branch.rounds += hits * (event.iterations or 0)
+    elif event.kind == "while":
+        if event.iterations is not None and walk.first <= number <= walk.stop:
+            branch.entered += hits
+        if event.outcome and walk.begin <= number < walk.stop:
+            branch.rounds += hits
 
 
 def _branch(flow: Flow, event: Event) -> Branch:
@@ -120,15 +168,47 @@ def walks_of(program: Program) -> Iterator[Walk]:
     asked = frozenset(key for stretch in stretches for key in _asked(stretch))
     for stretch in stretches:
         path = PathEvents(stretch.recording, asked)
-        yield _whole(path, stretch)
-        for (index, name), times in list(stretch.failures.items()):
-            yield _raised(path, index, name, times)
+        if program.graph is None:
+            yield _whole(path, stretch)
+            for (index, name), times in list(stretch.failures.items()):
+                yield _raised(path, index, name, times)
         for number, sides in list(stretch.sides.items()):
             for side in sides:
                 if side.live is not None:
                     live = PathEvents(side.live.recording, asked)
                     yield _live(live, side.live, number)
                 yield from _failed(path, number, side)
+    if program.graph is not None:
+        for piece in (*program.graph.retired, *program.graph.pieces()):
+            yield from _trips(piece, PathEvents(piece.recording, asked))
+
+
+def _trips(piece: Piece, path: PathEvents) -> Iterator[Walk]:
+    """Yield the parts of ways that calls have gone along a piece of the graph."""
+    tape, whole = piece.recording.tape, _whole(path, piece.owner)
+    for (entered, left), hits in list(piece.trips.items()):
+        since = tape.guards[entered].position if entered >= 0 else 0
+        begin = first = path.at(since, entered) if entered >= 0 else 0
+        if entered >= 0 and begin < len(path.events) and path.events[begin].number == entered:
+            first += 1
+        if left is None:
+            until, stop = len(tape.ops), len(path.events)
+        elif left >= 0:
+            until = tape.guards[left].position
+            stop = path.at(until, left)
+        else:  # what it raised is told of by itself
+            until, stop = -left, path.at(-left, -1)
+        ends = left is None
+        yield Walk(
+            path, path.events if left is None or left >= 0 else path.events[:stop],
+            whole.end if ends else None, whole.end_under if ends else None, hits, begin, first, stop,
+            is_part=entered >= 0 or not ends, positions=(since, until),
+        )  # fmt: skip
+    for (index, name), times in list(piece.owner.failures.items()):
+        raised = _raised(path, index, name, times)
+        raised.begin = raised.first = len(raised.events)
+        raised.positions = index, index
+        yield raised
 
 
 def _asked(stretch: Stretch) -> Iterator[Key]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections import Counter
 from collections.abc import Iterator
@@ -119,6 +120,8 @@ class Branch:
         most: for a loop, the most rounds of one entry.
         is_condition: whether its sides are True and False.
         is_loop: whether it is a loop over things, with a body instead of sides.
+        is_joined: whether calls went along it in parts that were recorded in several runs, so
+            that nothing tells the least and the most rounds.
     """
 
     key: Key
@@ -132,11 +135,12 @@ class Branch:
     when: set[GuardKind | None] = field(default_factory=set)
     entered: int = 0
     rounds: int = 0
-    least: int | None = None
+    least: float = math.inf
     most: int = 0
     _: KW_ONLY
     is_condition: bool = True
     is_loop: bool = False
+    is_joined: bool = False
 
     def side(self, value: Any) -> Taken:
         """Return what is known of an outcome, which is added if it is new."""
@@ -202,10 +206,9 @@ class Branch:
             "never": self.never,
         }
         if self.entered:
-            row["iterations"] = {
-                "entered": self.entered, "total": self.rounds, "least": self.least,
-                "most": self.most,
-            }  # fmt: skip
+            row["iterations"] = {"entered": self.entered, "total": self.rounds}
+            if not self.is_joined:
+                row["iterations"] |= {"least": self.least, "most": self.most}
         return row
 
 

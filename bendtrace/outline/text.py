@@ -149,9 +149,11 @@ def value_text(taken: Taken) -> str:
 
 
 def _rounds(branch: Branch) -> str:
-    least, most = branch.least or 0, branch.most
-    each = f"{most}" if least == most else f"{least} to {most}"
+    least, most = branch.least, branch.most
     loops = count(branch.entered, "time")
+    if branch.is_joined:
+        return f"{count(branch.rounds, 'iteration')} in all, entered {loops}"
+    each = f"{most}" if least == most else f"{least} to {most}"
     return f"{each} iteration{'s' * (most != 1)}, entered {loops}"
 
 

@@ -47,6 +47,8 @@ class Piece:
         after: the guard whose answer leads into it; -1 for the first piece.
         stop: the guard at which it comes to a state of another piece; None for the end.
         nodes: the states in it, by the guards of the run.
+        trips: how many calls went along it from one guard (-1 for its beginning) to another: to
+            None where they ended, to -1 - i where op i raised.
     """
 
     def __init__(self, recording: Recording, after: int) -> None:
@@ -54,8 +56,16 @@ class Piece:
         self.after = after
         self.stop: int | None = None
         self.nodes: dict[int, Node] = {}
+        self.trips: dict[tuple[int, int | None], int] = {}
         self.analysis = Analysis(recording.tape)
         self.owner: Any = None  # what counts the calls that take it
+
+    def count(self, entered: int, left: int | None) -> None:
+        """Count a call that went along it from one guard to another."""
+        try:
+            self.trips[entered, left] += 1
+        except KeyError:
+            self.trips[entered, left] = 1
 
 
 class Exit:
@@ -88,7 +98,6 @@ class Exit:
         if self._code is None:
             self._code = self._write(self.piece, self.number)
         return self._code
-
 
     def rewrite(self) -> None:
         """Have the code written anew when it is asked for next."""
@@ -147,6 +156,7 @@ class Graph:
         draws: whether some run may draw random numbers.
         is_broken: whether it turned out to be of no use.
         has_begun_anew: whether all that was known first has been given up.
+        retired: pieces that others have taken the place of, which tell of calls before that.
     """
 
     def __init__(self, recording: Recording, entry: Context, direct: bool) -> None:
@@ -155,7 +165,9 @@ class Graph:
         self._nodes: dict[bytes, Node] = {}
         self.draws = may_draw(recording)
         self.is_broken = self.has_begun_anew = False
+        self.retired: list[Piece] = []
         self.first = Piece(recording, -1)
+        self.first.count(-1, None)
         self._beginning = Exit(None, self.first, -1, self._write)
         for number in sorted(recording.tape.states):
             self._pass(self.first, number)
@@ -169,8 +181,19 @@ class Graph:
         """Yield the states."""
         yield from self._nodes.values()
 
-    def add(self, recording: Recording) -> list[tuple[Node, Piece]] | None:
+    def pieces(self) -> list[Piece]:
+        """Return what runs have seen for the first time, the first run first."""
+        found = {id(self.first): self.first}
+        for node in self._nodes.values():
+            found.update((id(exit.piece), exit.piece) for exit in node.exits)
+        return list(found.values())
+
+    def add(self, recording: Recording, hits: int = 1) -> list[tuple[Node, Piece]] | None:
         """Add what a run has seen for the first time.
+
+        Args:
+            recording: the run.
+            hits: how many calls have gone its way.
 
         Returns:
             The pieces of it that are new, with the states that they begin at; None if the run
@@ -178,10 +201,12 @@ class Graph:
         """
         if not may_run_again(recording):
             return None
-        tape, made = recording.tape, []
+        tape = recording.tape
+        made: list[tuple[Node, Piece]] = []
         piece: Piece | None = None  # what is being added; None where all is known
         known: tuple[Exit, int] | None = self._beginning, -1
         kinds, has_learnt = Analysis(tape).kinds, False
+        trips: list[tuple[Piece, int, int | None]] = []
         for number in sorted(tape.states):
             state = tape.states[number]
             node = self._nodes.get(state.key)
@@ -193,11 +218,13 @@ class Graph:
                     return None
                 piece.stop = number
                 piece.nodes[number] = node
+                trips.append((piece, piece.after, number))
                 piece = None
             elif known is not None:
                 if not _agree(recording, known[1], number, known[0]):
                     return None
                 ahead = known[0].number + number - known[1]
+                trips.append((known[0].piece, known[0].number, ahead))
                 if known[0].piece is self.first and ahead not in self.first.recording.tape.states:
                     if not self._learn(recording, known[1], number, known[0]):
                         return self._begin_anew(recording)
@@ -220,6 +247,10 @@ class Graph:
                 made.append((node, piece))
             else:
                 known = exit, number
+        if piece is not None:
+            trips.append((piece, piece.after, None))
+        elif known is not None:
+            trips.append((known[0].piece, known[0].number, None))
         if piece is None and known is not None and not _agree(recording, known[1], None, known[0]):
             return None
         if self.first.stop is None:
@@ -232,6 +263,8 @@ class Graph:
         except Unlinked:
             return None
         self.draws = self.draws or may_draw(recording)
+        for along, entered, left in trips * hits:
+            along.count(entered, left)
         return made
 
     def forget(self, owner: Any) -> None:
@@ -275,6 +308,7 @@ class Graph:
         if self.has_begun_anew:
             return None
         self.has_begun_anew = True
+        self.retired += [piece for piece in self.pieces() if piece is not self.first]
         self._nodes.clear()
         self._renew(recording)
         return []
@@ -282,7 +316,9 @@ class Graph:
     def _renew(self, recording: Recording) -> None:
         """Put a run whose states are known in the place of the first one, which went its way."""
         old = self.first
+        self.retired.append(old)
         self.first = Piece(recording, -1)
+        self.first.count(-1, None)
         self.first.owner = old.owner
         for node in self._nodes.values():
             if node.piece is old:

@@ -7,6 +7,7 @@ import itertools
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from bendtrace.replay.ambience import Ambience
 from bendtrace.replay.analysis import Analysis, counts
 from bendtrace.replay.check import CheckWriter
 from bendtrace.replay.codegen import may_be_caught, write_run
-from bendtrace.replay.graph import Graph, may_run_again
+from bendtrace.replay.graph import Graph, Piece, may_run_again
 from bendtrace.replay.questions import Check
 from bendtrace.replay.segments import Unlinked, answer_of
 from bendtrace.replay.source import Code, Departure, Source, define, gives_nothing, needed_for
@@ -389,25 +390,26 @@ class Program:
     def _walk(self, graph: Graph, arguments: tuple[Any, ...]) -> Finished | Divergence:
         """Replay from state to state."""
         random_states = _random_states() if graph.draws else ()
-        piece, code = graph.first, graph.code
+        piece, code, entered = graph.first, graph.code, -1
         held: list[Any] = []
+        trips: list[tuple[Piece, int, int]] = []
         while True:
             try:
                 result = code.function(arguments, held)
             except Exception as error:
                 departure = _raised(error, piece.owner, code)
                 if departure is None:
+                    _count_raised(trips, piece, entered, error, code)
                     raise
                 number, answer = departure.guard, departure.outcome
                 del departure
             else:
                 if type(result) is not Departure:
-                    piece.owner.hits += 1
+                    _count(trips, piece, entered, None)
                     return Finished(result, piece.owner)
-                number, answer, held = result.guard, result.outcome, result.values
+                number, answer = result.guard, result.outcome
+                held = result.values  # type: ignore[assignment]
                 del result
-                if number == piece.stop:
-                    piece.owner.hits += 1
                 node = piece.nodes.get(number)
                 exit = None if node is None else node.after(answer)
                 if exit is not None:
@@ -416,7 +418,8 @@ class Program:
                     except Unlinked:
                         graph.is_broken = True
                     else:
-                        piece = exit.piece
+                        trips.append((piece, entered, number))
+                        piece, entered = exit.piece, exit.number
                         continue
                 if type(answer) is list:  # which the model is given, and may change
                     answer = copy.deepcopy(answer)
@@ -581,7 +584,7 @@ class Program:
         if graph is None or graph.is_broken or divergence.number < 0:
             return False
         has_begun_anew = graph.has_begun_anew
-        pieces = graph.add(recording)
+        pieces = graph.add(recording, hits)
         if pieces is None:
             return False
         if graph.has_begun_anew and not has_begun_anew:
@@ -618,22 +621,49 @@ def _sides(stretch: Stretch) -> list[Side]:
 
 def _raised(error: Exception, stretch: Stretch, code: Code) -> Departure | None:
     """Turn what an op raised into a departure, if the model could go on from there."""
-    traceback = error.__traceback__
-    while traceback is not None and traceback.tb_frame.f_code is not code.function.__code__:
-        traceback = traceback.tb_next
-    if traceback is None:
+    place = _place_of(error, code)
+    if place is None:
         return None
-    index = code.op_of_line.get(traceback.tb_lineno)
-    if index is None:
-        return None
+    index, frame = place
     op = stretch.recording.tape.ops[index]
     if not may_be_caught(op, stretch.recording):
         stretch.failures[index, type(error).__name__] += 1
         if op.site is not None:
             error.add_note(f"raised in a replay of {op.site.place}: {op.site.place.text}")
         return None
-    values = {**traceback.tb_frame.f_locals, f"v{index}": error.with_traceback(None)}
+    values = {**frame.f_locals, f"v{index}": error.with_traceback(None)}
     return Departure(-1 - index, raised_by(op, error), values)
+
+
+def _place_of(error: Exception, code: Code) -> tuple[int, FrameType] | None:
+    """Return which op of some code raised an error, and the frame that it was in."""
+    traceback = error.__traceback__
+    while traceback is not None and traceback.tb_frame.f_code is not code.function.__code__:
+        traceback = traceback.tb_next
+    if traceback is None:
+        return None
+    index = code.op_of_line.get(traceback.tb_lineno)
+    return None if index is None else (index, traceback.tb_frame)
+
+
+def _count_raised(
+    trips: list[tuple[Piece, int, int]], piece: Piece, entered: int, error: Exception, code: Code
+) -> None:
+    """Count a call that an op has ended by raising an error."""
+    place = _place_of(error, code)
+    if place is not None:
+        _count(trips, piece, entered, -1 - place[0])
+
+
+def _count(
+    trips: list[tuple[Piece, int, int]], piece: Piece, entered: int, left: int | None
+) -> None:
+    """Count a call by the pieces that it went along, and the last of them."""
+    for along, begin, end in trips:
+        along.count(begin, end)
+        along.owner.hits += 1
+    piece.count(entered, left)
+    piece.owner.hits += 1
 
 
 def _random_states() -> tuple[tuple[torch.Generator, torch.Tensor], ...]:

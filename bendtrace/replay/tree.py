@@ -135,16 +135,21 @@ class TraceTree:
         """Keep the path that a resumed run took after `divergence`."""
         with self._lock:
             if not program.grow(divergence, recording):
-                self._exchange(program, Program(recording, program.ambience, joins=False))
+                known = (program.root.recording, recording)
+                self._exchange(
+                    program, *(Program(run, program.ambience, joins=False) for run in known)
+                )
         self._keep_to_limit()
 
-    def _exchange(self, program: Program, other: Program) -> None:
-        """Put a program in the place of one whose paths cannot join."""
+    def _exchange(self, program: Program, *others: Program) -> None:
+        """Put programs, one for each path, in the place of one whose paths cannot join."""
+        others[0].root.hits = program.root.hits
         for names, listed in self._programs.items():
             if program in listed:
                 self._drop(names, program)
-                self._indices[names].add(other)
-                self._programs[names] = (other, *self._programs[names])
+                for other in others:
+                    self._indices[names].add(other)
+                    self._programs[names] = (other, *self._programs[names])
                 return
 
     def ran_live(self, program: Program, divergence: Divergence | None = None) -> None:
