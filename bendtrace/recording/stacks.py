@@ -15,8 +15,10 @@ from __future__ import annotations
 import ctypes
 import dis
 import functools
+import gc
 import sys
-from types import CodeType, FrameType
+import weakref
+from types import CellType, CodeType, FrameType
 from typing import Any, NamedTuple
 
 __all__ = ["EMPTY", "Layout", "Number", "Stack", "layout", "read", "suspended"]
@@ -100,13 +102,22 @@ def read(frame: FrameType, callee: FrameType | None, places: Layout) -> Stack | 
     if instruction is None or not code.co_flags & _OPTIMIZED:
         return None
     inner = _word(id(frame) + places.inner)
+    is_asked_by_c = callee is None or _is_entered_from_c(callee, inner, places)
+    if callee is not None and is_asked_by_c:
+        if _interrupts(callee, places):
+            return None
+        if callee.f_code.co_flags & _SUSPENDS:
+            iterated = _word(inner + places.slots + _WORD * (_variables(code) + instruction.base - 1))
+            own = _word(id(callee) + places.inner)
+            if instruction.name not in _RESUMES or not 0 < own - (iterated & ~_MARKS) < _LONGEST:
+                return None  # it may be closed because it is freed
     first = inner + places.slots
     variables = _variables(code)
     slots = [_value(first + _WORD * k) for k in range(variables)]
     first += _WORD * variables
     below = [_value(first + _WORD * k) for k in range(instruction.base)]
     operands = None
-    if callee is None or _is_entered_from_c(callee, inner, places):
+    if is_asked_by_c:
         operands = [
             _value(first + _WORD * k) for k in range(instruction.base, instruction.depth)
         ]
@@ -150,9 +161,34 @@ def _is_entered_from_c(frame: FrameType, caller: int, places: Layout) -> bool:
     return _word(inner + places.previous) != caller
 
 
+def _interrupts(frame: FrameType, places: Layout) -> bool:
+    """Whether a frame runs because something was freed, or because of a signal.
+
+    The instruction below it may then have freed its operands already. A weak reference that calls
+    back gives itself, which is dead by then; handlers of signals are given a frame.
+    """
+    code = frame.f_code
+    if code.co_name == "__del__":
+        return True
+    first = _word(id(frame) + places.inner) + places.slots
+    count = code.co_argcount + code.co_kwonlyargcount + bool(code.co_flags & _VARARGS)
+    for k in range(count):
+        value = _value(first + _WORD * k)
+        if type(value) is CellType:
+            value = next(iter(gc.get_referents(value)), None)
+        for item in (value, *value) if type(value) is tuple else (value,):
+            if type(item) is FrameType:
+                return True
+            if issubclass(type(item), weakref.ref) and weakref.ref.__call__(item) is None:
+                return True
+    return False
+
+
 # How deep the stack is
 
 _OPTIMIZED = 1  # CO_OPTIMIZED: variables are in slots, and not in a dict
+_VARARGS, _SUSPENDS = 4, 0x20 | 0x80 | 0x200
+_RESUMES = frozenset({"FOR_ITER", "SEND"})
 _ENDS = frozenset(
     {
         "RETURN_VALUE", "RETURN_CONST", "RAISE_VARARGS", "RERAISE", "JUMP_FORWARD",

@@ -134,13 +134,13 @@ class Node:
         if type(exit.answer) in (bool, int, str):
             self._by_answer[type(exit.answer), exit.answer] = exit
 
-    def drop(self, owner: Any) -> None:
-        """Forget the exits that lead into a piece, which is named by its owner."""
-        kept = tuple(exit for exit in self.exits if exit.piece.owner is not owner)
+    def drop(self, piece: Piece) -> None:
+        """Forget the exits that lead into a piece."""
+        kept = tuple(exit for exit in self.exits if exit.piece is not piece)
         if len(kept) < len(self.exits):
             self.exits = kept
             by_answer = self._by_answer.items()
-            self._by_answer = {k: exit for k, exit in by_answer if exit.piece.owner is not owner}
+            self._by_answer = {key: exit for key, exit in by_answer if exit.piece is not piece}
 
 
 class Graph:
@@ -269,8 +269,10 @@ class Graph:
 
     def forget(self, owner: Any) -> None:
         """Drop what is known by a piece alone, which is named by its owner."""
-        for node in self._nodes.values():
-            node.drop(owner)
+        for piece in self.pieces():
+            if piece.owner is owner:
+                for node in self._nodes.values():
+                    node.drop(piece)
 
     def _cut_first(self, has_learnt: bool) -> None:
         """End the first piece where nobody knows the states that follow."""
@@ -278,7 +280,7 @@ class Graph:
         last = max(tape.states)
         if GuardKind.DATA in first.analysis.kinds[last + 1 :]:
             first.stop = last
-            self._nodes[tape.states[last].key].drop(first.owner)
+            self._nodes[tape.states[last].key].drop(first)
             has_learnt = True
         if has_learnt:
             self._rewrite_first()
@@ -323,7 +325,7 @@ class Graph:
         for node in self._nodes.values():
             if node.piece is old:
                 node.piece = self.first
-            node.drop(old.owner)
+            node.drop(old)
         for number in sorted(recording.tape.states):
             self._pass(self.first, number)
         self._rewrite_first()
