@@ -129,21 +129,22 @@ class NotReplayableError(BendtraceError, RuntimeError):
 class NondeterminismError(BendtraceError, RuntimeError):
     """Resuming a run, the model did other things than it did before with all guards equal.
 
-    It depends on something bendtrace could not see (a global whose name is computed, say).
-    Operations of the run may already have been carried out, so it cannot simply start anew.
+    It depends on something that bendtrace could not see, such as a setting of torch's that
+    `docs/guarded.md` does not name. Replays of the same operations may have been wrong.
 
     Example:
-        >>> import datetime, torch, bendtrace as bt
+        >>> import torch, bendtrace as bt
         >>> def drifting(x):
-        ...     x = x * datetime.datetime.now().timestamp()
+        ...     x = x * (2 if torch.is_warn_always_enabled() else 3)
         ...     return x + 1 if x.sum() > 0 else x - 1
         >>> bended = bt.BendedModule(drifting)
-        >>> _ = bended(torch.ones(2))
+        >>> _ = bended(torch.ones(2)), torch.set_warn_always(True)
         >>> try:
         ...     bended(-torch.ones(2))
         ... except bt.errors.NondeterminismError as error:
         ...     print("with all guards equal" in str(error))
         True
+        >>> torch.set_warn_always(False)
     """
 
 

@@ -88,9 +88,7 @@ def test_nothing_is_read_of_frames_that_free_something(ask: Callable[..., None])
 
     def look() -> None:
         seen.extend(
-            stack
-            for stack in read_all(here)
-            if stack is None or stack.code is ask.__code__
+            stack for stack in read_all(here) if stack is None or stack.code is ask.__code__
         )
 
     ask(look, [])

@@ -203,7 +203,9 @@ class PathEvents:
 
     def at(self, position: int, number: int) -> int:
         """Return where in the events a guard is, or would be."""
-        keys = [(event.position, -1 if event.number is None else event.number) for event in self.events]
+        keys = [
+            (event.position, -1 if event.number is None else event.number) for event in self.events
+        ]
         return bisect_left(keys, (position, number))
 
     def last_under(self, number: int) -> int:

@@ -201,8 +201,8 @@ def _trips(piece: Piece, path: PathEvents) -> Iterator[Walk]:
         ends = left is None
         yield Walk(
             path, path.events if left is None or left >= 0 else path.events[:stop],
-            whole.end if ends else None, whole.end_under if ends else None, hits, begin, first, stop,
-            is_part=entered >= 0 or not ends, positions=(since, until),
+            whole.end if ends else None, whole.end_under if ends else None, hits, begin, first,
+            stop, is_part=entered >= 0 or not ends, positions=(since, until),
         )  # fmt: skip
     for (index, name), times in list(piece.owner.failures.items()):
         raised = _raised(path, index, name, times)

@@ -77,7 +77,7 @@ class Recorder(TorchFunctionMode):
         prefix: for a resumed run, what was carried out already.
         observer: is shown the values of the run.
         inserter: puts ops of its own into the run.
-        reads_states: whether it reads all states in which the run asks for values (see `states.py`).
+        reads_states: whether it reads all states in which the run asks for values (`states.py`).
     """
 
     def __init__(
@@ -103,9 +103,7 @@ class Recorder(TorchFunctionMode):
         self._encoder = Encoder(self._values)
         if prefix is None and inserter is None:
             outermost = Recorder._outcome.__code__
-            self._states = States(
-                self._writer, self._values, surroundings, outermost, reads_states
-            )
+            self._states = States(self._writer, self._values, surroundings, outermost, reads_states)
             self._writer.read_state = self._read_state
         self._calls_of: dict[int, int] = {}
         self._strangers: dict[int, tuple[str, nn.Module]] = {}

@@ -107,7 +107,9 @@ def read(frame: FrameType, callee: FrameType | None, places: Layout) -> Stack | 
         if _interrupts(callee, places):
             return None
         if callee.f_code.co_flags & _SUSPENDS:
-            iterated = _word(inner + places.slots + _WORD * (_variables(code) + instruction.base - 1))
+            iterated = _word(
+                inner + places.slots + _WORD * (_variables(code) + instruction.base - 1)
+            )
             own = _word(id(callee) + places.inner)
             if instruction.name not in _RESUMES or not 0 < own - (iterated & ~_MARKS) < _LONGEST:
                 return None  # it may be closed because it is freed
@@ -118,9 +120,7 @@ def read(frame: FrameType, callee: FrameType | None, places: Layout) -> Stack | 
     below = [_value(first + _WORD * k) for k in range(instruction.base)]
     operands = None
     if is_asked_by_c:
-        operands = [
-            _value(first + _WORD * k) for k in range(instruction.base, instruction.depth)
-        ]
+        operands = [_value(first + _WORD * k) for k in range(instruction.base, instruction.depth)]
     return Stack(code, offset, slots, below, operands, instruction.name)
 
 
@@ -195,7 +195,9 @@ _ENDS = frozenset(
         "JUMP_BACKWARD", "JUMP_BACKWARD_NO_INTERRUPT", "RETURN_GENERATOR_END", "INTERPRETER_EXIT",
     }
 )  # fmt: skip
-_PUSHES_NONE = frozenset({"STORE_ATTR", "STORE_SUBSCR", "DELETE_SUBSCR", "DELETE_ATTR", "STORE_SLICE"})
+_PUSHES_NONE = frozenset(
+    {"STORE_ATTR", "STORE_SUBSCR", "DELETE_SUBSCR", "DELETE_ATTR", "STORE_SLICE"}
+)
 _CALLS = frozenset({"CALL", "CALL_KW", "CALL_FUNCTION_EX"})
 
 
@@ -247,7 +249,9 @@ def _pushed(step: dis.Instruction) -> int:
         return argument
     if name == "BEFORE_WITH":
         return 2
-    if name == "LOAD_METHOD" or (name in ("LOAD_ATTR", "LOAD_SUPER_ATTR") and argument & 1 and _PAIRS):
+    if name == "LOAD_METHOD" or (
+        name in ("LOAD_ATTR", "LOAD_SUPER_ATTR") and argument & 1 and _PAIRS
+    ):
         return 2
     return 1
 

@@ -251,9 +251,7 @@ class _Reader:
             hides = not all(map(_is_single, operands)) or _numbers_in(operands) > 2
         elif name in _ON_ITEMS:
             container = operands[1] if name == "STORE_SUBSCR" and len(operands) > 1 else operands[0]
-            hides = isinstance(container, (dict, set)) or (
-                is_asking and _numbers_in(operands) > 1
-            )
+            hides = isinstance(container, (dict, set)) or (is_asking and _numbers_in(operands) > 1)
         elif name == "FOR_ITER":
             iterator = stack.below[-1] if stack.below else None
             hides = type(iterator) is not types.GeneratorType and not _is_of_python(iterator)
@@ -262,7 +260,9 @@ class _Reader:
         else:
             hides = True
         if hides:
-            raise _Unreadable(f"{name} in {stack.code.co_qualname} may be in the middle of something")
+            raise _Unreadable(
+                f"{name} in {stack.code.co_qualname} may be in the middle of something"
+            )
 
     def _call_hides(self, called: Any, callee: FrameType | None) -> bool:
         kind = type(called)
@@ -285,7 +285,10 @@ class _Reader:
                 or isinstance(owner, Tensor)
                 or getattr(owner, "__module__", "") in ("torch", "torch._C")
             )
-        return not isinstance(getattr(kind, "__call__", None), types.FunctionType)
+        found = next(
+            (vars(cls)["__call__"] for cls in kind.__mro__ if "__call__" in vars(cls)), None
+        )
+        return not isinstance(found, types.FunctionType)
 
     # Values
 
@@ -352,7 +355,7 @@ class _Reader:
         known = self._values.known_as(tensor)
         part = self._surroundings.find(tensor)
         if known is not None:
-            what = self.value_of(known) if type(known) is int else self._element(*known)
+            what = self.value_of(known) if isinstance(known, int) else self._element(*known)
         elif part is not None:
             what = _named(part)
         else:
@@ -362,12 +365,13 @@ class _Reader:
             memory = 1 + self._memories.setdefault(memory, len(self._memories))
         own = vars(tensor)
         return (
-            self._by_identity(kind), what, part is None, tensor.dtype, tensor.dim(), tensor.device, tensor.layout,
+            self._by_identity(kind), what, part is None,
+            tensor.dtype, tensor.dim(), tensor.device, tensor.layout,
             requires_grad(tensor), tensor.is_leaf, tensor.is_inference(), memory,
             tuple((name, self.value(item)) for name, item in own.items()) if own else (),
         )  # fmt: skip
 
-    def _scalar(self, scalar: Any) -> tuple[Any, ...]:
+    def _scalar(self, scalar: Any) -> Any:
         if scalar._origin is not self._values.origin:
             return _plain(scalar._value, type(scalar._value))
         source = scalar._source
@@ -435,7 +439,8 @@ class _Reader:
         if cells is None and "<" not in function.__qualname__:
             return self._by_identity(function)
         return (
-            self._by_identity(function.__code__), self._by_identity(function.__globals__), self.values_of(cells or ()),
+            self._by_identity(function.__code__), self._by_identity(function.__globals__),
+            self.values_of(cells or ()),
             self.value(function.__defaults__), self.value(function.__kwdefaults__),
             self.value(vars(function)),
         )  # fmt: skip

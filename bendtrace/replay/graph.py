@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from bendtrace.errors import NondeterminismError
 from bendtrace.recording.contexts import Context
 from bendtrace.recording.functions import (
     RESHAPES_IN_PLACE,
@@ -198,6 +199,9 @@ class Graph:
         Returns:
             The pieces of it that are new, with the states that they begin at; None if the run
             is not one of these, or does not fit in: the graph is of no use from then on.
+
+        Raises:
+            NondeterminismError: from one state, the run did something else than one before.
         """
         if not may_run_again(recording):
             return None
@@ -305,7 +309,7 @@ class Graph:
             for number in range(stop + 1)
         )
 
-    def _begin_anew(self, recording: Recording) -> None | list[tuple[Node, Piece]]:
+    def _begin_anew(self, recording: Recording) -> list[tuple[Node, Piece]] | None:
         """Begin with a run whose states are known, where the first one tells too little."""
         if self.has_begun_anew:
             return None
@@ -384,27 +388,47 @@ def _does_something(tape: Tape, one: int, other: int) -> bool:
 
 
 def _agree(recording: Recording, after: int, until: int | None, exit: Exit) -> bool:
-    """Whether a run has done what is known to follow an answer, up to a guard or its end.
+    """Compare what a run has done with what is known to follow an answer.
 
-    What leads on from a state is known by another run that was in it. This compares the two, as
-    far as both have been seen: an error of what makes a state would show here.
+    What leads on from a state is known by another run that was in it. The two are compared from
+    there to a guard, or the end, as far as both have been seen.
+
+    Returns:
+        Whether they are alike, as far as what they were given can be compared.
+
+    Raises:
+        NondeterminismError: they did different operations.
     """
     one, other = recording.tape, exit.piece.recording.tape
     ours = _Names(one, after)
     theirs = _Names(other, exit.number)
     end = len(one.ops) if until is None else one.guards[until].position
     mine = [op for op in one.ops[ours.start : end] if _counts(op)]
-    its = [op for op in other.ops[theirs.start :] if _counts(op)][: len(mine)]
+    its = [op for op in other.ops[theirs.start :] if _counts(op)]
+    if until is not None:
+        its = its[: len(mine)]
     if exit.piece.stop is not None:  # it ends where other pieces go on
         stop = other.guards[exit.piece.stop].position
         its = [op for op in its if op.index < stop]
-        mine = mine[: len(its)]
-    if len(mine) != len(its):
-        return False
-    return all(
-        a.target == b.target and a.context == b.context and ours.of(a) == theirs.of(b)
-        for a, b in zip(mine, its, strict=True)
-    )
+        if until is not None:
+            mine = mine[: len(its)]
+    for op, known in zip(mine, its, strict=False):
+        if op.target == known.target and op.context == known.context:
+            now, before = ours.of(op), theirs.of(known)
+            if now == before:
+                continue
+            if " at 0x" in now:  # an object that each run makes anew
+                return False
+        raise NondeterminismError(
+            f"resumed, the run did {op} where it had done {known}, with all guards equal"
+            + (f" (at {op.site.place})" if op.site is not None else "")
+        )
+    if len(its) != len(mine):
+        what = "ended before the point where it diverged"
+        if len(its) < len(mine):
+            what = f"did {mine[len(its)]} where it had ended, with all guards equal"
+        raise NondeterminismError(f"resumed, the run {what}")
+    return True
 
 
 def _counts(op: Op) -> bool:
@@ -553,11 +577,11 @@ def _makes_anew(function: Any) -> bool:
         return True
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
     found = _overloads(name)
-    return bool(found) and not any(
-        given.alias_info is not None
-        for one in found
-        for given in one._schema.returns
-    ) and not any(has_kernel(one.name(), "CompositeImplicitAutograd") for one in found)
+    return (
+        bool(found)
+        and not any(given.alias_info is not None for one in found for given in one._schema.returns)
+        and not any(has_kernel(one.name(), "CompositeImplicitAutograd") for one in found)
+    )
 
 
 # Where what draws is told not to: the position of the argument, its name, and its default.
@@ -579,7 +603,8 @@ _OF_PYTHON = frozenset(
         "__index__", "__contains__", "item", "tolist", "bool", "float", "int", "double", "half",
         "long", "size", "dim", "numel", "shape", "type", "tensor", "as_tensor", "cpu", "cuda",
         "is_floating_point", "is_complex", "is_contiguous", "__eq__", "__format__", "__repr__",
-        "apply_along_dim", "stack", "cat", "zeros", "ones", "full", "empty", "arange", "element_size",
+        "apply_along_dim", "stack", "cat", "zeros", "ones", "full", "empty", "arange",
+        "element_size",
     }
 )  # fmt: skip
 # Whose operators are compositions, and yet never give back what they are given.

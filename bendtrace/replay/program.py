@@ -426,9 +426,7 @@ class Program:
                 if node is not None:
                     piece, number = node.piece, node.number
             held.clear()
-            return Divergence(
-                piece.owner, number, answer, {}, AutocastHold(), True, random_states
-            )
+            return Divergence(piece.owner, number, answer, {}, AutocastHold(), True, random_states)
 
     def go_on(self, divergence: Divergence, arguments: tuple[Any, ...]) -> Finished | Divergence:
         """Continue a replay whose other side has become known since it diverged."""

@@ -398,9 +398,13 @@ def _goes_on_from(recording: Recording, divergence: Divergence, guard: Guard) ->
     """Whether a run was in the state of a divergence, and found the same answer there."""
     state = divergence.recording.tape.states.get(divergence.number)
     tape = recording.tape
-    return state is not None and not tape.blockers and any(
-        own.key == state.key and identical(answer_of(tape.guards[number]), divergence.outcome)
-        for number, own in tape.states.items()
+    return (
+        state is not None
+        and not tape.blockers
+        and any(
+            own.key == state.key and identical(answer_of(tape.guards[number]), divergence.outcome)
+            for number, own in tape.states.items()
+        )
     )
 
 
