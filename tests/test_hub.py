@@ -14,7 +14,9 @@ from tests.shares import some
 
 pytest.importorskip("transformers", reason="needs the test extra")
 
+from tests.benchmarks.memory import peak_of
 from tests.hub.building import CHOSEN, build, quiet, types
+from tests.hub.checking import copied
 from tests.hub.heads import HEADS, labelled, trained, types_with
 from tests.hub.inputs import guessed
 from tests.hub.sweeping import row, sweep
@@ -36,6 +38,29 @@ def test_a_model_is_itself(model_type: str) -> None:
     assert found.checked is not None
     assert found.checked.patched is not None
     assert found.checked.ops > 20
+
+
+# Runs that cannot simply be done again: their replays keep values until the last question.
+KEEPS = {
+    "bloom": "its activation is an autograd.Function of its own",
+    "switch_transformers": "its router converts its weights in each call",
+}
+
+
+@pytest.mark.parametrize("model_type", some(CHOSEN, chosen=QUICK))
+def test_a_replay_holds_what_the_model_holds(model_type: str) -> None:
+    """Counted op by op, without gradients; of eager's peak at most 1.1."""
+    with quiet(), torch.no_grad():
+        model = build(model_type)
+        _, inputs = guessed(model)
+        bended = bt.BendedModule(model)
+        for called in (model, bended, bended):
+            called(**copied(inputs))
+        eager, _ = peak_of(lambda: model(**copied(inputs)))
+        replay, left = peak_of(lambda: bended(**copied(inputs)))
+    assert bended.stats.replays or bended.stats.live
+    assert left == 0
+    assert (replay <= 1.1 * eager) is (model_type not in KEEPS), (replay, eager)
 
 
 @pytest.mark.slow

@@ -29,6 +29,7 @@ from bendtrace.recording.functions import (
     name_of,
 )
 from bendtrace.recording.handlers import is_handled
+from bendtrace.recording.outside import environ
 from bendtrace.recording.parts import identical
 from bendtrace.recording.recorder import Recording
 from bendtrace.recording.tape import Op, OpKind, State, Tape, map_refs, refs_in
@@ -504,7 +505,7 @@ def _is_repeatable(op: Op) -> bool:
         return True
     name = name_of(op.target)
     return (
-        (is_torchs_function(op.target) or _is_getter(op.target))
+        (is_torchs_function(op.target) or _is_getter(op.target) or op.target is environ)
         and op.target not in SETTERS
         and name not in RESHAPES_IN_PLACE
         and name not in _ACTS_OUTSIDE
@@ -559,7 +560,7 @@ def _overloads(name: str) -> tuple[Any, ...]:
 def _draws(function: Any) -> bool:
     """Whether a function may draw random numbers; what is not known may."""
     name = name_of(function)
-    if _is_getter(function) or name in _OF_PYTHON:
+    if _is_getter(function) or name in _OF_PYTHON or function is environ:
         return False
     found = _overloads(name)
     return (
