@@ -38,10 +38,11 @@ if TYPE_CHECKING:
     from bendtrace.compiled import speculation as compiled_speculation
     from bendtrace.compiled.report import CompiledReport
     from bendtrace.compiled.speculation import Speculation
-    from bendtrace.graph.mirror import Graph
     from bendtrace.outline import coverage as outline_coverage
+    from bendtrace.outline import graph as outline_graph
     from bendtrace.outline import program as outline_program
     from bendtrace.outline.coverage import Coverage
+    from bendtrace.outline.graph import StateGraph
     from bendtrace.outline.program import Outline
 else:
     auditing = Later("bendtrace.auditing")
@@ -49,6 +50,7 @@ else:
     compiled_settings = Later("bendtrace.compiled.settings")
     compiled_speculation = Later("bendtrace.compiled.speculation")
     outline_coverage = Later("bendtrace.outline.coverage")
+    outline_graph = Later("bendtrace.outline.graph")
     outline_program = Later("bendtrace.outline.program")
 
 __all__ = ["ReplayingModule"]
@@ -219,16 +221,24 @@ class ReplayingModule(StandIn):
         trace.output, trace.keeps = output, plan
         return (trace, output) if _return_out else trace
 
-    def graph(self) -> Graph:
-        """Return the networkx mirror of the latest trace.
+    @property
+    def graph(self) -> StateGraph:
+        """What is known of the model as a networkx graph: its states, and what lies between them.
 
-        Raises:
-            InputError: if nothing has been traced yet.
+        It is made anew each time it is asked for. Called, as in `bended.graph()`, it is the
+        networkx mirror of the latest trace.
 
         Example:
             >>> import torch, bendtrace as bt
             >>> bended = bt.BendedModule(lambda x: x + 1 if x.sum() > 0 else x - 1)
-            >>> _ = bended(torch.ones(2)), bended(-torch.ones(2))
+            >>> _ = bended(torch.ones(2)), bended(-torch.ones(2)), bended(torch.ones(3))
+            >>> print(bended.graph)  # doctest: +ELLIPSIS
+            program 1: x: float32[2], 3x
+                3x -> 1.1 (3 ops)
+            1.1  ... if x.sum() > 0 else ... at ...:1, 3x
+                True 2x -> 1.2 (1 op)
+                False 1x -> 1.2 (1 op)
+            1.2  lambda x: ...
             >>> print(bended.graph())
             graph():
                 %x : Tensor(2,) [num_users=2] = placeholder[target=x]
@@ -240,9 +250,8 @@ class ReplayingModule(StandIn):
             {})
                 return %sub
         """
-        if self._dispatcher.latest is None:
-            raise InputError("nothing has been traced yet: call the module or its trace() first")
-        return self._dispatcher.latest.graph
+        dispatcher = self._dispatcher
+        return outline_graph.state_graph(self._tree, dispatcher.trace_of, dispatcher.latest)
 
     @property
     def traces(self) -> tuple[Trace, ...]:

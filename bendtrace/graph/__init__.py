@@ -15,10 +15,12 @@ if TYPE_CHECKING:
     from bendtrace.graph.fx import from_fx, to_fx
     from bendtrace.graph.mirror import Graph
     from bendtrace.graph.names import NodeRef
+    from bendtrace.outline.graph import StateGraph
 
 __all__ = [
     "Graph",
     "NodeRef",
+    "StateGraph",
     "from_fx",
     "to_dot",
     "to_fx",
@@ -32,6 +34,7 @@ if not TYPE_CHECKING:  # what only tracing needs of this package comes without n
         {
             "Graph": "bendtrace.graph.mirror",
             "NodeRef": "bendtrace.graph.names",
+            "StateGraph": "bendtrace.outline.graph",
             "from_fx": "bendtrace.graph.fx",
             "to_dot": "bendtrace.graph.export",
             "to_fx": "bendtrace.graph.fx",

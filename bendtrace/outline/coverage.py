@@ -171,9 +171,9 @@ class _Survey:
         for program in sorted(tree.programs(), key=lambda program: program.serial):
             for walk in walks_of(program):
                 self._count_decided(walk)
-                if walk.end is None or walk.end.kind != "raise":
+                if not (walk.ends and walk.has_raised):
                     self._count_places(walk)
-                elif walk.end.file:  # the run as a whole was not recorded
+                elif walk.end is not None and walk.end.file:  # the run was not recorded as a whole
                     self.raised[walk.end.text, walk.end.file, walk.end.line] += walk.hits
 
     def result(self) -> Coverage:

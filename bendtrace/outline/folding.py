@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from bendtrace.outline.events import (
@@ -22,59 +22,68 @@ from bendtrace.outline.source import last_return, return_around, return_under
 from bendtrace.outline.structure import Branch, End, Flow, ProgramOutline, Step
 from bendtrace.outline.text import value_text
 from bendtrace.recording.iterations import running_code, user_code
+from bendtrace.recording.parts import identical
 from bendtrace.recording.recorder import Recording
 from bendtrace.recording.sites import Place
-from bendtrace.replay.graph import Piece
+from bendtrace.replay.graph import Graph, Piece
 from bendtrace.replay.program import Path, Program, Side, Stretch
+from bendtrace.replay.segments import answer_of
 from bendtrace.replay.tree import TraceTree
 
 __all__ = ["Walk", "fold", "most_divergent", "walks_of"]
 
 
+@dataclass(eq=False)
 class Walk:
     """One way through a program, or a part of one, and how many calls took it.
 
     Attributes:
         path: the events of the recorded run that it follows.
         events: those of them that it came to.
-        end: where it ended; None if other walks tell how it went on.
+        end: how the run ended, as far as the walk leads there.
         end_under: the event under one of whose sides the end stands.
         hits: how many calls took it.
         begin: the first event whose outcome it tells of.
         first: the first event that it leads to; other walks have led to those before.
-        stop: the event, after the others, that it came to and whose outcome other walks tell of.
+        stop: the event, after the others, that it came to and whose outcome other walks tell of:
+            the number of events if it came to the end.
+        ends: whether its calls ended with it; if not, other walks tell how they went on.
         is_part: whether it is a part of a way.
         positions: the ops before which it begins and ends.
     """
 
-    def __init__(
-        self,
-        path: PathEvents,
-        events: list[Event],
-        end: End | None,
-        end_under: int | None,
-        hits: int,
-        begin: int = 0,
-        first: int = 0,
-        stop: int | None = None,
-        is_part: bool = False,
-        positions: tuple[int, int] | None = None,
-    ) -> None:
-        self.path = path
-        self.events = events
-        self.end = end
-        self.end_under = end_under
-        self.hits = hits
-        self.begin = begin
-        self.first = first
-        self.stop = len(events) if stop is None else stop
-        self.is_part = is_part
-        self.positions = positions or (0, len(path.recording.tape.ops))
+    path: PathEvents
+    events: list[Event]
+    end: End | None
+    end_under: int | None
+    hits: int
+    begin: int = 0
+    first: int = 0
+    stop: int = -1
+    ends: bool = True
+    is_part: bool = False
+    positions: tuple[int, int] = (0, -1)
+
+    def __post_init__(self) -> None:
+        if self.stop < 0:
+            self.stop = len(self.events)
+        if self.positions[1] < 0:
+            self.positions = self.positions[0], len(self.path.recording.tape.ops)
 
     @property
     def passed(self) -> list[Event]:
         """The events whose outcome it tells of."""
         return self.events[self.begin : self.stop]
+
+    @property
+    def has_raised(self) -> bool:
+        """Whether its calls ended with an error."""
+        return self.end is not None and self.end.kind == "raise"
+
+    @property
+    def leads_to_end(self) -> bool:
+        """Whether nothing that anybody is told of lies between it and the end of the run."""
+        return self.end is not None and self.first <= self.stop == len(self.events)
 
 
 def fold(tree: TraceTree) -> list[ProgramOutline]:
@@ -86,7 +95,7 @@ def fold(tree: TraceTree) -> list[ProgramOutline]:
         flow, steps, runs = Flow(), Counter[Step](), 0
         for walk in walks_of(program):
             _add(flow, walk, steps)
-            runs += walk.hits if walk.end is not None and walk.end.kind != "raise" else 0
+            runs += walk.hits if walk.ends and not walk.has_raised else 0
         inputs, traces = signature_of(program), len(program.paths())
         outlines.append(ProgramOutline(number, inputs, facts, traces, runs, flow, steps))
     return outlines
@@ -109,15 +118,16 @@ def _add(flow: Flow, walk: Walk, steps: Counter[Step]) -> None:
         if event.iterations is not None or walk.is_part:
             _count_rounds(branch, walk, number)
         flows.append(taken.flow)
-        before, by = branch, "" if event.is_loop else value_text(taken)
-    if walk.end is None:
+        before, by = branch, "" if event.is_loop else value_text(taken.value)
+    if walk.end is None or not (walk.ends or walk.leads_to_end):
         return
     inside = flow if walk.end_under is None else flows[walk.end_under]
     end = walk.end
     key = (end.kind, end.text, end.file, end.line)
     reached = inside.ends.setdefault(key, End(*key))
-    reached.hits += walk.hits
-    steps[before, by, reached] += walk.hits
+    reached.hits += walk.hits if walk.ends else 0
+    if walk.leads_to_end:
+        steps[before, by, reached] += walk.hits
 
 
 def _count_rounds(branch: Branch, walk: Walk, number: int) -> None:
@@ -164,23 +174,73 @@ def walks_of(program: Program) -> Iterator[Walk]:
     if program.live is not None:
         yield _live(PathEvents(program.recording), program.live, None)
         return
+    graph = program.graph
     stretches = [stretch for stretch, _ in program.stretches()]
     asked = frozenset(key for stretch in stretches for key in _asked(stretch))
     for stretch in stretches:
         path = PathEvents(stretch.recording, asked)
-        if program.graph is None:
+        if graph is None:
             yield _whole(path, stretch)
             for (index, name), times in list(stretch.failures.items()):
                 yield _raised(path, index, name, times)
         for number, sides in list(stretch.sides.items()):
             for side in sides:
-                if side.live is not None:
-                    live = PathEvents(side.live.recording, asked)
-                    yield _live(live, side.live, number)
-                yield from _failed(path, number, side)
-    if program.graph is not None:
-        for piece in (*program.graph.retired, *program.graph.pieces()):
+                yield from _elsewhere(program, stretch, number, side, asked)
+    if graph is not None:
+        for piece in (*graph.retired, *graph.pieces()):
             yield from _trips(piece, PathEvents(piece.recording, asked))
+
+
+def _elsewhere(
+    program: Program, stretch: Stretch, number: int, side: Side, asked: frozenset[Key]
+) -> Iterator[Walk]:
+    """Yield what calls did after a guard that left the replay: those that ran live, or raised."""
+    graph, walks = program.graph, []
+    if side.live is not None:
+        live = PathEvents(side.live.recording, asked)
+        walks.append(_live(live, side.live, _twin(stretch, number, side)))
+    if side.failures:
+        runs = [stretch.recording]
+        if graph is not None:  # the run in whose place another one is now may have got further
+            runs += [old.recording for old in graph.retired[::-1] if old.owner is stretch]
+        runs = [run for run in runs if number < len(run.tape.guards)]
+        walks += _failed(PathEvents(runs[0], asked), number, side) if runs else ()
+    if graph is not None and not _is_only_way(graph, stretch, number):
+        for walk in walks:  # how they came to the guard is not known
+            under = len(walk.events) if walk.end_under is None else walk.end_under
+            walk.begin, walk.first, walk.is_part = under, min(under + 1, walk.stop), True
+    yield from walks
+
+
+def _twin(stretch: Stretch, number: int, side: Side) -> int:
+    """Return the guard at which a run that was made anew left the replay, by its own numbers."""
+    state = stretch.recording.tape.states.get(number)
+    if state is not None and side.live is not None:
+        tape = side.live.recording.tape
+        for own, other in tape.states.items():
+            if other.key == state.key and identical(answer_of(tape.guards[own]), side.outcome):
+                return own
+    return number
+
+
+def _is_only_way(graph: Graph, stretch: Stretch, number: int) -> bool:
+    """Whether there is but one way from the start to a guard of some code."""
+    pieces = graph.pieces()
+    met = Counter(id(node) for piece in pieces for node in piece.nodes.values())
+    piece = next((piece for piece in pieces if piece.owner is stretch), None)
+    while piece is not None:
+        if any(met[id(node)] > 1 for own, node in piece.nodes.items() if own <= number):
+            return False
+        if piece is graph.first:
+            return True
+        led = (
+            node
+            for node in graph.nodes()
+            if any(exit.piece is piece for exit in node.exits if exit.number == piece.after)
+        )
+        node = next(led, None)
+        piece, number = (None, -1) if node is None else (node.piece, node.number)
+    return False
 
 
 def _trips(piece: Piece, path: PathEvents) -> Iterator[Walk]:
@@ -188,32 +248,29 @@ def _trips(piece: Piece, path: PathEvents) -> Iterator[Walk]:
     tape, whole = piece.recording.tape, _whole(path, piece.owner)
     for (entered, left), hits in list(piece.trips.items()):
         since = tape.guards[entered].position if entered >= 0 else 0
-        begin = first = path.at(since, entered) if entered >= 0 else 0
-        if entered >= 0 and begin < len(path.events) and path.events[begin].number == entered:
-            first += 1
-        if left is None:
-            until, stop = len(tape.ops), len(path.events)
-        elif left >= 0:
-            until = tape.guards[left].position
-            stop = path.at(until, left)
-        else:  # what it raised is told of by itself
-            until, stop = -left, path.at(-left, -1)
-        ends = left is None
+        begin = path.at(since, entered) if entered >= 0 else 0
+        first = begin + 1 if entered >= 0 else 0  # another trip has led to where it begins
+        is_part = entered >= 0 or left is not None
+        if left is not None and left < 0:
+            names = sorted(name for index, name in piece.owner.failures if index == ~left)
+            walk = _raised(path, ~left, " or ".join(names), hits)
+            walk.begin, walk.first = begin, min(first, len(walk.events))
+            walk.is_part, walk.positions = is_part, (since, -left)
+            yield walk
+            continue
+        until = len(tape.ops) if left is None else tape.guards[left].position
+        stop = len(path.events) if left is None else path.at(until, left)
         yield Walk(
-            path, path.events if left is None or left >= 0 else path.events[:stop],
-            whole.end if ends else None, whole.end_under if ends else None, hits, begin, first,
-            stop, is_part=entered >= 0 or not ends, positions=(since, until),
+            path, path.events, whole.end, whole.end_under, hits, begin, first, stop,
+            ends=left is None, is_part=is_part, positions=(since, until),
         )  # fmt: skip
-    for (index, name), times in list(piece.owner.failures.items()):
-        raised = _raised(path, index, name, times)
-        raised.begin = raised.first = len(raised.events)
-        raised.positions = index, index
-        yield raised
 
 
 def _asked(stretch: Stretch) -> Iterator[Key]:
     tape = stretch.recording.tape
     for number in list(stretch.sides):
+        if number >= len(tape.guards):  # of a run in whose place this one is
+            continue
         key = key_of_guard(tape.guards[number]) if number >= 0 else key_of_raise(tape.ops[~number])
         if key is not None:
             yield key
@@ -269,15 +326,17 @@ def _raised(path: PathEvents, index: int, name: str, times: int) -> Walk:
     before = sum(event.position <= index for event in path.events)
     place = None if op.site is None else user_code(op.scope, op.site)[0]
     end = End("raise", name) if place is None else End("raise", name, place.file, place.line)
-    return Walk(path, path.events[:before], end, path.around(op, before), times)
+    return Walk(
+        path, path.events[:before], end, path.around(op, before), times, positions=(0, index + 1)
+    )
 
 
 def _failed(path: PathEvents, number: int, side: Side) -> Iterator[Walk]:
     """Runs that took another side than a path and then raised."""
     tape = path.recording.tape
     found = next((i for i, event in enumerate(path.events) if event.number == number), None)
+    position = tape.guards[number].position if number >= 0 else ~number
     if found is None:
-        position = tape.guards[number].position if number >= 0 else ~number
         events = [event for event in path.events if event.position <= position]
     else:
         event = path.events[found]
@@ -289,7 +348,7 @@ def _failed(path: PathEvents, number: int, side: Side) -> Iterator[Walk]:
         events = [*path.events[:found], replace(event, outcome=outcome)]
     for (name, file, line), times in list(side.failures.items()):
         end = End("raise", name, file, line)
-        yield Walk(path, events, end, found, times)
+        yield Walk(path, events, end, found, times, positions=(0, position))
 
 
 def most_divergent(tree: TraceTree) -> str | None:

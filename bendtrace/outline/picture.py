@@ -213,7 +213,7 @@ def _branch(branch: Branch) -> Drawing:
 def _side(taken: Taken) -> tuple[Drawing, bool]:
     """Lay out one side of a branch; the flag says whether it was ever taken."""
     often = f"{taken.hits}x" if taken.hits else "never"
-    label = _texts([(f"{value_text(taken)} {often}", "plain" if taken.hits else "faint")])
+    label = _texts([(f"{value_text(taken.value)} {often}", "plain" if taken.hits else "faint")])
     flow = _flow(taken.flow)
     parts = _stacked([label, flow]) if flow.boxes else label
     ended = sum(end.hits for end in taken.flow.walk() if isinstance(end, End))

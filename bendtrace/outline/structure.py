@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from bendtrace.flow import _plain_json
 from bendtrace.outline.events import Key
@@ -15,7 +15,30 @@ from bendtrace.outline.source import is_elif
 from bendtrace.recording.sites import Place
 from bendtrace.replay.analysis import GuardKind
 
-__all__ = ["Branch", "End", "Flow", "ProgramOutline", "Taken"]
+__all__ = ["Branch", "End", "Flow", "ProgramOutline", "Taken", "in_order"]
+
+T = TypeVar("T", bound=Hashable)
+
+
+def in_order(start: T, leads_to: Callable[[T], Sequence[T]]) -> list[T]:
+    """Return what can be reached such that each comes after all that lead to it, but for loops.
+
+    Args:
+        start: what comes first.
+        leads_to: returns what comes right after something, in the order in which it is preferred.
+    """
+    done: list[T] = []
+    seen, waiting = {start}, [(start, iter(leads_to(start)[::-1]))]
+    while waiting:
+        here, leads = waiting[-1]
+        after = next((other for other in leads if other not in seen), None)
+        if after is None:
+            done.append(here)
+            waiting.pop()
+        else:
+            seen.add(after)
+            waiting.append((after, iter(leads_to(after)[::-1])))
+    return done[::-1]
 
 
 @dataclass(eq=False)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from textwrap import shorten
+from typing import Any
 
-from bendtrace.outline.structure import Branch, End, Flow, ProgramOutline, Taken
+from bendtrace.outline.structure import Branch, End, Flow, ProgramOutline
 
 __all__ = ["count", "end_text", "programs_as_text", "summary", "title", "value_text"]
 
@@ -111,7 +112,7 @@ def _values(branch: Branch, depth: int) -> Iterator[Line]:
     yield _INDENT * depth + branch.text, summary(branch), _where(branch)
     for taken in branch.sides():
         if taken.flow:
-            yield f"{_INDENT * (depth + 1)}{value_text(taken)}:", f"{taken.hits}x", ""
+            yield f"{_INDENT * (depth + 1)}{value_text(taken.value)}:", f"{taken.hits}x", ""
             yield from _flow(taken.flow, depth + 2)
 
 
@@ -135,16 +136,16 @@ def summary(branch: Branch) -> str:
         return _share(branch, True)
     sides = branch.sides()
     if len(sides) == 1:
-        return f"always {value_text(sides[0])}{_often(branch)}"
-    shown = [f"{value_text(taken)} ({taken.hits}x)" for taken in sides[:_VALUES]]
+        return f"always {value_text(sides[0].value)}{_often(branch)}"
+    shown = [f"{value_text(taken.value)} ({taken.hits}x)" for taken in sides[:_VALUES]]
     if len(sides) > _VALUES:
         shown.append(f"and {len(sides) - _VALUES} more")
     return ", ".join(shown)
 
 
-def value_text(taken: Taken) -> str:
-    """Return the outcome of a side, cut short."""
-    text = taken.value if isinstance(taken.value, str) and " " in taken.value else repr(taken.value)
+def value_text(value: Any) -> str:
+    """Return an outcome, cut short."""
+    text = value if isinstance(value, str) and " " in value else repr(value)
     return shorten(str(text), 24, placeholder="...") or "..."
 
 
