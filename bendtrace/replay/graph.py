@@ -420,16 +420,33 @@ def _agree(recording: Recording, after: int, until: int | None, exit: Exit) -> b
                 continue
             if " at 0x" in now:  # an object that each run makes anew
                 return False
+        if not _asked_alike(one, after, until, other, exit.number):
+            return False
         raise NondeterminismError(
             f"resumed, the run did {op} where it had done {known}, with all guards equal"
             + (f" (at {op.site.place})" if op.site is not None else "")
         )
     if len(its) != len(mine):
+        if not _asked_alike(one, after, until, other, exit.number):
+            return False
         what = "ended before the point where it diverged"
         if len(its) < len(mine):
             what = f"did {mine[len(its)]} where it had ended, with all guards equal"
         raise NondeterminismError(f"resumed, the run {what}")
     return True
+
+
+def _asked_alike(one: Tape, after: int, until: int | None, other: Tape, number: int) -> bool:
+    """Whether two runs had the same answers, from a guard of each on, as far as both were asked.
+
+    They can differ in whether an op gave a copy, which is asked only where it did not.
+    """
+    last = len(one.guards) if until is None else until
+    pairs = zip(one.guards[after + 1 : last + 1], other.guards[number + 1 :], strict=False)
+    return all(
+        mine.test is its.test and (place == last or identical(answer_of(mine), answer_of(its)))
+        for place, (mine, its) in enumerate(pairs, after + 1)
+    )
 
 
 def _counts(op: Op) -> bool:
