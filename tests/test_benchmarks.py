@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import bendtrace as bt
+from bendtrace.recording import stacks
 from tests.benchmarks import comparing, page, starting
 from tests.benchmarks.__main__ import main, measured
 from tests.benchmarks.budgets import BUDGETS, table_of_budgets
@@ -292,18 +293,19 @@ def test_what_a_stream_reports_adds_up(report: dict[str, Any]) -> None:
         assert found["calls"] == found["compared"] == 60, name
         assert found["traces"] + found["replays"] + found["live"] == found["calls"], name
         assert found["live"] == 0, name
-        assert 0 < found["states"] < found["pairs"], name
         for parts in found["seconds"].values():
             assert len(parts) == 60 // found["size"] == 3
             assert all(part > 0 for part in parts)
     gated = streams["8 gated layers"]
-    assert (gated["states"], gated["pairs"]) == (8, 16)
     table = next(table for table in page.tables_of(report) if table.name == "streams")
     assert [row[0] for row in table.rows] == [*SMALL_STREAMS, "geometric mean"]
     assert "first 20" in table.headers
     row = dict(zip(table.headers, table.rows[0], strict=True))
-    assert (row["recorded"], row["pairs"], row["live"]) == (str(gated["traces"]), "16", "0")
+    assert (row["recorded"], row["live"]) == (str(gated["traces"]), "0")
     assert row["torch.compile, last 20"] == "not measured"
+    if stacks.layout() is not None:
+        assert (gated["states"], gated["pairs"], row["pairs"]) == (8, 16, "16")
+        assert all(0 < found["states"] < found["pairs"] for found in streams.values())
 
 
 def test_each_call_of_a_stream_has_inputs_of_its_own_and_the_same_each_time() -> None:
