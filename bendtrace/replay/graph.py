@@ -13,6 +13,7 @@ questions in line.
 from __future__ import annotations
 
 import functools
+import itertools
 import types
 from collections.abc import Callable, Iterator
 from operator import getitem
@@ -401,13 +402,11 @@ def _agree(recording: Recording, after: int, until: int | None, exit: Exit) -> b
         NondeterminismError: they did different operations.
     """
     one, other = recording.tape, exit.piece.recording.tape
-    ours = _Names(one, after)
-    theirs = _Names(other, exit.number)
+    start = one.guards[after].position if after >= 0 else 0
     end = len(one.ops) if until is None else one.guards[until].position
-    mine = [op for op in one.ops[ours.start : end] if _counts(op)]
-    its = [op for op in other.ops[theirs.start :] if _counts(op)]
-    if until is not None:
-        its = its[: len(mine)]
+    most = None if until is None else sum(_counts(op) for op in one.ops[start:end])
+    ours, theirs = _Names(one, after, most), _Names(other, exit.number, most)
+    mine, its = ours.ops, theirs.ops
     if exit.piece.stop is not None:  # it ends where other pieces go on
         stop = other.guards[exit.piece.stop].position
         its = [op for op in its if op.index < stop]
@@ -455,15 +454,25 @@ def _counts(op: Op) -> bool:
 
 
 class _Names:
-    """Names the values of a run by what they are from a state on."""
+    """Names the values of a run by what they are from a state on.
 
-    def __init__(self, tape: Tape, after: int) -> None:
+    Args:
+        tape: the run.
+        after: the guard of the state; -1 for the beginning.
+        most: how many ops are named; None for all.
+
+    Attributes:
+        ops: these.
+    """
+
+    def __init__(self, tape: Tape, after: int, most: int | None = None) -> None:
         self._ops = tape.ops
         holes = tape.states[after].holes if after >= 0 else ()
-        self.start = tape.guards[after].position if after >= 0 else 0
+        start = tape.guards[after].position if after >= 0 else 0
         self._names: dict[int, Any] = {hole: ("hole", k) for k, hole in enumerate(holes)}
-        counted = (op.index for op in tape.ops[self.start :] if _counts(op))
-        self._names.update((index, ("op", k)) for k, index in enumerate(counted))
+        following = (tape.ops[index] for index in range(start, len(tape.ops)))
+        self.ops = list(itertools.islice(filter(_counts, following), most))
+        self._names.update((op.index, ("op", k)) for k, op in enumerate(self.ops))
 
     def indices(self) -> dict[Any, int]:
         """Return the ops of what is handed on, and of what is done after it, by name."""
