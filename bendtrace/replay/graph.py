@@ -586,7 +586,8 @@ def _overloads(name: str) -> tuple[Any, ...]:
 def _draws(function: Any) -> bool:
     """Whether a function may draw random numbers; what is not known may."""
     name = name_of(function)
-    if _is_getter(function) or name in _OF_PYTHON or function is environ:
+    is_operator = name.startswith("__") and name.endswith("__")
+    if _is_getter(function) or is_operator or name in _OF_PYTHON or function is environ:
         return False
     found = _overloads(name)
     return (
@@ -626,12 +627,10 @@ _ACTS_OUTSIDE = frozenset(
 _COMPOSED = frozenset({"fractional_max_pool2d", "fractional_max_pool3d"})
 _OF_PYTHON = frozenset(
     {
-        "__len__", "__bool__", "__getitem__", "__setitem__", "__iter__", "__int__", "__float__",
-        "__index__", "__contains__", "item", "tolist", "bool", "float", "int", "double", "half",
-        "long", "size", "dim", "numel", "shape", "type", "tensor", "as_tensor", "cpu", "cuda",
-        "is_floating_point", "is_complex", "is_contiguous", "__eq__", "__format__", "__repr__",
-        "apply_along_dim", "stack", "cat", "zeros", "ones", "full", "empty", "arange",
-        "element_size",
+        "item", "tolist", "bool", "float", "int", "double", "half", "long", "size", "dim",
+        "numel", "shape", "type", "tensor", "as_tensor", "cpu", "cuda", "is_floating_point",
+        "is_complex", "is_contiguous", "apply_along_dim", "stack", "cat", "zeros", "ones", "full",
+        "empty", "arange", "element_size",
     }
 )  # fmt: skip
 # Whose operators are compositions, and yet never give back what they are given.
