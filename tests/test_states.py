@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import sys
 import threading
 from collections.abc import Callable
@@ -315,6 +316,17 @@ def test_what_only_later_code_reads_keeps_states_apart(name: str, order: int) ->
 @pytest.mark.parametrize("order", range(len(ORDERS)))
 def test_an_attribute_keeps_states_apart(order: int) -> None:
     assert is_right(Notes(), ORDERS[order])
+
+
+def test_a_state_that_cannot_be_read_after_an_op_that_gives_nothing() -> None:
+    def model(x: Tensor) -> Tensor:
+        x = x + 0.5
+        x[0] = 1
+        while math.sin(x.sum().item()) > 0:
+            x = x + 1
+        return x
+
+    assert is_right(model, [torch.full((3,), float(number)) for number in range(6)])
 
 
 def test_branches_join() -> None:
