@@ -382,6 +382,24 @@ def test_gradients_are_those_of_the_path_taken() -> None:
             assert one is other is None or torch.equal(one, other)
 
 
+def test_reading_a_state_leaves_views_as_they_are() -> None:
+    """A view of what has come to require grad counts as a leaf, until its grad_fn is asked for."""
+    weight = nn.Parameter(torch.ones(2))
+
+    def model(x: Tensor) -> Tensor:
+        x = x + 0
+        view = x.view(-1)
+        x += weight
+        if x.sum() > 0:
+            x = x * 2
+        view[torch.tensor([True, False])] = 0
+        return x
+
+    for call in (model, bt.BendedModule(model)):
+        with pytest.raises(RuntimeError, match="a leaf Variable that requires grad"):
+            call(torch.ones(2))
+
+
 def test_random_numbers_are_drawn_as_by_the_model() -> None:
     def noisy(x: Tensor) -> Tensor:
         for _ in range(5):

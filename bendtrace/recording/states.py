@@ -367,7 +367,7 @@ class _Reader:
         return (
             self._by_identity(kind), what, part is None,
             tensor.dtype, tensor.dim(), tensor.device, tensor.layout,
-            requires_grad(tensor), tensor.is_leaf, tensor.is_inference(), memory,
+            requires_grad(tensor), _is_leaf(tensor), tensor.is_inference(), memory,
             tuple((name, self.value(item)) for name, item in own.items()) if own else (),
         )  # fmt: skip
 
@@ -521,6 +521,16 @@ def _numbers_in(values: Iterable[Any]) -> int:
         elif isinstance(value, (tuple, list)):
             count += _numbers_in(value)
     return count
+
+
+def _is_leaf(tensor: Tensor) -> bool:
+    """Whether a tensor is a leaf.
+
+    To ask a view of something that requires grad makes torch note how it came about, and what the
+    model does to the view next would then do something else.
+    """
+    base = tensor._base
+    return (base is None or not requires_grad(base)) and tensor.is_leaf
 
 
 def _is_of_python(value: Any) -> bool:
