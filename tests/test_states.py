@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import math
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import bendtrace as bt
 from bendtrace.errors import NondeterminismError
@@ -327,6 +329,28 @@ def test_a_state_that_cannot_be_read_after_an_op_that_gives_nothing() -> None:
         return x
 
     assert is_right(model, [torch.full((3,), float(number)) for number in range(6)])
+
+
+def test_a_mode_around_a_call_keeps_no_states_apart() -> None:
+    class Around(TorchDispatchMode):
+        def __torch_dispatch__(self, op, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            return op(*args, **(kwargs or {}))
+
+    def model(x: Tensor) -> Tensor:
+        for bias in (0.0, 4.0):
+            x = x.relu() + 1 if x.sum() > bias else x - 3
+        return x
+
+    bended = bt.BendedModule(model)
+    for value, around in (
+        (2.0, contextlib.nullcontext),
+        (-2.0, Around),
+        (5.0, contextlib.nullcontext),
+    ):
+        with around():
+            x = torch.tensor([value])
+            assert torch.equal(bended(x), model(x))
+    assert len(bended.tree) == 1
 
 
 def test_branches_join() -> None:

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from bendtrace.errors import NondeterminismError
+from bendtrace.recording.agreement import is_one_of_several
 from bendtrace.recording.contexts import Context
 from bendtrace.recording.functions import (
     RESHAPES_IN_PLACE,
@@ -503,7 +504,7 @@ def may_run_again(recording: Recording) -> bool:
     tape = recording.tape
     if recording.writes_outside or tape.is_joint or tape.forgets or tape.blockers:
         return False
-    if recording.surroundings.generators:
+    if recording.surroundings.generators or is_one_of_several():
         return False
     return all(map(_is_repeatable, tape.ops)) and not _may_write_outside(tape)
 
