@@ -385,9 +385,9 @@ class Trace(ModelHistory):
             What the function would return.
 
         Raises:
-            DivergenceError: the inputs lead down another path. Nothing was run if a guard on
-                the inputs says so; if it is a guard on values, the ops before it have been
-                carried out. `BendedModule` takes it from there.
+            DivergenceError: the inputs lead down another path, be it one more round of a loop.
+                Nothing was run if a guard on the inputs says so; if it is a guard on values,
+                the ops before it have been carried out. `BendedModule` takes it from there.
             NotReplayableError: the run depends on something that no guard can watch.
 
         Example:
@@ -406,7 +406,7 @@ class Trace(ModelHistory):
         if failed is not None:
             mismatch = explain_check(failed, self.program, values, self.flow_steps)
             raise DivergenceError(mismatch.reason, mismatch.step)
-        result = self.program.run(values)
+        result = self.program.run(values, first=True)
         if isinstance(result, Divergence):
             result.hold.release()
             mismatch = explain_divergence(result, self.flow_steps)

@@ -67,7 +67,7 @@ class Dispatcher:
     ) -> None:
         self.speculation = speculation
         self.stats = Stats()
-        self.last_mismatch: Mismatch | None = None
+        self._mismatch: Mismatch | Callable[[], Mismatch] | None = None
         self.latest: Trace | None = None
         self.latest_run: Recording | None = None
         self._known = known
@@ -216,7 +216,7 @@ class Dispatcher:
         self.stats.retraces += self.stats.traces > 0
         self.stats.traces += 1
         self.stats.live += program.live_only
-        self.last_mismatch = mismatch
+        self._mismatch = mismatch
         return self._kept(recording, program)
 
     def _look_again(self, call: _Call, live: Program) -> Any:
@@ -234,10 +234,10 @@ class Dispatcher:
         program, leaves = call.tree.replace(call.names, live, recording, ambience)
         self.stats.retraces += 1
         self.stats.traces += 1
-        self.last_mismatch = None
+        self._mismatch = None
         if leaves is not None:
             before, now = live.recording, recording.tape.guards[leaves[0]].expected
-            self.last_mismatch = explain_guard(before.tape, leaves[0], now, _steps_of(before))
+            self._mismatch = explain_guard(before.tape, leaves[0], now, _steps_of(before))
         return self._kept(recording, program)
 
     def _recorded(
@@ -250,6 +250,13 @@ class Dispatcher:
                 reads_states,
             )  # fmt: skip
 
+    @property
+    def last_mismatch(self) -> Mismatch | None:
+        """Why the latest call that was not a replay was not one."""
+        if callable(self._mismatch):
+            self._mismatch = self._mismatch()
+        return self._mismatch
+
     def _kept(self, recording: Recording, program: Program) -> Any:
         """Remember a run as the latest, but not its output, which is only the caller's."""
         output, recording.result = recording.result, None
@@ -258,7 +265,12 @@ class Dispatcher:
         return output
 
     def _resume(self, call: _Call, program: Program, divergence: Divergence) -> Any:
-        mismatch = explain_divergence(divergence, _steps_of(divergence.recording))
+        known = divergence.recording
+        mismatch: Mismatch | Callable[[], Mismatch]
+        if divergence.is_anew:  # which holds no values: said when somebody asks
+            mismatch = lambda: explain_divergence(divergence, _steps_of(known))  # noqa: E731
+        else:
+            mismatch = explain_divergence(divergence, _steps_of(known))
         known_live = divergence.known_live
         prefix = divergence.prefix()
         if known_live and prefix is None:
@@ -275,7 +287,7 @@ class Dispatcher:
             divergence.release(prefix)
         self.stats.retraces += 1
         self.stats.resumes += 1
-        self.last_mismatch = mismatch
+        self._mismatch = mismatch
         if known_live or (recording.is_transient and self._passing < _PASSING):
             self._passing += recording.is_transient
             self.stats.live += 1

@@ -15,20 +15,26 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import bendtrace as bt
+from bendtrace.recording import stacks
 from tests.benchmarks import comparing, page, starting
 from tests.benchmarks.__main__ import main, measured
 from tests.benchmarks.budgets import BUDGETS, table_of_budgets
 from tests.benchmarks.comparing import compared, compared_alone, merged
+from tests.benchmarks.feeding import after_first, fed, feed, relative
 from tests.benchmarks.growth import exponent
 from tests.benchmarks.models import CASES, Case, case_of, inputs_of
 from tests.benchmarks.sections import SECTIONS, Options
+from tests.benchmarks.streams import STREAMS, Stream, stream_of
 from tests.benchmarks.timing import interleaved, summary
 from tests.benchmarks.ways import WAYS, Refused, Way, WrongOutput, assert_right, reason_of
 from tests.benchmarks.worker import TASKS, ask, carry_out
+from tests.promise import bits
 
 pytestmark = pytest.mark.all
 
 SMALL = tuple(case.name for case in CASES if case.quick)
+SMALL_STREAMS = tuple(stream.name for stream in STREAMS if stream.quick)
 EAGER = WAYS[0]
 DOCS = page.DOCS
 
@@ -41,7 +47,8 @@ def prepared(call: Any) -> Any:
 def report() -> dict[str, Any]:
     """What a quick run without fresh processes finds."""
     options = Options(
-        rounds=1, seconds=0.05, threads=(1,), models=SMALL, quick=True, here=True
+        rounds=1, seconds=0.05, threads=(1,), models=SMALL, streams=SMALL_STREAMS, quick=True,
+        here=True,
     )  # fmt: skip
     names = [section.name for section in SECTIONS if section.name != "starting"]
     found = measured(names, options)
@@ -254,8 +261,6 @@ def test_rounds_are_compared_with_the_rounds_of_the_same_time() -> None:
 
 
 def test_all_models_are_called_and_go_elsewhere_where_they_say_so() -> None:
-    import bendtrace as bt
-
     for case in CASES:
         if not case.is_installed() or case.name in ("GPT-2 small", "ResNet-18"):
             continue
@@ -279,6 +284,147 @@ def test_an_unknown_model_or_section_is_told(capsys: pytest.CaptureFixture[str])
     with pytest.raises(SystemExit):
         main(["calls", "--models", "resnet-50"])
     assert "no model is called 'resnet-50'" in capsys.readouterr().err
+
+
+def test_what_a_stream_reports_adds_up(report: dict[str, Any]) -> None:
+    streams = report["sections"]["streams"]
+    assert tuple(streams) == SMALL_STREAMS
+    for name, found in streams.items():
+        assert found["calls"] == found["compared"] == 60, name
+        assert found["traces"] + found["replays"] + found["live"] == found["calls"], name
+        assert found["live"] == 0, name
+        for parts in found["seconds"].values():
+            assert len(parts) == 60 // found["size"] == 3
+            assert all(part > 0 for part in parts)
+    gated = streams["8 gated layers"]
+    table = next(table for table in page.tables_of(report) if table.name == "streams")
+    assert [row[0] for row in table.rows] == [*SMALL_STREAMS, "geometric mean"]
+    assert "first 20" in table.headers
+    row = dict(zip(table.headers, table.rows[0], strict=True))
+    assert (row["recorded"], row["live"]) == (str(gated["traces"]), "0")
+    assert row["torch.compile, last 20"] == "not measured"
+    if stacks.layout() is not None:
+        assert (gated["states"], gated["pairs"], row["pairs"]) == (8, 16, "16")
+        assert all(0 < found["states"] < found["pairs"] for found in streams.values())
+
+
+def test_each_call_of_a_stream_has_inputs_of_its_own_and_the_same_each_time() -> None:
+    for stream in STREAMS:
+        first, again, other = stream.inputs(0), stream.inputs(0), stream.inputs(1)
+        assert bits(first) == bits(again) != bits(other), stream.name
+        with torch.no_grad():
+            torch.manual_seed(0)
+            wanted = stream.model()(*first)
+            torch.manual_seed(0)
+            assert_right(stream.name, stream.model()(*again), wanted, exact=True)
+    assert len({stream.name for stream in STREAMS}) == len(STREAMS)
+
+
+class Wrong:
+    """Gives what the model gives, but for one call."""
+
+    def __init__(self, model: nn.Module, call: int) -> None:
+        self.model, self.calls, self.call = model, 0, call
+
+    def __call__(self, *args: Any) -> Any:
+        self.calls += 1
+        output = self.model(*args)
+        return output * (1 + 1e-6) if self.calls == self.call else output
+
+
+@pytest.mark.parametrize("number", [0, 29])
+def test_a_wrong_output_in_a_stream_stops_the_run(number: int) -> None:
+    with pytest.raises(WrongOutput, match=f"in call {number} of '8 gated layers', gives other"):
+        fed("8 gated layers", 30, 10, lambda model: Wrong(model, number + 1))
+
+
+def test_random_numbers_that_a_stream_draws_otherwise_stop_the_run() -> None:
+    stream = stream_of("8 gated layers")
+    model = stream.model()
+
+    def drawing(x: Tensor) -> Tensor:
+        torch.rand(())
+        return model(x)
+
+    with torch.no_grad(), pytest.raises(WrongOutput, match="draws other random numbers"):
+        feed(stream, model, drawing, 1, 1, lambda number, wanted, given: None)
+
+
+def test_both_ways_are_fed_the_same_in_turn_with_the_same_seed() -> None:
+    called: list[tuple[str, float, float]] = []
+
+    def noting(name: str) -> Any:
+        return lambda x: called.append((name, float(x), float(torch.rand(()))))
+
+    stream = Stream("numbers", lambda: nn.Identity(), lambda g: (torch.rand((), generator=g),))
+    found = feed(stream, noting("eager"), noting("other"), 5, 2, lambda *args: None)
+    in_turn = called[-10:]
+    assert [name for name, _, _ in in_turn] == ["eager", "other"] * 5
+    for one, other in zip(in_turn[::2], in_turn[1::2], strict=True):
+        assert one[1:] == other[1:]
+    assert len({x for _, x, _ in in_turn}) == 5
+    assert (found["calls"], len(found["seconds"]["eager"])) == (5, 3)
+    late = feed(stream, noting("eager"), noting("other"), 5, 2, lambda *args: None, until=0.0)
+    assert late["calls"] == 0
+
+
+def test_a_part_of_a_stream_is_compared_with_the_same_part_of_eager() -> None:
+    found = {"seconds": {"eager": [1.0, 2.0, 4.0], "other": [10.0, 1.0, 4.0]}}
+    assert relative(found) == [10.0, 0.5, 1.0]
+    assert after_first(relative(found)) == 0.75
+    assert after_first([3.0]) == 3.0
+
+
+def test_streams_of_torch_compile_say_what_they_found_or_why_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def answer(task: str, *, name: str, **arguments: Any) -> Any:
+        seconds = {"eager": [1.0, 2.0], "other": [30.0, 1.0]}
+        found = {"calls": 4, "size": 2, "seconds": seconds}
+        if task == "stream":
+            return found | {"traces": 9, "pairs": None, "live": 2}
+        if name == "NMS":
+            raise TimeoutError
+        if name == "early exit":
+            raise RuntimeError("stream failed:\nKilled")
+        reason = {"reason": "3 calls in 60 s"} if name == "beam search" else {}
+        return found | {"graphs": 3, "breaks": {"a": 1, "b": 1}, "differ": 1} | reason
+
+    monkeypatch.setattr("tests.benchmarks.sections.ask", answer)
+    names = ("8 gated layers", "NMS", "early exit", "beam search")
+    found = measured(["streams"], Options(streams=names))
+    (table,) = (table for table in page.tables_of(found) if table.name == "streams")
+    assert [row[5] for row in table.rows] == [
+        "0.50x (2 breaks, 3 graphs, 1 outputs differ)", "- (no answer in 120 s)", "- (Killed)",
+        "- (3 calls in 60 s)", "0.50x, of 1",
+    ]  # fmt: skip
+    assert table.rows[0][2:5] == ["30.00x", "0.50x", "0.50x"]
+    assert table.rows[0][6:] == ["9", "-", "2"]
+    rows = {row[0]: row for row in table_of_budgets(found["sections"]).rows}
+    assert rows["a call in a stream, after the first hundred"][3] == "met"
+    assert rows["runs recorded in a stream, of pairs of a state and an answer"][2] == "not measured"
+
+
+def test_models_are_chosen_among_those_of_all_sections(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen: list[Options] = []
+
+    def look(names: Any, options: Options, keep: Any) -> dict[str, Any]:
+        seen.append(options)
+        return {"machine": {}, "minutes": 0.0, "sections": {}}
+
+    monkeypatch.setattr("tests.benchmarks.__main__.measured", look)
+    main(["streams", "--models", "MoE, 1", "solver"])
+    main(["--quick"])
+    assert seen[0].streams == ("MoE, 1 token", "solver, nested loops")
+    assert seen[0].models == ("solver",)
+    assert (seen[1].models, seen[1].streams) == (SMALL, SMALL_STREAMS)
+
+
+def test_a_process_that_takes_too_long_is_ended() -> None:
+    with pytest.raises(TimeoutError, match=r"stream .* was not done in 0 s"):
+        ask("stream", limit=0.05, name="8 gated layers", calls=1000, size=100)
 
 
 def test_a_fresh_process_answers_and_says_why_it_failed() -> None:
@@ -373,6 +519,19 @@ def test_the_committed_page_shows_its_data() -> None:
     text = (DOCS / "performance.md").read_text()
     assert page.filled(text, page.tables_of(kept), kept["machine"]) == text
     assert (DOCS / "measured" / "performance.svg").read_text() == page.figure(kept["sections"])
+
+
+def test_a_page_without_a_place_for_a_table_is_filled_all_the_same(
+    tmp_path: Path, report: dict[str, Any]
+) -> None:
+    text = (DOCS / "performance.md").read_text()
+    without = re.sub(r"<!-- table: streams -->.*?<!-- end -->\n", "", text, flags=re.S)
+    assert without != text
+    (tmp_path / "performance.md").write_text(without)
+    page.write_docs(report, tmp_path)
+    written = (tmp_path / "performance.md").read_text()
+    assert "benchmarks streams`" not in written
+    assert "`python -m tests.benchmarks growth`" in written
 
 
 def test_what_was_found_prints_again(

@@ -74,7 +74,7 @@ def test_paths_are_followed_again_once_they_repeat() -> None:
         compare(bended, same, torch.randn(4, 8), seed)
     assert bended.stats.live
     x = torch.randn(4, 8)
-    for seed in range(100):
+    for seed in range(600):
         compare(bended, same, x, seed)
     replays = bended.stats.replays
     for seed in range(10):
@@ -86,7 +86,8 @@ def test_paths_are_followed_again_once_they_repeat() -> None:
 @pytest.mark.all
 def test_what_is_inserted_is_called_all_the_same() -> None:
     model, _ = pair()
-    bended = bt.BendedModule(model.eval(), max_traces=None)
+    model.drop.p = 0.0  # in training: paths of a batch norm that counts do not join
+    bended = bt.BendedModule(model, max_traces=None)
     bring_to_the_floor(bended)
     x = torch.randn(4, 8)
     with bended.interject("norm", lambda value: value * 0) as insertion:
@@ -98,7 +99,8 @@ def test_what_is_inserted_is_called_all_the_same() -> None:
 @pytest.mark.all
 def test_a_trace_that_is_asked_for_is_made() -> None:
     model, _ = pair()
-    bended = bt.BendedModule(model.eval(), max_traces=None)
+    model.drop.p = 0.0  # in training: paths of a batch norm that counts do not join
+    bended = bt.BendedModule(model, max_traces=None)
     bring_to_the_floor(bended)
     x = torch.randn(4, 8)
     assert torch.equal(bended.trace(x).output, model(x))
@@ -119,14 +121,14 @@ def served(floor: Floor, calls: list[bool]) -> list[str]:
 def test_unknown_paths_become_ever_rarer() -> None:
     told = served(Floor(), [False] * 40_000)
     assert told[:100] == ["unknown"] * 100
-    assert told[100:164] == ["model"] * 64
-    assert told[164:166] == ["unknown"] * 2
-    assert told[166:294] == ["model"] * 128
+    assert told[100:612] == ["model"] * 512
+    assert told[612:614] == ["unknown"] * 2
+    assert told[614:1638] == ["model"] * 1024
     assert told[20_000:].count("unknown") <= 4
 
 
-def test_one_unknown_path_in_sixty_calls_goes_on() -> None:
-    calls = [number % 60 == 0 for number in range(20_000)]
+def test_one_unknown_path_in_two_hundred_calls_goes_on() -> None:
+    calls = [number % 220 == 0 for number in range(40_000)]
     assert "model" not in served(Floor(), [not is_unknown for is_unknown in calls])
 
 
@@ -139,10 +141,10 @@ def test_one_unknown_path_in_ten_calls_is_too_many() -> None:
 def test_waits_are_short_again_once_most_paths_are_known() -> None:
     floor = Floor()
     served(floor, [False] * 300)
-    assert "model" in served(floor, [True] * 300)
+    assert "model" in served(floor, [True] * 700)
     assert served(floor, [True] * 1000) == ["known"] * 1000
     assert floor.reason is None
-    told = served(floor, [False] * 100)
+    told = served(floor, [False] * 1000)
     begun = told.index("model")
-    assert begun > 10
-    assert told[begun : begun + 65] == ["model"] * 64 + ["unknown"]
+    assert begun > 1
+    assert told[begun : begun + 513] == ["model"] * 512 + ["unknown"]

@@ -56,10 +56,10 @@ def test_a_replay_holds_what_the_model_holds(model_type: str) -> None:
         bended = bt.BendedModule(model)
         for called in (model, bended, bended):
             called(**copied(inputs))
-        eager, _ = peak_of(lambda: model(**copied(inputs)))
+        eager, kept = peak_of(lambda: model(**copied(inputs)))
         replay, left = peak_of(lambda: bended(**copied(inputs)))
     assert bended.stats.replays or bended.stats.live
-    assert left == 0
+    assert left <= kept
     assert (replay <= 1.1 * eager) is (model_type not in KEEPS), (replay, eager)
 
 

@@ -28,8 +28,9 @@ def test_traced_and_replayed_bitwise(model: TinyModel) -> None:
     bended = assert_promise(model.make, calls, mode=torch.no_grad)
     assert bended.why_live == ()
     assert bended.stats.live == 0
-    # Known sizes and known masks are replayed, whatever was retraced for them at first.
-    assert bended.stats.replays >= 2 + len(others) + (model.padded is not None)
+    # Known sizes and known masks are replayed, whatever was retraced for them at first: once
+    # where that happens, a run is recorded anew with the states that the first one left out.
+    assert bended.stats.replays >= 1 + len(others) + (model.padded is not None)
 
 
 @pytest.mark.parametrize(

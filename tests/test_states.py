@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
+import math
 import sys
 import threading
 from collections.abc import Callable
@@ -12,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import bendtrace as bt
 from bendtrace.errors import NondeterminismError
@@ -317,6 +320,39 @@ def test_an_attribute_keeps_states_apart(order: int) -> None:
     assert is_right(Notes(), ORDERS[order])
 
 
+def test_a_state_that_cannot_be_read_after_an_op_that_gives_nothing() -> None:
+    def model(x: Tensor) -> Tensor:
+        x = x + 0.5
+        x[0] = 1
+        while math.sin(x.sum().item()) > 0:
+            x = x + 1
+        return x
+
+    assert is_right(model, [torch.full((3,), float(number)) for number in range(6)])
+
+
+def test_a_mode_around_a_call_keeps_no_states_apart() -> None:
+    class Around(TorchDispatchMode):
+        def __torch_dispatch__(self, op, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            return op(*args, **(kwargs or {}))
+
+    def model(x: Tensor) -> Tensor:
+        for bias in (0.0, 4.0):
+            x = x.relu() + 1 if x.sum() > bias else x - 3
+        return x
+
+    bended = bt.BendedModule(model)
+    for value, around in (
+        (2.0, contextlib.nullcontext),
+        (-2.0, Around),
+        (5.0, contextlib.nullcontext),
+    ):
+        with around():
+            x = torch.tensor([value])
+            assert torch.equal(bended(x), model(x))
+    assert len(bended.tree) == 1
+
+
 def test_branches_join() -> None:
     layers = [nn.Linear(4, 4) for _ in range(10)]
 
@@ -368,6 +404,24 @@ def test_gradients_are_those_of_the_path_taken() -> None:
             found.append([given.grad, *(p.grad for p in layers.parameters())])
         for one, other in zip(*found, strict=True):
             assert one is other is None or torch.equal(one, other)
+
+
+def test_reading_a_state_leaves_views_as_they_are() -> None:
+    """A view of what has come to require grad counts as a leaf, until its grad_fn is asked for."""
+    weight = nn.Parameter(torch.ones(2))
+
+    def model(x: Tensor) -> Tensor:
+        x = x + 0
+        view = x.view(-1)
+        x += weight
+        if x.sum() > 0:
+            x = x * 2
+        view[torch.tensor([True, False])] = 0
+        return x
+
+    for call in (model, bt.BendedModule(model)):
+        with pytest.raises(RuntimeError, match="a leaf Variable that requires grad"):
+            call(torch.ones(2))
 
 
 def test_random_numbers_are_drawn_as_by_the_model() -> None:

@@ -133,20 +133,15 @@ def _add(flow: Flow, walk: Walk, steps: Counter[Step]) -> None:
 def _count_rounds(branch: Branch, walk: Walk, number: int) -> None:
     """Count how often a loop was entered, and its body begun."""
     event, hits = walk.events[number], walk.hits
-    if not walk.is_part:
-        assert event.iterations is not None
+    # Calls that come to one state are in the same round of a `for`: the last part of the way tells.
+    tells = walk.begin <= walk.path.last_under(number) < walk.stop
+    if event.iterations is not None and (not walk.is_part or (event.is_loop and tells)):
         branch.entered += hits
         branch.rounds += hits * event.iterations
         branch.most = max(branch.most, event.iterations)
         branch.least = min(branch.least, event.iterations)
-        return
-    branch.is_joined = True
-    if event.is_loop:
-        # Calls that come to one state are in the same round: the last part of the way tells.
-        if walk.begin <= walk.path.last_under(number) < walk.stop:
-            branch.entered += hits
-            branch.rounds += hits * (event.iterations or 0)
-    elif event.kind == "while":
+    elif walk.is_part and event.kind == "while":
+        branch.is_joined = True
         if event.iterations is not None and walk.first <= number <= walk.stop:
             branch.entered += hits
         if event.outcome and walk.begin <= number < walk.stop:

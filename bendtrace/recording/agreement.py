@@ -50,6 +50,7 @@ __all__ = [
     "ask",
     "can_be_known",
     "is_joint",
+    "is_one_of_several",
     "joint_call",
     "needs_agreement",
     "ranks_of_process",
@@ -111,6 +112,11 @@ def ask(model: Any, group: Group) -> Callable[[], None]:
             _asked.pop(model, None)
 
     return undo
+
+
+def is_one_of_several() -> bool:
+    """Whether other processes take part, which what this one does twice may leave waiting."""
+    return _is_running() and torch.distributed.get_world_size() > 1
 
 
 def _is_running() -> bool:

@@ -272,7 +272,8 @@ def layout_over_ranks(tensor: torch.Tensor) -> dict[str, Any]:
         return {}
     if not isinstance(tensor, sys.modules["torch.distributed.tensor"].DTensor):
         return {}
-    return {"device_mesh": tensor.device_mesh, "placements": tensor.placements}
+    spec = tensor._spec  # the properties, which read this, would be recorded where the model runs
+    return {"device_mesh": spec.mesh, "placements": spec.placements}
 
 
 _PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)

@@ -17,6 +17,7 @@ from torch.nn.modules import module as _module
 from torch.overrides import TorchFunctionMode
 
 from bendtrace.recording.arrays import SharedArrays, may_share
+from bendtrace.recording.agreement import is_one_of_several
 from bendtrace.recording.boundaries import BOUNDARY_CODES, watching
 from bendtrace.recording.encoding import Encoder, without_traced
 from bendtrace.recording.exchanged import asked, may_stand_in
@@ -101,7 +102,7 @@ class Recorder(TorchFunctionMode):
         self.tape = self._writer.tape
         self._values = Values(self._writer, surroundings, self, self._start, observer)
         self._encoder = Encoder(self._values)
-        if prefix is None and inserter is None:
+        if prefix is None and inserter is None and not is_one_of_several():
             outermost = Recorder._outcome.__code__
             self._states = States(self._writer, self._values, surroundings, outermost, reads_states)
             self._writer.read_state = self._read_state

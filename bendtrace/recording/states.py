@@ -79,6 +79,7 @@ class States:
         self._surroundings = surroundings
         self._outermost = outermost
         self._reads_all = reads_all
+        self._modes = torch._C._len_torch_dispatch_stack()  # of whoever called the model
         self._left = _MOST_AT_FIRST
         self.unread: list[str] = []
         self._before: State | None = None
@@ -105,7 +106,7 @@ class States:
             try:
                 key = _digest(
                     test.name,
-                    _ambience(),
+                    _ambience(self._modes),
                     reader.frames(self._outermost),
                     reader.changes(),
                     reader.asked(index),
@@ -167,7 +168,7 @@ class _Unreadable(Exception):
     """Something cannot be read."""
 
 
-def _ambience() -> tuple[Any, ...]:
+def _ambience(modes: int) -> tuple[Any, ...]:
     if sys.exc_info()[0] is not None:
         raise _Unreadable("an exception is being handled")
     context = current_context()
@@ -175,7 +176,7 @@ def _ambience() -> tuple[Any, ...]:
         raise _Unreadable("autocast keeps what it has cast")
     return (
         context, current_settings(), torch.get_default_dtype(),
-        torch._C._len_torch_dispatch_stack(), torch.is_anomaly_enabled(),
+        torch._C._len_torch_dispatch_stack() - modes, torch.is_anomaly_enabled(),
     )  # fmt: skip
 
 
@@ -367,7 +368,7 @@ class _Reader:
         return (
             self._by_identity(kind), what, part is None,
             tensor.dtype, tensor.dim(), tensor.device, tensor.layout,
-            requires_grad(tensor), tensor.is_leaf, tensor.is_inference(), memory,
+            requires_grad(tensor), _is_leaf(tensor), tensor.is_inference(), memory,
             tuple((name, self.value(item)) for name, item in own.items()) if own else (),
         )  # fmt: skip
 
@@ -521,6 +522,16 @@ def _numbers_in(values: Iterable[Any]) -> int:
         elif isinstance(value, (tuple, list)):
             count += _numbers_in(value)
     return count
+
+
+def _is_leaf(tensor: Tensor) -> bool:
+    """Whether a tensor is a leaf.
+
+    To ask a view of something that requires grad makes torch note how it came about, and what the
+    model does to the view next would then do something else.
+    """
+    base = tensor._base
+    return (base is None or not requires_grad(base)) and tensor.is_leaf
 
 
 def _is_of_python(value: Any) -> bool:

@@ -364,7 +364,7 @@ class Walk:
 
     def _walk_module(self, module: nn.Module, label: str) -> None:
         found = self.found
-        if label == "self":
+        if label == "self" and not self._names:  # the model; what a bound method is of, later
             self._names = {id(inner): name for name, inner in module.named_modules() if name}
         if id(module) in self._names:  # an attribute with something else may have led to it
             label = f"self.{self._names[id(module)]}"

@@ -1,9 +1,9 @@
 """When to call the model itself, because the paths that it takes do not repeat.
 
-A call along a path that is not known costs a multiple of what the model costs: it is traced, or
-resumed. Where such calls go on for ever, nothing is gained by them. So a hundred of them are
-free, and from then on one in fifty calls: what known paths save pays for those. Where there are
-more, calls run the model itself, and paths are tried again from time to time: each time after
+A call along a path that is not known is traced, or resumed, and costs some fifty times what the
+model costs. Where such calls go on for ever, nothing is gained by them. So a hundred of them are
+free, and from then on one in two hundred calls: what known paths save pays for those. Where there
+are more, calls run the model itself, and paths are tried again from time to time: each time after
 twice as many calls, until most of them are known.
 """
 
@@ -12,10 +12,10 @@ from __future__ import annotations
 __all__ = ["Floor"]
 
 _FREE = 100.0  # unknown paths that cost nothing
-_EARNED = 0.02  # what a call along a known path adds, of an unknown one
-_FIRST, _LONGEST = 64, 1 << 14  # calls of the model itself before paths are tried again
+_EARNED = 0.005  # what a call along a known path adds, of an unknown one
+_FIRST, _LONGEST = 512, 1 << 16  # calls of the model itself before paths are tried again
 _TRIED = 2.0  # unknown paths that end a trial
-_RECOVERED = 10.0  # from here on, the trials before count no more
+_RECOVERED = 3.0  # from here on, the trials before count no more
 
 
 class Floor:

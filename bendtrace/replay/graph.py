@@ -13,6 +13,7 @@ questions in line.
 from __future__ import annotations
 
 import functools
+import itertools
 import types
 from collections.abc import Callable, Iterator
 from operator import getitem
@@ -21,6 +22,7 @@ from typing import Any
 import torch
 
 from bendtrace.errors import NondeterminismError
+from bendtrace.recording.agreement import is_one_of_several
 from bendtrace.recording.contexts import Context
 from bendtrace.recording.functions import (
     RESHAPES_IN_PLACE,
@@ -401,13 +403,11 @@ def _agree(recording: Recording, after: int, until: int | None, exit: Exit) -> b
         NondeterminismError: they did different operations.
     """
     one, other = recording.tape, exit.piece.recording.tape
-    ours = _Names(one, after)
-    theirs = _Names(other, exit.number)
+    start = one.guards[after].position if after >= 0 else 0
     end = len(one.ops) if until is None else one.guards[until].position
-    mine = [op for op in one.ops[ours.start : end] if _counts(op)]
-    its = [op for op in other.ops[theirs.start :] if _counts(op)]
-    if until is not None:
-        its = its[: len(mine)]
+    most = None if until is None else sum(_counts(op) for op in one.ops[start:end])
+    ours, theirs = _Names(one, after, most), _Names(other, exit.number, most)
+    mine, its = ours.ops, theirs.ops
     if exit.piece.stop is not None:  # it ends where other pieces go on
         stop = other.guards[exit.piece.stop].position
         its = [op for op in its if op.index < stop]
@@ -420,16 +420,33 @@ def _agree(recording: Recording, after: int, until: int | None, exit: Exit) -> b
                 continue
             if " at 0x" in now:  # an object that each run makes anew
                 return False
+        if not _asked_alike(one, after, until, other, exit.number):
+            return False
         raise NondeterminismError(
             f"resumed, the run did {op} where it had done {known}, with all guards equal"
             + (f" (at {op.site.place})" if op.site is not None else "")
         )
     if len(its) != len(mine):
+        if not _asked_alike(one, after, until, other, exit.number):
+            return False
         what = "ended before the point where it diverged"
         if len(its) < len(mine):
             what = f"did {mine[len(its)]} where it had ended, with all guards equal"
         raise NondeterminismError(f"resumed, the run {what}")
     return True
+
+
+def _asked_alike(one: Tape, after: int, until: int | None, other: Tape, number: int) -> bool:
+    """Whether two runs had the same answers, from a guard of each on, as far as both were asked.
+
+    They can differ in whether an op gave a copy, which is asked only where it did not.
+    """
+    last = len(one.guards) if until is None else until
+    pairs = zip(one.guards[after + 1 : last + 1], other.guards[number + 1 :], strict=False)
+    return all(
+        mine.test is its.test and (place == last or identical(answer_of(mine), answer_of(its)))
+        for place, (mine, its) in enumerate(pairs, after + 1)
+    )
 
 
 def _counts(op: Op) -> bool:
@@ -438,15 +455,25 @@ def _counts(op: Op) -> bool:
 
 
 class _Names:
-    """Names the values of a run by what they are from a state on."""
+    """Names the values of a run by what they are from a state on.
 
-    def __init__(self, tape: Tape, after: int) -> None:
+    Args:
+        tape: the run.
+        after: the guard of the state; -1 for the beginning.
+        most: how many ops are named; None for all.
+
+    Attributes:
+        ops: these.
+    """
+
+    def __init__(self, tape: Tape, after: int, most: int | None = None) -> None:
         self._ops = tape.ops
         holes = tape.states[after].holes if after >= 0 else ()
-        self.start = tape.guards[after].position if after >= 0 else 0
+        start = tape.guards[after].position if after >= 0 else 0
         self._names: dict[int, Any] = {hole: ("hole", k) for k, hole in enumerate(holes)}
-        counted = (op.index for op in tape.ops[self.start :] if _counts(op))
-        self._names.update((index, ("op", k)) for k, index in enumerate(counted))
+        following = (tape.ops[index] for index in range(start, len(tape.ops)))
+        self.ops = list(itertools.islice(filter(_counts, following), most))
+        self._names.update((op.index, ("op", k)) for k, op in enumerate(self.ops))
 
     def indices(self) -> dict[Any, int]:
         """Return the ops of what is handed on, and of what is done after it, by name."""
@@ -477,7 +504,7 @@ def may_run_again(recording: Recording) -> bool:
     tape = recording.tape
     if recording.writes_outside or tape.is_joint or tape.forgets or tape.blockers:
         return False
-    if recording.surroundings.generators:
+    if recording.surroundings.generators or is_one_of_several():
         return False
     return all(map(_is_repeatable, tape.ops)) and not _may_write_outside(tape)
 
@@ -560,7 +587,8 @@ def _overloads(name: str) -> tuple[Any, ...]:
 def _draws(function: Any) -> bool:
     """Whether a function may draw random numbers; what is not known may."""
     name = name_of(function)
-    if _is_getter(function) or name in _OF_PYTHON or function is environ:
+    is_operator = name.startswith("__") and name.endswith("__")
+    if _is_getter(function) or is_operator or name in _OF_PYTHON or function is environ:
         return False
     found = _overloads(name)
     return (
@@ -600,12 +628,10 @@ _ACTS_OUTSIDE = frozenset(
 _COMPOSED = frozenset({"fractional_max_pool2d", "fractional_max_pool3d"})
 _OF_PYTHON = frozenset(
     {
-        "__len__", "__bool__", "__getitem__", "__setitem__", "__iter__", "__int__", "__float__",
-        "__index__", "__contains__", "item", "tolist", "bool", "float", "int", "double", "half",
-        "long", "size", "dim", "numel", "shape", "type", "tensor", "as_tensor", "cpu", "cuda",
-        "is_floating_point", "is_complex", "is_contiguous", "__eq__", "__format__", "__repr__",
-        "apply_along_dim", "stack", "cat", "zeros", "ones", "full", "empty", "arange",
-        "element_size",
+        "item", "tolist", "bool", "float", "int", "double", "half", "long", "size", "dim",
+        "numel", "shape", "type", "tensor", "as_tensor", "cpu", "cuda", "is_floating_point",
+        "is_complex", "is_contiguous", "apply_along_dim", "stack", "cat", "zeros", "ones", "full",
+        "empty", "arange", "element_size",
     }
 )  # fmt: skip
 # Whose operators are compositions, and yet never give back what they are given.

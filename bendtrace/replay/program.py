@@ -358,8 +358,12 @@ class Program:
         source.line(f"return {last}")
         return Code(source, "value").function(arguments)
 
-    def run(self, arguments: tuple[Any, ...]) -> Finished | Divergence:
+    def run(self, arguments: tuple[Any, ...], first: bool = False) -> Finished | Divergence:
         """Replay, along known paths as far as they go.
+
+        Args:
+            arguments: the bound arguments in order.
+            first: whether to go no other way than the first run did.
 
         Raises:
             Exception: what an op raises where the model has no handler for it: the model
@@ -367,7 +371,7 @@ class Program:
         """
         root = self.root
         if self.graph is not None:
-            return self._walk(self.graph, arguments)
+            return self._walk(self.graph, arguments, first)
         model = self.recording.surroundings.function
         if root.casts or needs_agreement(model, self.recording.tape):
             return self.carry_out(root, arguments, {}, AutocastHold())
@@ -387,7 +391,7 @@ class Program:
         del result  # see `_follow`
         return self._follow(root, arguments, values, AutocastHold(), None, begun)
 
-    def _walk(self, graph: Graph, arguments: tuple[Any, ...]) -> Finished | Divergence:
+    def _walk(self, graph: Graph, arguments: tuple[Any, ...], first: bool) -> Finished | Divergence:
         """Replay from state to state."""
         random_states = _random_states() if graph.draws else ()
         piece, code, entered = graph.first, graph.code, -1
@@ -410,7 +414,7 @@ class Program:
                 number, answer = result.guard, result.outcome
                 held = result.values  # type: ignore[assignment]
                 del result
-                node = piece.nodes.get(number)
+                node = None if first else piece.nodes.get(number)
                 exit = None if node is None else node.after(answer)
                 if exit is not None:
                     try:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from bendtrace.errors import TraceLimitWarning
+from bendtrace.errors import NondeterminismError, TraceLimitWarning
 from bendtrace.recording.parts import Part, PartKind, identical
 from bendtrace.recording.places import users_level
 from bendtrace.recording.recorder import Recording
@@ -312,8 +312,12 @@ class TraceTree:
             if known is None:
                 break
             with self._lock:
-                if not program.grow(result, known, hits=0):
-                    break
+                try:
+                    has_grown = program.grow(result, known, hits=0)
+                except NondeterminismError:  # it was given something else
+                    has_grown = False
+            if not has_grown:
+                break
             result = program.go_on(result, arguments)
             self._keep_to_limit()
         return result

@@ -1,8 +1,8 @@
 """All benchmarks: `python -m tests.benchmarks`.
 
-Without sections, all are measured: calls, tracing, inserting, leaving, starting, growth. Each way
-is checked before it is timed; what a way cannot do stands in its cell. `--write-docs` puts what
-was found into docs/performance.md, together with its JSON and its figure.
+Without sections, all are measured: calls, tracing, inserting, leaving, streams, starting, growth.
+Each way is checked before it is timed; what a way cannot do stands in its cell. `--write-docs` puts
+what was found into docs/performance.md, together with its JSON and its figure.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from tests.benchmarks.models import CASES, case_of
 from tests.benchmarks.page import tables_of, write_docs
 from tests.benchmarks.sections import SECTIONS, Options
 from tests.benchmarks.starting import version_of
+from tests.benchmarks.streams import STREAMS
 
 __all__ = ["main", "measured"]
 
@@ -114,10 +115,30 @@ def _options(given: argparse.Namespace) -> Options:
     )  # fmt: skip
     if given.quick:
         small = tuple(case.name for case in CASES if case.quick)
-        options = replace(options, rounds=1, seconds=0.1, threads=(1,), models=small, here=True)
+        streams = tuple(stream.name for stream in STREAMS if stream.quick)
+        options = replace(
+            options, rounds=1, seconds=0.1, threads=(1,), models=small, streams=streams, here=True
+        )
     if given.models:
-        options = replace(options, models=tuple(case_of(name).name for name in given.models))
+        models, streams = _chosen(given.models)
+        options = replace(options, models=models, streams=streams)
     return options
+
+
+def _chosen(beginnings: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the names of the models, and of those that are fed streams, that begin so.
+
+    Raises:
+        ValueError: nothing begins with one of them.
+    """
+    models: list[str] = []
+    streams: list[str] = []
+    for beginning in beginnings:
+        fed = [stream.name for stream in STREAMS if stream.name.startswith(beginning)]
+        streams += fed
+        if not fed or any(case.name.startswith(beginning) for case in CASES):
+            models.append(case_of(beginning).name)
+    return tuple(dict.fromkeys(models)), tuple(dict.fromkeys(streams))
 
 
 def _telling() -> Callable[[str], None]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from tests.benchmarks.feeding import after_first, relative
 from tests.benchmarks.table import Table
 
 __all__ = ["BUDGETS", "Budget", "table_of_budgets"]
@@ -98,6 +100,22 @@ def _faster_than_compile(data: Data) -> Found:
     yield from _relative("torch.compile", "bended, inductor", ("20 gated layers", "MoE"))(data)
 
 
+def _streams(data: Data) -> Found:
+    for name, one in data.items():
+        yield name, after_first(relative(one))
+
+
+def _mean_of_streams(data: Data) -> Found:
+    if data:
+        yield f"of {len(data)}", statistics.geometric_mean(value for _, value in _streams(data))
+
+
+def _recordings(data: Data) -> Found:
+    for name, one in data.items():
+        if one["pairs"] is not None:
+            yield name, one["traces"] / one["pairs"]
+
+
 BUDGETS = (
     Budget(
         "tracing adds to an op, nothing saved", "tracing", 4.0, _per_op("trace, nothing saved"),
@@ -134,6 +152,10 @@ BUDGETS = (
         "one interjection, of a native hook", "inserting", 1.0,
         _relative("one interjection", "a native hook", kind="inserting"),
     ),
+    Budget("a call in a stream, after the first hundred", "streams", 1.0, _streams),
+    Budget("the same, geometric mean", "streams", 0.9, _mean_of_streams),
+    Budget("runs recorded in a stream, of pairs of a state and an answer", "streams", 2.0,
+           _recordings),
     Budget("import over torch", "starting", 0.15, _import, "s"),
     Budget("exponent of growth", "growth", 1.1, _exponents, ""),
 )  # fmt: skip

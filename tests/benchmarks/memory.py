@@ -6,6 +6,7 @@ the numbers do not depend on an allocator and are the same in each run.
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -63,11 +64,17 @@ class LiveBytes(TorchDispatchMode):
 def peak_of(call: Callable[[], Any]) -> tuple[int, int]:
     """Return the most bytes alive at once during a call, and those alive after it.
 
-    The result counts for the former; nobody has it any more afterwards.
+    The result counts for the former; nobody has it any more afterwards. The garbage collector
+    waits, since it would come by at moments that differ from run to run.
     """
-    with LiveBytes() as counted:
-        result = call()
-    del result
+    gc.collect()
+    gc.disable()
+    try:
+        with LiveBytes() as counted:
+            result = call()
+        del result
+    finally:
+        gc.enable()
     return counted.peak, counted.live
 
 

@@ -6,14 +6,17 @@ What is measured is plain data, so that the tables of the page can be made again
 from __future__ import annotations
 
 import os
+import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from tests.benchmarks import starting
 from tests.benchmarks.comparing import Cells, merged
+from tests.benchmarks.feeding import after_first, relative
 from tests.benchmarks.growth import GROWTHS
 from tests.benchmarks.models import CASES, case_of
+from tests.benchmarks.streams import STREAMS
 from tests.benchmarks.table import Table, amount, duration, ratio
 from tests.benchmarks.ways import WAYS
 from tests.benchmarks.worker import ask
@@ -35,6 +38,7 @@ class Options:
         seconds: that one way may take in one comparison, about.
         threads: numbers of threads.
         models: names of the models.
+        streams: names of the models that are fed streams.
         peers: whether others are measured too.
         quick: whether a look is enough.
         here: whether to measure in this process where that is possible.
@@ -45,6 +49,7 @@ class Options:
     seconds: float = 2.0
     threads: tuple[int, ...] = (1, os.cpu_count() or 1)
     models: tuple[str, ...] = tuple(case.name for case in CASES if case.is_installed())
+    streams: tuple[str, ...] = tuple(stream.name for stream in STREAMS)
     peers: bool = True
     quick: bool = False
     here: bool = False
@@ -339,6 +344,79 @@ def _tables_of_leaving(data: Data) -> list[Table]:
     ]  # fmt: skip
 
 
+# Streams of random inputs
+
+_STREAMED, _PART = 1000, 100  # calls, and calls that are one part
+_STREAMED_QUICKLY, _PART_QUICKLY = 60, 20
+_LIMIT = 60.0  # seconds for a stream of torch.compile; its compilers are ended after twice that
+
+
+def _measure_streams(options: Options) -> Data:
+    calls, size = _STREAMED, _PART
+    if options.quick:
+        calls, size = _STREAMED_QUICKLY, _PART_QUICKLY
+    found: Data = {}
+    for name in options.streams:
+        options.tell(f"streams: {name}")
+        one = found[name] = ask("stream", here=options.here, name=name, calls=calls, size=size)
+        if options.peers and not options.quick:
+            try:
+                one["torch.compile"] = ask(
+                    "stream, compiled", limit=2 * _LIMIT, name=name, calls=calls, size=size,
+                    seconds=_LIMIT,
+                )  # fmt: skip
+            except TimeoutError:
+                one["torch.compile"] = {"reason": f"no answer in {2 * _LIMIT:.0f} s"}
+            except RuntimeError as error:
+                one["torch.compile"] = {"reason": str(error).strip().splitlines()[-1][:60]}
+    return found
+
+
+def _tables_of_streams(data: Data) -> list[Table]:
+    if not data:
+        return []
+    size = next(iter(data.values()))["size"]
+    rows: list[list[str]] = []
+    shares: list[list[float]] = []
+    theirs: list[float] = []
+    for name, one in data.items():
+        parts, peer = relative(one), one.get("torch.compile")
+        shares.append([parts[0], after_first(parts), parts[-1]])
+        if peer is not None and "reason" not in peer:
+            theirs.append(relative(peer)[-1])
+        pairs = "-" if one["pairs"] is None else str(one["pairs"])
+        rows.append(
+            [name, duration(sum(one["seconds"]["eager"]) / one["calls"]),
+             *(f"{share:.2f}x" for share in shares[-1]), _stream_compiled(peer),
+             str(one["traces"]), pairs, str(one["live"])]
+        )  # fmt: skip
+    means = [f"{statistics.geometric_mean(each):.2f}x" for each in zip(*shares, strict=True)]
+    mean = f"{statistics.geometric_mean(theirs):.2f}x, of {len(theirs)}" if theirs else "-"
+    rows.append(["geometric mean", "-", *means, mean, "-", "-", "-"])
+    return [
+        Table(
+            "streams", "A call with an input like none before, one thread, of eager's time",
+            ["model", "eager", f"first {size}", f"median {size} after", f"last {size}",
+             f"torch.compile, last {size}", "recorded", "pairs", "live"],
+            rows, "python -m tests.benchmarks streams",
+            "Recorded: runs of the model under the tracer. Pairs: answers that are known, over all "
+            "states. Live: calls that the model itself served. Breaks: how often torch.compile's "
+            "tracer had to stop; graphs: what it compiled. Where it compiles none, the model runs "
+            "as it is.",
+        )
+    ]  # fmt: skip
+
+
+def _stream_compiled(found: Data | None) -> str:
+    if found is None:
+        return "not measured"
+    if "reason" in found:
+        return f"- ({found['reason']})"
+    breaks = sum(found["breaks"].values())
+    differ = f", {found['differ']} outputs differ" if found["differ"] else ""
+    return f"{relative(found)[-1]:.2f}x ({breaks} breaks, {found['graphs']} graphs{differ})"
+
+
 # Starting
 
 
@@ -433,6 +511,7 @@ SECTIONS = (
     Section("tracing", _measure_tracing, _tables_of_tracing),
     Section("inserting", _measure_inserting, _tables_of_inserting),
     Section("leaving", _measure_leaving, _tables_of_leaving),
+    Section("streams", _measure_streams, _tables_of_streams),
     Section("starting", _measure_starting, _tables_of_starting),
     Section("growth", _measure_growth, _tables_of_growth),
 )

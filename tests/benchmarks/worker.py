@@ -5,10 +5,12 @@ What is asked comes as JSON on standard input, and the answer is the last line o
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import logging
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -127,10 +129,23 @@ def _growth(kind: str, largest: int) -> Any:
     return growth(kind, largest)
 
 
+def _stream(name: str, calls: int, size: int) -> Any:
+    from tests.benchmarks.feeding import fed
+
+    return fed(name, calls, size)
+
+
+def _stream_compiled(name: str, calls: int, size: int, seconds: float) -> Any:
+    from tests.benchmarks.feeding import compiled
+
+    return compiled(name, calls, size, seconds)
+
+
 TASKS: dict[str, Callable[..., Any]] = {
     "compare": _compare, "alone": _alone, "checking": _checking, "memory": _memory,
     "memory of torchlens": _memory_of_torchlens, "per op": _per_op, "leaving": _leaving,
-    "recompiling": _recompiling, "growth": _growth,
+    "recompiling": _recompiling, "growth": _growth, "stream": _stream,
+    "stream, compiled": _stream_compiled,
 }  # fmt: skip
 
 
@@ -148,17 +163,26 @@ def carry_out(task: str, arguments: dict[str, Any], threads: int) -> Any:
         torch.set_num_threads(before)
 
 
-def ask(task: str, *, threads: int = 1, here: bool = False, **arguments: Any) -> Any:
+def ask(
+    task: str,
+    *,
+    threads: int = 1,
+    here: bool = False,
+    limit: float | None = None,
+    **arguments: Any,
+) -> Any:
     """Have a task carried out by a fresh process.
 
     Args:
         task: which one.
         threads: how many torch may use.
         here: whether to carry it out in this process after all.
+        limit: seconds after which the process is ended; None for no limit.
         **arguments: of the task.
 
     Raises:
         RuntimeError: if the process fails.
+        TimeoutError: if it is not done within the limit.
     """
     if here:
         return carry_out(task, arguments, threads)
@@ -169,14 +193,28 @@ def ask(task: str, *, threads: int = 1, here: bool = False, **arguments: Any) ->
         "TORCHINDUCTOR_CACHE_DIR": _caches().name, "TORCHINDUCTOR_FX_GRAPH_CACHE": "0",
         "TORCHINDUCTOR_AUTOGRAD_CACHE": "0",
     }  # fmt: skip
-    done = subprocess.run(
+    process = subprocess.Popen(
         [sys.executable, "-m", "tests.benchmarks.worker"],
-        input=request, capture_output=True, text=True, check=False,
-        env={**os.environ, **environment},
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env={**os.environ, **environment}, start_new_session=True,
     )  # fmt: skip
-    if done.returncode:
-        raise RuntimeError(f"{task} {arguments} failed:\n{done.stderr[-3000:]}")
-    return json.loads(done.stdout.strip().splitlines()[-1])
+    try:
+        output, errors = process.communicate(request, timeout=limit)
+    except BaseException as error:
+        _end(process)
+        if isinstance(error, subprocess.TimeoutExpired):
+            raise TimeoutError(f"{task} {arguments} was not done in {limit:.0f} s") from None
+        raise
+    if process.returncode:
+        raise RuntimeError(f"{task} {arguments} failed:\n{errors[-3000:]}")
+    return json.loads(output.strip().splitlines()[-1])
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    """End a process and those that it has started, as a compiler does."""
+    with contextlib.suppress(ProcessLookupError):  # it has just ended by itself
+        os.killpg(process.pid, signal.SIGKILL)  # it leads a session of its own
+    process.communicate()
 
 
 @functools.cache
