@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.nn.modules import module as _module
 from torch.overrides import TorchFunctionMode
 
-from bendtrace.recording.arrays import SharedArrays, may_share
 from bendtrace.recording.agreement import is_one_of_several
+from bendtrace.recording.arrays import SharedArrays, may_share
 from bendtrace.recording.boundaries import BOUNDARY_CODES, watching
 from bendtrace.recording.encoding import Encoder, without_traced
 from bendtrace.recording.exchanged import asked, may_stand_in
