@@ -225,8 +225,8 @@ class ReplayingModule(StandIn):
     def graph(self) -> StateGraph:
         """What is known of the model as a networkx graph: its states, and what lies between them.
 
-        It is made anew each time it is asked for. Called, as in `bended.graph()`, it is the
-        networkx mirror of the latest trace.
+        It is made anew each time it is asked for. `Trace.graph` is the graph of one run, with its
+        operations as nodes.
 
         Example:
             >>> import torch, bendtrace as bt
@@ -239,19 +239,26 @@ class ReplayingModule(StandIn):
                 True 2x -> 1.2 (1 op)
                 False 1x -> 1.2 (1 op)
             1.2  lambda x: ...
-            >>> print(bended.graph())
-            graph():
-                %x : Tensor(2,) [num_users=2] = placeholder[target=x]
-                %sum : Tensor() [num_users=1] = call_method[target=sum](args = (%x,), kwargs = {})
-                %gt : Tensor() [num_users=1] = call_method[target=gt](args = (%sum, 0), kwargs = {})
-                %bool : bool [num_users=0] = call_method[target=__bool__](args = (%gt,), kwargs =
-            {})
-                %sub : Tensor(2,) [num_users=1] = call_method[target=sub](args = (%x, 1), kwargs =
-            {})
-                return %sub
         """
-        dispatcher = self._dispatcher
-        return outline_graph.state_graph(self._tree, dispatcher.trace_of, dispatcher.latest)
+        return outline_graph.state_graph(self._tree, self._dispatcher.trace_of)
+
+    @property
+    def latest_trace(self) -> Trace:
+        """The latest trace: the replays since have not made one.
+
+        Raises:
+            InputError: if nothing has been traced yet.
+
+        Example:
+            >>> import torch, bendtrace as bt
+            >>> bended = bt.BendedModule(lambda x: x + 1 if x.sum() > 0 else x - 1)
+            >>> _ = bended(torch.ones(2)), bended(-torch.ones(2)), bended(torch.ones(2))
+            >>> bended.latest_trace.graph
+            <Graph: 6 nodes, 5 data edges, 0 control edges>
+        """
+        if self._dispatcher.latest is None:
+            raise InputError("nothing has been traced yet: call the module or its trace() first")
+        return self._dispatcher.latest
 
     @property
     def traces(self) -> tuple[Trace, ...]:

@@ -200,13 +200,49 @@ class Refine(nn.Module):
         return x
 
 
+class Counted(Refine):
+    """A Refine that counts its calls, so that its paths do not join."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor, tolerance: float = 1.0) -> torch.Tensor:
+        """Return at most three rows, of a norm of at most the tolerance."""
+        self.calls += 1
+        if x.shape[0] > 3:
+            x = x[:3]
+        while x.norm() > tolerance:
+            x = x * self.step(x).sigmoid()
+        return x
+
+
+# The model of the page on states
+
+
+def halve(x: torch.Tensor) -> torch.Tensor:
+    """Return what is left when the norm is at most 1."""
+    while x.norm() > 1:
+        x = x.clamp(min=-1) / 2 if x.min() < -1 else x / 2
+    return x
+
+
+def halved() -> bt.BendedModule:
+    """Return a model whose paths join, after some calls."""
+    bended = bt.BendedModule(halve)
+    for x in torch.randn(100, 8, generator=torch.Generator().manual_seed(0)):
+        bended(x)
+    return bended
+
+
 def refined() -> tuple[bt.Trace, bt.BendedModule]:
     """Return a run of the model of the README, and several of its paths."""
     torch.manual_seed(0)
-    bended = bt.BendedModule(Refine())
+    bended = bt.BendedModule(Counted())
     for factor in (1, 9, 9, 0.1, 30):
         bended(torch.ones(5, 4) * factor)
-    return bt.trace(bended.model, torch.ones(5, 4)), bended
+    torch.manual_seed(0)
+    return bt.trace(Refine(), torch.ones(5, 4)), bended
 
 
 def traces() -> dict[str, bt.Trace]:
@@ -246,6 +282,7 @@ def pictures(made: dict[str, bt.Trace]) -> dict[str, str]:
         "refine": refine.draw().svg,
         "refine_rolled": refine.draw(rolled=True).svg,
         "refine_tree": refine_paths.tree.draw().svg,
+        "states": halved().graph.draw().svg,
     }
 
 

@@ -132,7 +132,7 @@ def test_a_resumed_run_knows_what_its_prefix_wrote() -> None:
     bended(torch.ones(2, 2))
     bended(-torch.ones(2, 2))
     assert bended.stats.resumes == 1
-    edges = bended.graph().edges(data="kind")
+    edges = bended.latest_trace.graph.edges(data="kind")
     whole = bt.trace(model, -torch.ones(2, 2)).graph.edges(data="kind")
     assert sorted(edges) == sorted(whole)
     assert [(a, b) for a, b, kind in edges if kind == "memory"] == [("add_", "sub")]

@@ -270,7 +270,7 @@ def test_needs_something_to_call() -> None:
     with pytest.raises(InputError, match="a model has to be callable; 3 is not"):
         bt.BendedModule(3)  # type: ignore[arg-type]
     with pytest.raises(InputError, match="nothing has been traced yet"):
-        bt.BendedModule(nn.Linear(1, 1)).graph()
+        bt.BendedModule(nn.Linear(1, 1)).latest_trace  # noqa: B018
 
 
 def test_prints_the_model_and_how_it_was_served() -> None:
@@ -289,8 +289,8 @@ def test_trace_returns_the_trace_and_the_output() -> None:
     again, output = bended.trace(x=x, _return_out=True)
     assert torch.equal(output, bended.model(x))
     assert torch.equal(again.output, output)
-    assert bended.graph() is not None
-    assert list(bended.graph()) == list(again.graph)
+    assert bended.latest_trace.graph is not None
+    assert list(bended.latest_trace.graph) == list(again.graph)
     assert torch.equal(bended(x), output)
     assert bended.stats.replays == 1
 

@@ -70,7 +70,7 @@ def test_a_module_with_control_flow_is_traced_by_an_example() -> None:
     module = Doug()
     bended = tb.BendedModule(module)
     bended.trace(x=torch.randn(1, 1, 16))
-    printed = str(bended.graph())
+    printed = str(bended.latest_trace.graph)
     assert printed.startswith(
         "graph():\n    %x : Tensor(1, 1, 16) [num_users=3] = placeholder[target=x]"
     )
@@ -101,9 +101,9 @@ def test_the_folded_graph_has_the_nodes_of_the_notebook() -> None:
 def test_different_inputs_lead_to_different_graphs() -> None:
     bended = tb.BendedModule(Doug())
     bended.trace(x=torch.randn(1, 1, 16))
-    one = bended.graph()
+    one = bended.latest_trace.graph
     bended.trace(x=torch.randn(1, 2, 16))
-    two = bended.graph()
+    two = bended.latest_trace.graph
     assert "cat" not in one
     assert "cat" in two
     assert [n for n in two if n.startswith("conv1d")] == ["conv1d", "conv1d_1"]
@@ -125,7 +125,7 @@ def test_a_call_that_takes_another_path_is_right_where_torchbend_raised() -> Non
 def test_the_flow_steps_of_two_channels_are_those_of_the_notebook() -> None:
     bended = tb.BendedModule(Doug())
     bended.trace(x=torch.randn(1, 2, 16))
-    steps = bended.graph().flow_steps.of(tb.flow.LogicalFlowStep)
+    steps = bended.latest_trace.graph.flow_steps.of(tb.flow.LogicalFlowStep)
     assert [(step.name, step.value) for step in steps] == [
         ("gt", True),
         ("gt_1", False),

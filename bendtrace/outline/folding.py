@@ -96,7 +96,7 @@ def fold(tree: TraceTree) -> list[ProgramOutline]:
         for walk in walks_of(program):
             _add(flow, walk, steps)
             runs += walk.hits if walk.ends and not walk.has_raised else 0
-        inputs, traces = signature_of(program), len(program.paths())
+        inputs, traces = signature_of(program), len(program.recordings())
         outlines.append(ProgramOutline(number, inputs, facts, traces, runs, flow, steps))
     return outlines
 
@@ -352,7 +352,7 @@ def most_divergent(tree: TraceTree) -> str | None:
     paths = 0
     programs = list(tree.programs())
     for program in programs:
-        paths += len(program.paths())
+        paths += len(program.recordings())
         for stretch, _ in program.stretches():
             if not stretch.sides:
                 continue

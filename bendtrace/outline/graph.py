@@ -15,6 +15,7 @@ from bendtrace.flow import _plain_json
 from bendtrace.graph.names import NodeRef
 from bendtrace.outline.events import Event, key_of_guard
 from bendtrace.outline.folding import Walk, walks_of
+from bendtrace.outline.picture import Edge, in_a_column, saved
 from bendtrace.outline.selection import selection, signature_of
 from bendtrace.outline.structure import End, in_order
 from bendtrace.outline.text import count, value_text
@@ -26,11 +27,11 @@ from bendtrace.replay.tree import TraceTree
 
 if TYPE_CHECKING:
     from bendtrace._trace import Trace
-    from bendtrace.graph.mirror import Graph
+    from bendtrace.drawing.picture import Format, Picture
 
 __all__ = ["StateGraph", "state_graph"]
 
-Edge = tuple[str, str, str]
+EdgeName = tuple[str, str, str]
 
 
 class StateGraph(nx.MultiDiGraph):  # type: ignore[type-arg]  # not generic when running
@@ -90,9 +91,8 @@ class StateGraph(nx.MultiDiGraph):  # type: ignore[type-arg]  # not generic when
     """
 
     traces: tuple[Trace, ...] = ()
-    _latest: Trace | None = None
 
-    def operations(self, edge: Edge) -> list[NodeRef]:
+    def operations(self, edge: EdgeName) -> list[NodeRef]:
         """Return what is carried out along an edge, by the names of the nodes in its trace.
 
         Args:
@@ -113,18 +113,37 @@ class StateGraph(nx.MultiDiGraph):  # type: ignore[type-arg]  # not generic when
         done = _done(trace.recording.tape, data["first"], data["stop"])
         return [NodeRef(trace.names[index]) for index in done]
 
-    def __call__(self) -> Graph:
-        """Return the networkx mirror of the latest trace.
+    def draw(
+        self, path: str | os.PathLike[str] | None = None, format: Format | None = None
+    ) -> Picture:
+        """Draw it as a flow chart, one program below the other.
+
+        Args:
+            path: where to save the picture; the ending says as what: .svg, .png, .pdf or .html.
+            format: as what to save it, if the ending does not say.
 
         Raises:
-            InputError: if nothing has been traced yet.
+            InputError: as for `Picture.save`. Nothing is written then.
+
+        Example:
+            >>> import torch, bendtrace as bt
+            >>> bended = bt.BendedModule(lambda x: x + 1 if x.sum() > 0 else x - 1)
+            >>> _ = bended(torch.ones(2))
+            >>> bended.graph.draw().svg[:4]
+            '<svg'
         """
-        if self._latest is None:
-            raise InputError("nothing has been traced yet: call the module or its trace() first")
-        return self._latest.graph
+        names = list(self)
+        at = {name: i for i, name in enumerate(names)}
+        nodes = [(_role(data), _told(data)) for _, data in self.nodes(data=True)]
+        texts: dict[tuple[int, int], list[str]] = {}
+        for source, target, data in self.edges(data=True):
+            often = f"{data['outcome']} {data['hits']}x".strip()
+            texts.setdefault((at[source], at[target]), []).append(often)
+        edges = [Edge(*ends, ", ".join(found)) for ends, found in texts.items()]
+        return saved(in_a_column(nodes, edges), repr(self), path, format)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {k: v for k, v in vars(self).items() if k not in ("traces", "_latest")}
+        return {k: v for k, v in vars(self).items() if k != "traces"}
 
     def __repr__(self) -> str:
         kinds = [str(data["kind"]) for _, data in self.nodes(data=True)]
@@ -152,15 +171,21 @@ class StateGraph(nx.MultiDiGraph):  # type: ignore[type-arg]  # not generic when
 _ENDS = ("return", "raise", "live")
 
 
-def state_graph(
-    tree: TraceTree, trace_of: Callable[[Recording, Program], Trace], latest: Trace | None
-) -> StateGraph:
+def _role(data: dict[str, Any]) -> str:
+    return data["kind"] if data["kind"] in ("start", *_ENDS) else "branch"
+
+
+def _told(data: dict[str, Any]) -> list[tuple[str, str]]:
+    where = " \N{MIDDLE DOT} ".join(filter(None, (f"{data['hits']}x", data["at"])))
+    return [(data["text"], "strong" if data["kind"] == "start" else "plain"), (where, "faint")]
+
+
+def state_graph(tree: TraceTree, trace_of: Callable[[Recording, Program], Trace]) -> StateGraph:
     """Return what is known of a model as a graph.
 
     Args:
         tree: the programs.
         trace_of: returns a recorded run as people see it.
-        latest: the latest trace.
     """
     graph = StateGraph()
     programs = sorted(tree.programs(), key=lambda program: program.serial)
@@ -171,7 +196,6 @@ def state_graph(
             traces.setdefault(recording, (len(traces), trace_of(recording, program)))
         known.add_to(graph, number, facts, {run: place for run, (place, _) in traces.items()})
     graph.traces = tuple(trace for _, trace in traces.values())
-    graph._latest = latest
     return graph
 
 
