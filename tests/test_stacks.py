@@ -195,3 +195,26 @@ def test_a_great_many_reads_in_the_middle_of_everything_do_no_harm(
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
     assert int(done.stdout) >= turns
+
+
+def test_what_was_compared_may_be_gone() -> None:
+    """CPython 3.13 frees it before it asks for the truth, and leaves the pointers."""
+    places = stacks.layout()
+    assert places is not None
+    found: list[stacks.Stack | None] = []
+
+    class Truth:
+        def __bool__(self) -> bool:
+            found.append(stacks.read(sys._getframe(1), sys._getframe(), places))
+            return True
+
+    class Temporary:
+        def __gt__(self, other: object) -> Truth:
+            return Truth()
+
+    for _ in range(100):
+        assert 1 if Temporary() > Temporary() else 0
+    for seen in found:
+        kinds = {type(value) for value in (seen.operands or () if seen is not None else ())}
+        assert kinds <= {Truth, type(stacks.EMPTY)}
+    assert len(found) == 100

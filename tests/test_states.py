@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dis
 import functools
 import itertools
 import math
@@ -19,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import bendtrace as bt
 from bendtrace.errors import NondeterminismError
 from bendtrace.recording import stacks, states
+from bendtrace.recording.liveness import is_read_later
 from bendtrace.replay import graph
 
 pytestmark = pytest.mark.skipif(
@@ -277,6 +279,66 @@ def a_way_out_of_a_with(x: Tensor) -> Any:
     return y, around.name, around.left
 
 
+@program
+def a_variable_that_only_a_handler_reads(x: Tensor) -> Any:
+    flag = 1 if x[0] > 0 else 2
+    try:
+        y = x * 2 if asks(x[1]) else x * 3
+        if not asks(x[2]):
+            raise ValueError
+        flag = 3
+    except ValueError:
+        return x, flag
+    return y, flag
+
+
+@program
+def a_variable_that_only_the_next_round_reads(x: Tensor) -> Any:
+    flag = 0
+    for value in x:
+        if flag == 1 and asks(value):
+            return x * 5
+        flag = 1 if value > 0 else 2
+    return x
+
+
+@program
+def a_variable_that_is_looked_at(x: Tensor) -> Any:
+    flag = 1 if x[0] > 0 else 2
+    y = x * 2 if asks(x[1]) else x * 3
+    return y, locals()["flag"]
+
+
+@program
+def a_variable_that_is_deleted(x: Tensor) -> Any:
+    if x[0] > 0:
+        flag = 1
+    y = x * 2 if asks(x[1]) else x * 3
+    try:
+        del flag
+    except UnboundLocalError:
+        return y + 1
+    return y
+
+
+@program
+def a_variable_that_a_comprehension_hides(x: Tensor) -> Any:
+    n = 1 if x[0] > 0 else 2
+    found = [n for n in (5, 6) if asks(x[1])]
+    return x * 2 if asks(x[2]) else x * 3, n, found
+
+
+@program
+def a_variable_of_a_function_around(x: Tensor) -> Any:
+    n = 1 if x[0] > 0 else 2
+
+    def add(value: Tensor) -> Tensor:
+        n_here = 4 if asks(x[1]) else 5
+        return value + n * n_here
+
+    return add(x * 2) if asks(x[2]) else x
+
+
 class Notes(nn.Module):
     """Notes the first answer in an attribute, and reads it after the second question."""
 
@@ -351,6 +413,43 @@ def test_a_mode_around_a_call_keeps_no_states_apart() -> None:
             x = torch.tensor([value])
             assert torch.equal(bended(x), model(x))
     assert len(bended.tree) == 1
+
+
+def test_what_is_written_before_it_is_read_keeps_no_states_apart() -> None:
+    experts = nn.ModuleList(nn.Linear(4, 4) for _ in range(8))
+
+    def routed(x: Tensor) -> Tensor:
+        for _ in range(4):
+            chosen = int(x.argmax())
+            expert = experts[chosen]
+            x = expert(x)
+        return x
+
+    bended = bt.BendedModule(routed)
+    torch.manual_seed(0)
+    for x in torch.randn(400, 4):
+        assert torch.equal(bended(x), routed(x))
+    asked = [data for _, data in bended.graph.nodes(data=True) if data["kind"] == "value"]
+    assert len(asked) <= 5  # x is the argument in the first round
+
+
+def test_variables_are_alive_until_they_are_read_last() -> None:
+    def code(x: Any, n: int) -> Any:
+        for i in range(n):
+            j = i * 2
+            print(x)
+            try:
+                j = print(n)
+            except ValueError:
+                print(j)
+        return lambda: x
+
+    at = {}
+    for step in dis.get_instructions(code):
+        if step.opname.startswith("CALL"):
+            names = enumerate(code.__code__.co_varnames)
+            at[len(at)] = {n for k, n in names if is_read_later(code.__code__, step.offset, k)}
+    assert at == {0: {"x", "n"}, 1: {"x", "n", "j"}, 2: {"x", "n", "j"}, 3: {"x", "n"}}
 
 
 def test_branches_join() -> None:
@@ -446,6 +545,7 @@ def test_random_numbers_are_drawn_as_by_the_model() -> None:
 LEFT_OUT: dict[str, tuple[str, Callable[..., Any]]] = {
     "variables": ("_frame", lambda self, stack: (id(stack.code), stack.offset)),
     "content of objects": ("_other", lambda self, value, kind: id(kind)),
+    "what a variable holds": ("_is_idle", lambda *_: True),
     "mappings": ("_mapping", lambda self, mapping: len(mapping)),
     "iterators": ("_reduced", lambda self, iterator: 0),
     "generators": ("_generator", lambda self, generator: 0),

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as _module
 from torch.overrides import TorchFunctionMode
 
+from bendtrace.recording import stacks
 from bendtrace.recording.agreement import is_one_of_several
 from bendtrace.recording.arrays import SharedArrays, may_share
 from bendtrace.recording.boundaries import BOUNDARY_CODES, watching
@@ -106,6 +107,9 @@ class Recorder(TorchFunctionMode):
             outermost = Recorder._outcome.__code__
             self._states = States(self._writer, self._values, surroundings, outermost, reads_states)
             self._writer.read_state = self._read_state
+        places = stacks.layout()
+        self._compares = places is not None and places.leaves
+        self._compared: frozenset[int] = frozenset()  # by identity: what was compared last
         self._calls_of: dict[int, int] = {}
         self._strangers: dict[int, tuple[str, nn.Module]] = {}
         self._ran = ran()
@@ -198,7 +202,7 @@ class Recorder(TorchFunctionMode):
         self.active = False  # what is looked at here is not the model's looking
         try:
             with self._ran.left():
-                return self._states.read(index, test, expected, self.turns)
+                return self._states.read(index, test, expected, self.turns, self._compared)
         finally:
             self.active = True
 
@@ -222,6 +226,8 @@ class Recorder(TorchFunctionMode):
             if may_stand_in(func):
                 func = asked(func, frame)
             return func(*_plain(args), **_plain(kwargs))
+        if self._compares and len(args) == 2:
+            self._compared = frozenset(map(id, args))
         if self._lane is not None and (not types or _PLAIN_CLASSES.issuperset(types)):
             out = self._lane(func, args, kwargs, frame)
             if out is not NOT_TAKEN:
@@ -421,6 +427,8 @@ class Recorder(TorchFunctionMode):
 
     def arithmetic(self, function: Callable[..., Any], operands: tuple[Any, ...]) -> Any:
         """Record Python arithmetic on traced scalars (see `scalars.Origin`)."""
+        if self._compares:
+            self._compared = frozenset(map(id, operands))
         traced = None
         try:
             result = function(*map(plain, operands))

@@ -38,12 +38,15 @@ class Layout(NamedTuple):
         slots: the first slot, in an inner frame.
         previous: the pointer to the frame before.
         entry: a byte that is set where C has called a function; -1 where `previous` tells.
+        leaves: whether a comparison that asks for the truth of its result has let go of what it
+            compared by then, and left the pointers there.
     """
 
     inner: int
     slots: int
     previous: int
     entry: int
+    leaves: bool = False
 
 
 class Number(NamedTuple):
@@ -59,11 +62,13 @@ class _Instruction(NamedTuple):
         name: of the instruction.
         base: how much is on the stack below what the instruction takes.
         depth: how much is on it when the instruction begins.
+        asks: whether it is a comparison that asks for the truth of its result.
     """
 
     name: str
     base: int
     depth: int
+    asks: bool = False
 
 
 class Stack(NamedTuple):
@@ -86,13 +91,19 @@ class Stack(NamedTuple):
     name: str
 
 
-def read(frame: FrameType, callee: FrameType | None, places: Layout) -> Stack | None:
+def read(
+    frame: FrameType,
+    callee: FrameType | None,
+    places: Layout,
+    compared: frozenset[int] = frozenset(),
+) -> Stack | None:
     """Read what a running frame holds.
 
     Args:
         frame: a frame of the calling thread.
         callee: the frame that it has called; None for the running one itself.
         places: where things are.
+        compared: the identities of what was compared, if the frame asks for the truth of that.
 
     Returns:
         What it holds, None if that cannot be said.
@@ -118,8 +129,12 @@ def read(frame: FrameType, callee: FrameType | None, places: Layout) -> Stack | 
     slots = [_value(first + _WORD * k) for k in range(variables)]
     first += _WORD * variables
     below = [_value(first + _WORD * k) for k in range(instruction.base)]
-    operands = None
-    if is_asked_by_c:
+    operands: list[Any] | None = None
+    if is_asked_by_c and instruction.asks and places.leaves:
+        if _pointers(first, instruction) != compared:
+            return None  # they may be gone
+        operands = []
+    elif is_asked_by_c:
         operands = [_value(first + _WORD * k) for k in range(instruction.base, instruction.depth)]
     return Stack(code, offset, slots, below, operands, instruction.name)
 
@@ -138,6 +153,12 @@ def suspended(frame: FrameType, places: Layout) -> Stack | None:
 
 def _word(address: int) -> int:
     return ctypes.c_size_t.from_address(address).value
+
+
+def _pointers(first: int, instruction: _Instruction) -> frozenset[int]:
+    """Return the addresses of what an instruction takes, which need not be there any more."""
+    taken = range(instruction.base, instruction.depth)
+    return frozenset(_word(first + _WORD * k) & ~_MARKS for k in taken)
 
 
 def _value(address: int) -> Any:
@@ -230,7 +251,8 @@ def _instructions(code: CodeType) -> dict[int, _Instruction]:
         base = depth + _effect(step, False) - _pushed(step)
         if step.opname in _CALLS and step.opname != "CALL_FUNCTION_EX":
             depth = base + (step.arg or 0) + 2 + (step.opname == "CALL_KW")
-        instruction = _Instruction(step.opname, base, depth)
+        asks = step.opname == "COMPARE_OP" and step.argrepr.startswith("bool(")
+        instruction = _Instruction(step.opname, base, depth, asks)
         for offset in range(step.offset, end, 2):
             found[offset] = instruction
     return found
@@ -272,7 +294,10 @@ def layout() -> Layout | None:
     if hasattr(sys, "_is_gil_enabled") and not sys._is_gil_enabled():
         return None
     places = _found()
-    return places if places is not None and _fits(places) else None
+    if places is None:
+        return None
+    places = places._replace(leaves=_leaves(places))
+    return places if _fits(places) else None
 
 
 class _Look:
@@ -339,6 +364,31 @@ class _Asked:
     def step(self) -> bool:
         self.seen.append(read(sys._getframe(1), sys._getframe(), self.places))
         return True
+
+
+class _Compared:
+    """Looks at what is left of a comparison when the truth of its result is asked for."""
+
+    def __init__(self, places: Layout) -> None:
+        self.places = places
+        self.is_left = False
+
+    def __gt__(self, other: object) -> _Compared:
+        return self
+
+    def __bool__(self) -> bool:
+        frame = sys._getframe(1)
+        instruction = _instructions(frame.f_code)[frame.f_lasti]
+        if instruction.asks:
+            first = _word(id(frame) + self.places.inner) + self.places.slots
+            first += _WORD * _variables(frame.f_code)
+            self.is_left = _pointers(first, instruction) != {0}
+        return True
+
+
+def _leaves(places: Layout) -> bool:
+    compared = _Compared(places)
+    return bool(compared.is_left if compared > places else False)
 
 
 def _fits(places: Layout) -> bool:

@@ -25,13 +25,14 @@ from types import CodeType, FrameType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from bendtrace.recording import stacks
 from bendtrace.recording.contexts import current_context, current_settings
 from bendtrace.recording.functions import is_torchs_function, name_of
 from bendtrace.recording.kinds import is_constant
+from bendtrace.recording.liveness import is_read_later
 from bendtrace.recording.objects import can_build
 from bendtrace.recording.parts import (
     PLAIN_TYPES,
@@ -87,7 +88,9 @@ class States:
         self._position = 0  # the length of the tape there
         self._turn = -1
 
-    def read(self, index: int, test: Test, expected: Any, turn: int) -> State | None:
+    def read(
+        self, index: int, test: Test, expected: Any, turn: int, compared: frozenset[int]
+    ) -> State | None:
         """Return the state in which the value of an op is asked for; None if it is not read.
 
         Args:
@@ -96,6 +99,7 @@ class States:
             expected: what came out, which is part of what leads to the next state.
             turn: counts what code has asked of the tracer. What was asked before in the same turn
                 has answers that only the tracer holds.
+            compared: the identities of what was compared last.
         """
         if not self._reads_all:
             self._left = self._left - 1 if self._is_near() else 0
@@ -107,7 +111,7 @@ class States:
                 key = _digest(
                     test.name,
                     _ambience(self._modes),
-                    reader.frames(self._outermost),
+                    reader.frames(self._outermost, compared),
                     reader.changes(),
                     reader.asked(index),
                     self._same_turn(turn),
@@ -197,7 +201,7 @@ class _Reader:
         for (index, function), value in values.facts.items():
             self._facts.setdefault(index, []).append((name_of(function), str(value)))
 
-    def frames(self, outermost: CodeType) -> tuple[Any, ...]:
+    def frames(self, outermost: CodeType, compared: frozenset[int]) -> tuple[Any, ...]:
         """Read the frames from the one that asks to the model's entry."""
         places = stacks.layout()
         if places is None:
@@ -211,15 +215,18 @@ class _Reader:
                 frame = frame.f_back
             if frame is None:
                 raise _Unreadable("the model is not called from here")
-            return tuple(self._read_chain(chain, places))
+            return tuple(self._read_chain(chain, places, compared))
         finally:
             chain.clear()  # a frame that is held by itself would keep all values alive
 
-    def _read_chain(self, chain: list[FrameType], places: stacks.Layout) -> Iterator[Any]:
+    def _read_chain(
+        self, chain: list[FrameType], places: stacks.Layout, compared: frozenset[int]
+    ) -> Iterator[Any]:
         callee, is_asking = None, True
         for frame in chain:
             if not frame.f_code.co_filename.startswith(_OWN):
-                stack = stacks.read(frame, callee, places)
+                given = compared if is_asking else frozenset()
+                stack = stacks.read(frame, callee, places, given)
                 if stack is None:
                     raise _Unreadable(f"{frame.f_code.co_qualname} cannot be read")
                 if stack.operands is not None:
@@ -230,9 +237,25 @@ class _Reader:
 
     def _frame(self, stack: stacks.Stack) -> tuple[Any, ...]:
         operands = None if stack.operands is None else tuple(map(self.value, stack.operands))
+        slots = tuple(
+            "unread" if self._is_idle(stack, slot, value) else self.value(value)
+            for slot, value in enumerate(stack.slots)
+        )
+        below = tuple(map(self.value, stack.below))
+        return self._by_identity(stack.code), stack.offset, slots, below, operands
+
+    def _is_idle(self, stack: stacks.Stack, slot: int, value: Any) -> bool:
+        """Whether a variable holds nothing that can matter: it is written before it is read.
+
+        Objects that may notice when they are let go of do matter.
+        """
+        if is_read_later(stack.code, stack.offset, slot):
+            return False
+        kind = type(value)
         return (
-            self._by_identity(stack.code), stack.offset, tuple(map(self.value, stack.slots)),
-            tuple(map(self.value, stack.below)), operands,
+            value is stacks.EMPTY or kind in PLAIN_TYPES or kind in TRACED or kind in RETIRED
+            or (kind in (Tensor, nn.Parameter) and not vars(value))
+            or (isinstance(value, nn.Module) and self._surroundings.find(value) is not None)
         )  # fmt: skip
 
     # What C may be in the middle of
