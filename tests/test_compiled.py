@@ -48,6 +48,24 @@ UP, DOWN = torch.ones(3), -torch.ones(3)
 # Which calls are served
 
 
+def test_paths_that_join_are_told_apart() -> None:
+    """Both end in the same segment; what is compiled is the whole of each."""
+
+    def model(x: Tensor) -> Tensor:
+        x = x * 2 if x[0] > 0 else x * 3
+        return x + 1 if x[1] > 0 else x - 1
+
+    bended = bended_with(model)
+    up, down, mixed = (torch.tensor(signs) for signs in ((1.0, 1.0), (-1.0, 1.0), (-1.0, -1.0)))
+    for x, calls in (up, 30), (down, 30), (mixed, 30), (up, 30):
+        for _ in range(calls):
+            assert bits(bended(x)) == bits(model(x))
+    served = [row["hits"] for row in bended.compiled]
+    assert len(served) == 3
+    assert min(served) >= 10
+    assert bended.compiled.failures <= 3 * 8
+
+
 def test_a_path_is_compiled_when_it_was_taken_twice_and_serves_from_then_on() -> None:
     bended = bended_with(up_or_down)
     hits = []

@@ -101,7 +101,7 @@ class CompiledPath:
         self.seconds = 0.0
         self.hits = self.failures = 0
         self.recent: deque[bool] = deque(maxlen=_WINDOW)
-        self.window: deque[Stretch] = deque(maxlen=_WINDOW)
+        self.window: deque[Stretch | None] = deque(maxlen=_WINDOW)
         self.served: list[float] = []
         self.replayed: list[float] = []
         self.is_unusable = False  # whether it was the backend itself that failed

@@ -72,7 +72,7 @@ class Speculation:
         # Exchanged, never changed, so that threads can read them without the lock.
         self._leaders: dict[tuple[str, ...], tuple[CompiledPath, ...]] = {}
         # Programs come and go with the paths that the trace tree keeps.
-        self._windows: WeakKeyDictionary[Program, deque[Stretch]] = WeakKeyDictionary()
+        self._windows: WeakKeyDictionary[Program, deque[Stretch | None]] = WeakKeyDictionary()
 
     def guess(self, names: tuple[str, ...], arguments: tuple[Any, ...]) -> Guess:
         """Try a call on the compiled path that leads, if there is one for its input guards.
@@ -128,7 +128,7 @@ class Speculation:
             finished: how it ended.
             arguments: the arguments.
         """
-        took = finished.stretch
+        took = program.taken(finished)
         window = self._window(program)
         window.append(took)
         path = guess.path
@@ -139,6 +139,8 @@ class Speculation:
             elif guess.began:
                 path.replayed.append(_now(arguments) - guess.began)
                 self._judge(names, path)
+        if took is None:  # segments in a combination that no run has gone, which is no path
+            return
         if took.hits < 2 or _is_watched() or any(p.home is program for p in self._led(names)):
             return
         share = sum(stretch is took for stretch in window) / len(window)
@@ -154,7 +156,7 @@ class Speculation:
         """Return what became of the paths."""
         return CompiledReport(self.settings.name, tuple(self._paths.values()))
 
-    def _window(self, program: Program) -> deque[Stretch]:
+    def _window(self, program: Program) -> deque[Stretch | None]:
         window = self._windows.get(program)
         if window is None:
             window = self._windows.setdefault(program, deque(maxlen=_WINDOW))

@@ -15,9 +15,9 @@ from __future__ import annotations
 import functools
 import itertools
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from operator import getitem
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -40,7 +40,7 @@ from bendtrace.replay.analysis import Analysis, GuardKind, is_read
 from bendtrace.replay.segments import SegmentWriter, Unlinked, answer_of
 from bendtrace.replay.source import Code
 
-__all__ = ["Exit", "Graph", "Node", "Piece", "may_run_again"]
+__all__ = ["Exit", "Graph", "Node", "Piece", "Trip", "may_run_again"]
 
 
 class Piece:
@@ -147,6 +147,11 @@ class Node:
             self._by_answer = {key: exit for key, exit in by_answer if exit.piece is not piece}
 
 
+# A piece, the guard from which on it was gone along (-1 for its beginning), and that to which: None
+# where the call ended, -1 - i where op i raised.
+Trip: TypeAlias = tuple[Piece, int, int | None]
+
+
 class Graph:
     """The states that runs of one program have been in.
 
@@ -170,6 +175,7 @@ class Graph:
         self.draws = may_draw(recording)
         self.is_broken = self.has_begun_anew = False
         self.retired: list[Piece] = []
+        self._ways: dict[tuple[Trip, ...], Piece] = {}
         self.first = Piece(recording, -1)
         self.first.count(-1, None)
         self._beginning = Exit(None, self.first, -1, self._write)
@@ -213,7 +219,7 @@ class Graph:
         piece: Piece | None = None  # what is being added; None where all is known
         known: tuple[Exit, int] | None = self._beginning, -1
         kinds, has_learnt = Analysis(tape).kinds, False
-        trips: list[tuple[Piece, int, int | None]] = []
+        trips: list[Trip] = []
         for number in sorted(tape.states):
             state = tape.states[number]
             node = self._nodes.get(state.key)
@@ -272,10 +278,17 @@ class Graph:
         self.draws = self.draws or may_draw(recording)
         for along, entered, left in trips * hits:
             along.count(entered, left)
+        if made:
+            self._ways[tuple(_joined(trips))] = made[-1][1]
         return made
+
+    def run_along(self, way: tuple[Trip, ...]) -> Piece | None:
+        """Return the last piece of the run that has gone a way to its end, if one has."""
+        return self.first if way == ((self.first, -1, None),) else self._ways.get(way)
 
     def forget(self, owner: Any) -> None:
         """Drop what is known by a piece alone, which is named by its owner."""
+        self._ways = {w: last for w, last in self._ways.items() if last.owner is not owner}
         for piece in self.pieces():
             if piece.owner is owner:
                 for node in self._nodes.values():
@@ -376,6 +389,20 @@ class Graph:
         if self._direct:
             writer.call_directly()
         return Code(writer.write(), "run")
+
+
+def _joined(trips: Iterable[Trip]) -> Iterator[Trip]:
+    """Yield what follows each other in one piece as one."""
+    before: Trip | None = None
+    for piece, entered, left in trips:
+        if before is not None and before[0] is piece and before[2] == entered:
+            before = piece, before[1], left
+            continue
+        if before is not None:
+            yield before
+        before = piece, entered, left
+    if before is not None:
+        yield before
 
 
 def _is_repeated(tape: Tape, number: int) -> bool:

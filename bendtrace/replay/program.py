@@ -22,7 +22,7 @@ from bendtrace.replay.ambience import Ambience
 from bendtrace.replay.analysis import Analysis, counts
 from bendtrace.replay.check import CheckWriter
 from bendtrace.replay.codegen import may_be_caught, write_run
-from bendtrace.replay.graph import Graph, Piece, may_run_again
+from bendtrace.replay.graph import Graph, Piece, Trip, may_run_again
 from bendtrace.replay.questions import Check
 from bendtrace.replay.segments import Unlinked, answer_of
 from bendtrace.replay.source import Code, Departure, Source, define, gives_nothing, needed_for
@@ -156,10 +156,12 @@ class Finished:
     Attributes:
         output: what it returned.
         stretch: the code that it ended in.
+        way: the parts of the graph that it went along; None where paths do not join.
     """
 
     output: Any
     stretch: Stretch
+    way: list[Trip] | None = None
 
     @property
     def recording(self) -> Recording:
@@ -396,7 +398,7 @@ class Program:
         random_states = _random_states() if graph.draws else ()
         piece, code, entered = graph.first, graph.code, -1
         held: list[Any] = []
-        trips: list[tuple[Piece, int, int]] = []
+        trips: list[Trip] = []
         while True:
             try:
                 result = code.function(arguments, held)
@@ -409,8 +411,9 @@ class Program:
                 del departure
             else:
                 if type(result) is not Departure:
-                    _count(trips, piece, entered, None)
-                    return Finished(result, piece.owner)
+                    trips.append((piece, entered, None))
+                    _count(trips)
+                    return Finished(result, piece.owner, trips)
                 number, answer = result.guard, result.outcome
                 held = result.values  # type: ignore[assignment]
                 del result
@@ -529,6 +532,16 @@ class Program:
             for side in reversed(_sides(stretch)):
                 if side.target is not None:
                     waiting.append((side.target, stretch))
+
+    def taken(self, finished: Finished) -> Stretch | None:
+        """Return where the run ends whose way a replay has gone from beginning to end.
+
+        It is None if a replay has gone along parts that no run has put together so.
+        """
+        if self.graph is None or finished.way is None:
+            return finished.stretch
+        piece = self.graph.run_along(tuple(finished.way))
+        return None if piece is None else piece.owner
 
     def paths(self) -> list[Path]:
         """Return all paths, the first one first, those that can only be run live included."""
@@ -649,23 +662,19 @@ def _place_of(error: Exception, code: Code) -> tuple[int, FrameType] | None:
 
 
 def _count_raised(
-    trips: list[tuple[Piece, int, int]], piece: Piece, entered: int, error: Exception, code: Code
+    trips: list[Trip], piece: Piece, entered: int, error: Exception, code: Code
 ) -> None:
     """Count a call that an op has ended by raising an error."""
     place = _place_of(error, code)
     if place is not None:
-        _count(trips, piece, entered, -1 - place[0])
+        _count([*trips, (piece, entered, -1 - place[0])])
 
 
-def _count(
-    trips: list[tuple[Piece, int, int]], piece: Piece, entered: int, left: int | None
-) -> None:
-    """Count a call by the pieces that it went along, and the last of them."""
-    for along, begin, end in trips:
-        along.count(begin, end)
-        along.owner.hits += 1
-    piece.count(entered, left)
-    piece.owner.hits += 1
+def _count(trips: list[Trip]) -> None:
+    """Count a call by the pieces that it went along."""
+    for piece, entered, left in trips:
+        piece.count(entered, left)
+        piece.owner.hits += 1
 
 
 def _random_states() -> tuple[tuple[torch.Generator, torch.Tensor], ...]:
