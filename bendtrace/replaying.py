@@ -238,7 +238,7 @@ class ReplayingModule(StandIn):
             1.1  ... if x.sum() > 0 else ... at ...:1, 3x
                 True 2x -> 1.2 (1 op)
                 False 1x -> 1.2 (1 op)
-            1.2  lambda x: ...
+            1.2  return, 3x
         """
         return outline_graph.state_graph(self._tree, self._dispatcher.trace_of)
 
@@ -254,7 +254,7 @@ class ReplayingModule(StandIn):
             >>> bended = bt.BendedModule(lambda x: x + 1 if x.sum() > 0 else x - 1)
             >>> _ = bended(torch.ones(2)), bended(-torch.ones(2)), bended(torch.ones(2))
             >>> bended.latest_trace.graph
-            <Graph: 6 nodes, 5 data edges, 0 control edges>
+            <Graph: 6 nodes, 5 data edges, 1 control edge>
         """
         if self._dispatcher.latest is None:
             raise InputError("nothing has been traced yet: call the module or its trace() first")
