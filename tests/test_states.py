@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import bendtrace as bt
-from bendtrace.errors import NondeterminismError
+from bendtrace.errors import DivergenceError, NondeterminismError
 from bendtrace.recording import stacks, states
 from bendtrace.recording.liveness import is_read_later
 from bendtrace.replay import graph
@@ -481,6 +481,37 @@ def test_loops_close() -> None:
         x = torch.ones(2) * scale
         assert torch.equal(bended(x), halve(x))
     assert bended.stats.traces <= 4, bended.stats
+
+
+def test_a_trace_goes_the_way_of_its_run_alone() -> None:
+    def model(x: Tensor) -> Tensor:
+        while x.norm() > 1:
+            x = x / 2
+        return x
+
+    trace = bt.trace(model, torch.tensor([3.0]))
+    assert torch.equal(trace.replay(torch.tensor([2.5])), torch.tensor([0.625]))
+    for rounds in (0.5, 1.5, 9.0):
+        with pytest.raises(DivergenceError, match=r"x\.norm"):
+            trace.replay(torch.tensor([rounds]))
+    bended = bt.BendedModule(model)
+    bended(torch.tensor([3.0]))
+    assert torch.equal(bended(torch.tensor([9.0])), model(torch.tensor([9.0])))
+    assert bended.stats.replays == 1
+
+
+def test_what_is_counted_as_traces_is_what_was_recorded() -> None:
+    def model(x: Tensor) -> Tensor:
+        for value in (0.0, 1.0, 2.0):
+            x = x + 1 if x.sum() > value else x - 1
+        return x
+
+    bended = bt.BendedModule(model)
+    for x in torch.randn(50, 3, generator=torch.Generator().manual_seed(0)) * 3:
+        assert torch.equal(bended(x), model(x))
+    (program,) = bended.tree.programs
+    assert program.traces == bended.stats.traces == len(bended.traces)
+    assert program.runs == 50
 
 
 def test_gradients_are_those_of_the_path_taken() -> None:
