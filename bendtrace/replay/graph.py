@@ -79,9 +79,10 @@ class Exit:
         answer: the answer.
         piece: the piece that has what follows.
         number: the guard of its run that was answered so.
+        written: what is carried out, if it was asked for already.
     """
 
-    __slots__ = ("_code", "_write", "answer", "number", "piece")
+    __slots__ = ("_write", "answer", "number", "piece", "written")
 
     def __init__(
         self, answer: Any, piece: Piece, number: int, write: Callable[[Piece, int], Code]
@@ -90,7 +91,7 @@ class Exit:
         self.piece = piece
         self.number = number
         self._write = write
-        self._code: Code | None = None
+        self.written: Code | None = None
 
     @property
     def code(self) -> Code:
@@ -99,13 +100,13 @@ class Exit:
         Raises:
             Unlinked: it needs a value that the state does not hold.
         """
-        if self._code is None:
-            self._code = self._write(self.piece, self.number)
-        return self._code
+        if self.written is None:
+            self.written = self._write(self.piece, self.number)
+        return self.written
 
     def rewrite(self) -> None:
         """Have the code written anew when it is asked for next."""
-        self._code = None
+        self.written = None
 
 
 class Node:
@@ -117,34 +118,46 @@ class Node:
         exits: the answers that are known.
     """
 
-    __slots__ = ("_by_answer", "exits", "number", "piece")
+    __slots__ = ("_by_answer", "_no", "_yes", "exits", "number", "piece")
 
     def __init__(self, piece: Piece, number: int) -> None:
         self.piece = piece
         self.number = number
         self.exits: tuple[Exit, ...] = ()
+        self._yes: Exit | None = None
+        self._no: Exit | None = None
         self._by_answer: dict[Any, Exit] = {}
 
     def after(self, answer: Any) -> Exit | None:
         """Return how runs go on after an answer, if that is known."""
+        if answer is True:
+            return self._yes
+        if answer is False:
+            return self._no
         kind = type(answer)
-        if kind is bool or kind is int or kind is str:
+        if kind is int or kind is str:
             return self._by_answer.get((kind, answer))
         return next((exit for exit in self.exits if identical(exit.answer, answer)), None)
 
     def add(self, exit: Exit) -> None:
         """Note how runs go on after an answer."""
         self.exits = (*self.exits, exit)
-        if type(exit.answer) in (bool, int, str):
-            self._by_answer[type(exit.answer), exit.answer] = exit
+        self._sort()
 
     def drop(self, piece: Piece) -> None:
         """Forget the exits that lead into a piece."""
-        kept = tuple(exit for exit in self.exits if exit.piece is not piece)
-        if len(kept) < len(self.exits):
-            self.exits = kept
-            by_answer = self._by_answer.items()
-            self._by_answer = {key: exit for key, exit in by_answer if exit.piece is not piece}
+        self.exits = tuple(exit for exit in self.exits if exit.piece is not piece)
+        self._sort()
+
+    def _sort(self) -> None:
+        exits = self.exits
+        self._yes = next((exit for exit in exits if exit.answer is True), None)
+        self._no = next((exit for exit in exits if exit.answer is False), None)
+        self._by_answer = {
+            (type(exit.answer), exit.answer): exit
+            for exit in exits
+            if type(exit.answer) in (int, str)
+        }
 
 
 # A piece, the guard from which on it was gone along (-1 for its beginning), and that to which: None

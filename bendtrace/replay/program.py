@@ -22,7 +22,7 @@ from bendtrace.replay.ambience import Ambience
 from bendtrace.replay.analysis import Analysis, counts
 from bendtrace.replay.check import CheckWriter
 from bendtrace.replay.codegen import may_be_caught, write_run
-from bendtrace.replay.graph import Graph, Piece, Trip, may_run_again
+from bendtrace.replay.graph import Exit, Graph, Piece, Trip, may_run_again
 from bendtrace.replay.questions import Check
 from bendtrace.replay.segments import Unlinked, answer_of
 from bendtrace.replay.source import Code, Departure, Source, define, gives_nothing, needed_for
@@ -415,19 +415,14 @@ class Program:
                     _count(trips)
                     return Finished(result, piece.owner, trips)
                 number, answer = result.guard, result.outcome
-                held = result.values  # type: ignore[assignment]
-                del result
                 node = None if first else piece.nodes.get(number)
-                exit = None if node is None else node.after(answer)
-                if exit is not None:
-                    try:
-                        code = exit.code
-                    except Unlinked:
-                        graph.is_broken = True
-                    else:
+                if node is not None:
+                    exit = node.after(answer)
+                    if exit is not None and (found := exit.written or _written(exit)) is not None:
                         trips.append((piece, entered, number))
-                        piece, entered = exit.piece, exit.number
+                        piece, entered, code = exit.piece, exit.number, found
                         continue
+                    graph.is_broken = graph.is_broken or exit is not None
                 if type(answer) is list:  # which the model is given, and may change
                     answer = copy.deepcopy(answer)
                 if node is not None:
@@ -673,8 +668,17 @@ def _count_raised(
 def _count(trips: list[Trip]) -> None:
     """Count a call by the pieces that it went along."""
     for piece, entered, left in trips:
-        piece.count(entered, left)
+        times = piece.trips
+        times[entered, left] = times.get((entered, left), 0) + 1
         piece.owner.hits += 1
+
+
+def _written(exit: Exit) -> Code | None:
+    """Return the code of an exit; None if it needs a value that the state does not hold."""
+    try:
+        return exit.code
+    except Unlinked:
+        return None
 
 
 def _random_states() -> tuple[tuple[torch.Generator, torch.Tensor], ...]:

@@ -16,7 +16,7 @@ from bendtrace.recording.recorder import Recording
 from bendtrace.recording.tape import Guard, Op, OpKind, Ref, Test, refs_in
 from bendtrace.replay.analysis import Analysis, GuardKind, is_read
 from bendtrace.replay.codegen import RunWriter, existing_in
-from bendtrace.replay.source import Source, define, outcome, test_of
+from bendtrace.replay.source import Departure, Source, define, outcome, test_of
 
 __all__ = ["SegmentWriter", "Unlinked", "answer_of"]
 
@@ -273,19 +273,26 @@ class SegmentWriter(RunWriter):
         holes = self._holes_at(number)
         missing = self._missing(holes)
         self._take_out(missing)
-        listed = ", ".join(f"v{hole}" for hole in holes)
-        leave = f"return Departure({number}, {answer}, [{listed}])"
-        if not missing:
-            source.line(f"{condition} {leave}".strip(), guard.index)
-            return
         if condition:
             source.line(condition, guard.index)
             source.indent += 1
         for op in missing:  # not needed by what follows, and so not noted as there
             source.line(f"v{op.index} = {source.call(op)}", op.index)
-        source.line(leave, guard.index)
+        if holes:
+            source.line(f"E += {', '.join(f'v{hole}' for hole in holes)},", guard.index)
+        source.line(f"return {self._departure(number, guard, answer)}", guard.index)
         if condition:
             source.indent -= 1
+
+    def _departure(self, number: int, guard: Guard, answer: str) -> str:
+        """Return an expression for how a segment is left; of a condition it is made beforehand."""
+        made = {value: Departure(number, value, {}) for value in (True, False)}
+        if answer in ("True", "False"):
+            return self.source.bound(made[answer == "True"])
+        if guard.test is Test.TRUTH:
+            either = self.source.bound(made[True]), self.source.bound(made[False])
+            return f"{either[0]} if v{guard.index} else {either[1]}"
+        return f"Departure({number}, {answer}, {{}})"
 
     def _missing(self, holes: Iterable[int]) -> list[Op]:
         """Return what has to be computed for a state alone."""
