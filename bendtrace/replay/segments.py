@@ -286,12 +286,16 @@ class SegmentWriter(RunWriter):
 
     def _departure(self, number: int, guard: Guard, answer: str) -> str:
         """Return an expression for how a segment is left; of a condition it is made beforehand."""
-        made = {value: Departure(number, value, {}) for value in (True, False)}
+
+        def made(value: bool) -> str:
+            name = f"leave_{number}_{value}".lower()
+            self.source.names[name] = Departure(number, value, {})
+            return name
+
         if answer in ("True", "False"):
-            return self.source.bound(made[answer == "True"])
+            return made(answer == "True")
         if guard.test is Test.TRUTH:
-            either = self.source.bound(made[True]), self.source.bound(made[False])
-            return f"{either[0]} if v{guard.index} else {either[1]}"
+            return f"{made(True)} if v{guard.index} else {made(False)}"
         return f"Departure({number}, {answer}, {{}})"
 
     def _missing(self, holes: Iterable[int]) -> list[Op]:
