@@ -55,13 +55,13 @@ class Piece:
             None where they ended, to -1 - i where op i raised.
     """
 
-    def __init__(self, recording: Recording, after: int) -> None:
+    def __init__(self, recording: Recording, after: int, analysis: Analysis | None = None) -> None:
         self.recording = recording
         self.after = after
         self.stop: int | None = None
         self.nodes: dict[int, Node] = {}
         self.trips: dict[tuple[int, int | None], int] = {}
-        self.analysis = Analysis(recording.tape)
+        self.analysis = Analysis(recording.tape) if analysis is None else analysis
         self.owner: Any = None  # what counts the calls that take it
 
     def count(self, entered: int, left: int | None) -> None:
@@ -172,6 +172,7 @@ class Graph:
         recording: the first run.
         entry: grad mode and so on when a run begins.
         direct: whether torch functions may be called by what they come down to.
+        analysis: of the first run.
 
     Attributes:
         first: the piece that the first run is.
@@ -181,7 +182,9 @@ class Graph:
         retired: pieces that others have taken the place of, which tell of calls before that.
     """
 
-    def __init__(self, recording: Recording, entry: Context, direct: bool) -> None:
+    def __init__(
+        self, recording: Recording, entry: Context, direct: bool, analysis: Analysis
+    ) -> None:
         self._entry = entry
         self._direct = direct
         self._nodes: dict[bytes, Node] = {}
@@ -189,7 +192,7 @@ class Graph:
         self.is_broken = self.has_begun_anew = False
         self.retired: list[Piece] = []
         self._ways: dict[tuple[Trip, ...], Piece] = {}
-        self.first = Piece(recording, -1)
+        self.first = Piece(recording, -1, analysis)
         self.first.count(-1, None)
         self._beginning = Exit(None, self.first, -1, self._write)
         for number in sorted(recording.tape.states):
@@ -231,7 +234,7 @@ class Graph:
         made: list[tuple[Node, Piece]] = []
         piece: Piece | None = None  # what is being added; None where all is known
         known: tuple[Exit, int] | None = self._beginning, -1
-        kinds, has_learnt = Analysis(tape).kinds, False
+        analysis, has_learnt = Analysis(tape), False
         trips: list[Trip] = []
         for number in sorted(tape.states):
             state = tape.states[number]
@@ -256,7 +259,7 @@ class Graph:
                         return self._begin_anew(recording)
                     has_learnt, node = True, self._nodes[state.key]
             if node is None:
-                if kinds[number] is GuardKind.DATA:
+                if analysis.kinds[number] is GuardKind.DATA:
                     return None  # what is known leads elsewhere
                 continue
             if _is_repeated(tape, number):
@@ -267,7 +270,7 @@ class Graph:
                 self._renew(recording)
                 return made
             if exit is None:
-                piece = Piece(recording, number)
+                piece = Piece(recording, number, analysis)
                 piece.owner = self.first.owner  # until it has one of its own
                 node.add(Exit(answer, piece, number, self._write))
                 made.append((node, piece))

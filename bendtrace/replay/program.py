@@ -295,7 +295,7 @@ class Program:
             return
         direct = not (ambience.modes or ambience.exchanged)
         if joins and may_run_again(recording):
-            self.graph = Graph(recording, ambience.context, direct)
+            self.graph = Graph(recording, ambience.context, direct, self.analysis)
             self.root = Stretch(recording, 1, code=self.graph.code)
             self.graph.first.owner = self.root
             return
