@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dis
 import functools
-from collections.abc import Iterator
 from types import CodeType
 
 __all__ = ["is_read_later"]
@@ -95,14 +94,13 @@ def _effects(code: CodeType, step: dis.Instruction) -> list[tuple[str, int]] | N
     if "FAST" not in step.opname:
         return []
     named = step.argval if isinstance(step.argval, tuple) else (step.argval,)
-    does = [_DOES.get(part) for part in step.opname.split("_") if part in _DOES]
-    if "CLEAR" in step.opname or len(does) != len(named) or None in does:
-        # It reads what it names, and maybe more is done to it.
-        return [(_READS, _bits(code, named))] if set(named) <= set(code.co_varnames) else None
-    if not set(named) <= set(code.co_varnames):
+    if not {*code.co_varnames, *code.co_cellvars, *code.co_freevars}.issuperset(named):
         return None
-    return [(str(d), _bits(code, (name,))) for d, name in zip(does, named, strict=True)]
+    does = [_DOES[part] for part in step.opname.split("_") if part in _DOES]
+    if "CLEAR" in step.opname or len(does) != len(named):
+        return [(_READS, _bits(code, named))]  # whatever else it does
+    return [(how, _bits(code, (name,))) for how, name in zip(does, named, strict=True)]
 
 
-def _bits(code: CodeType, names: Iterator[str] | tuple[str, ...]) -> int:
+def _bits(code: CodeType, names: tuple[str, ...]) -> int:
     return sum(1 << k for k, name in enumerate(code.co_varnames) if name in names)
