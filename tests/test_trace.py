@@ -411,7 +411,7 @@ def test_the_code_is_straight_line_python() -> None:
 
 def test_a_branch_on_values_is_a_test_in_the_code() -> None:
     code = bt.trace(signed, ONES).code
-    assert "if not v3: return Departure(0, False, [v2, v3])\n" in code
+    assert "if not v3:\n        E += v2, v3,\n        return leave_0_false\n" in code
 
 
 ODD = "import os; abort() #"
