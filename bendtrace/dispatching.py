@@ -138,7 +138,7 @@ class Dispatcher:
         audit = None
         if auditor is not None and plan is None:
             audit = auditor.begin(program.recording, args, kwargs)
-        result = tree.replay(names, program, arguments)
+        result = tree.replay(names, program, arguments, guess is not None and guess.may_compile)
         if isinstance(result, Finished):
             self.stats.replays += 1
             self.latest_run = result.recording

@@ -503,7 +503,7 @@ def test_a_path_that_is_no_faster_than_its_replay_is_dropped(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     now = [0.0]
-    monkeypatch.setattr(speculation_module, "_now", lambda arguments: now[0])
+    monkeypatch.setattr(speculation_module, "now", lambda arguments: now[0])
     for costs, state_ in ((3.0, "slower"), (1.0, "used")):
         bended = bt.BendedModule(up_or_down, backend="eager")
         for _ in range(2):

@@ -27,7 +27,7 @@ from bendtrace.recording.tape import Op, OpKind, Ref
 from bendtrace.replay.ambience import Ambience
 from bendtrace.replay.memory import OUTSIDE
 
-__all__ = ["why_not"]
+__all__ = ["why_not", "why_not_op", "why_not_under"]
 
 # Longer paths would be compiled for minutes.
 _LONGEST = 4096
@@ -69,25 +69,38 @@ def why_not(recording: Recording, ambience: Ambience) -> str | None:
         return "it fills a cache"
     if tape.is_joint:
         return "ranks act together in it"
+    if (reason := why_not_under(ambience)) is not None:
+        return reason
+    if len(tape.ops) > _LONGEST:
+        return f"it has more than {_LONGEST} ops"
+    for op in tape.ops:
+        if any(tape.ops[written].kind in OUTSIDE for written in op.writes):
+            reason = f"{said_of(op.target)} writes to what was there before the run"
+        else:
+            reason = why_not_op(op, ambience.context)
+        if reason is not None:
+            return f"{reason} (at {op.site.place})" if op.site is not None else reason
+    return None
+
+
+def why_not_under(ambience: Ambience) -> str | None:
+    """Say why nothing can be compiled that ran under some global state; None if it can."""
     if ambience.modes:
         return "it runs under a function mode"
     if ambience.exchanged:  # a compiler knows the functions of torch by their names
         return f"something stands in for {ambience.exchanged[0].name}"
     if ambience.hooked:
         return "hooks are registered for all modules"
-    if len(tape.ops) > _LONGEST:
-        return f"it has more than {_LONGEST} ops"
-    for op in tape.ops:
-        if any(tape.ops[written].kind in OUTSIDE for written in op.writes):
-            reason: str | None = f"{said_of(op.target)} writes to what was there before the run"
-        else:
-            reason = _why_not(op, ambience.context)
-        if reason is not None:
-            return f"{reason} (at {op.site.place})" if op.site is not None else reason
     return None
 
 
-def _why_not(op: Op, entry: Context) -> str | None:
+def why_not_op(op: Op, entry: Context) -> str | None:
+    """Say why an op cannot be compiled; None if it can.
+
+    Args:
+        op: the op.
+        entry: grad mode and so on of the function that it is compiled in.
+    """
     if op.kind in (OpKind.INPUT, OpKind.STATE):
         return None
     if op.kind is OpKind.UNKNOWN:

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import logging
-import os
 import time
 import warnings
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
-from enum import Enum
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from bendtrace.compiled.attempts import Failed, Quiet, State, unmark
 from bendtrace.compiled.comparing import difference, laid_out
 from bendtrace.compiled.eligible import why_not
 from bendtrace.compiled.extents import Unknown
@@ -30,22 +28,11 @@ from bendtrace.replay.codegen import write_run
 from bendtrace.replay.program import Program, Stretch
 from bendtrace.replay.source import Code, Source
 
-__all__ = ["FAILED", "CompiledPath", "State", "Unchecked"]
+__all__ = ["FAILED", "CompiledPath", "Unchecked"]
 
 _WINDOW = 16
 _MOST_SIZES = 4096  # sets of sizes that are kept in mind
-_LONGEST = 500  # letters of a reason
 _PROBES = 4  # that are made for a set of sizes
-
-
-class State(Enum):
-    """What becomes of a path."""
-
-    MEASURED = "being measured"
-    USED = "used"
-    DEMOTED = "demoted"
-    SLOWER = "slower"
-    REFUSED = "not compiled"
 
 
 class _Failed:
@@ -134,7 +121,7 @@ class CompiledPath:
         """
         begun = time.perf_counter()
         try:
-            with warnings.catch_warnings(), _Silence():
+            with warnings.catch_warnings(), Quiet():
                 warnings.simplefilter("ignore")  # what compilers have to say, and ops once more
                 self._make(arguments, output)
         except Refusal as refusal:
@@ -285,9 +272,9 @@ class CompiledPath:
             return self._missed()
         finally:
             if self._entry.grad:  # what is kept for the backward pass is marked too
-                _unmark(gathered)
+                unmark(gathered)
         made = result[1]
-        _unmark(made)
+        unmark(made)
         if self.settings.cuda_graphs:  # whose memory the next call writes to
             made = tuple(tensor.clone() for tensor in made)
         if self._orders:
@@ -316,20 +303,11 @@ class CompiledPath:
         return FAILED
 
     def _note(self, error: Exception) -> None:
-        kind = type(error)
-        inner = getattr(error, "inner_exception", None) or error
-        lines = str(inner).strip().splitlines()
-        why = [line.rpartition(": got ")[2].strip() for line in lines if "Explanation:" in line]
-        said = "; ".join([*lines[:1], *why[:1]])[:_LONGEST]
-        self.reason = f"{type(inner).__name__}: {said}"
-        if kind.__module__.startswith(_COMPILERS):
+        failed = Failed(error)
+        self.reason = failed.reason
+        if failed.is_final:
             self.state = State.REFUSED
-            self.is_unusable = kind.__name__ in _OF_BACKENDS
-            if kind.__name__ == "FailOnRecompileLimitHit":
-                self.reason = (
-                    "torch.compile compiles a function for so many sets of sizes only "
-                    "(torch._dynamo.config.recompile_limit), and these were more"
-                )
+            self.is_unusable = failed.is_of_backend
 
     def _knows_sizes(self, gathered: tuple[Any, ...], arguments: tuple[Any, ...]) -> bool:
         sizes = self._sizes_of(gathered)
@@ -366,26 +344,6 @@ class CompiledPath:
         return min(self.replayed) / min(self.served)
 
 
-class _Silence:
-    """Within it, torch does not log why it could not compile something: the report says it.
-
-    Unless somebody wants to see torch's logs.
-    """
-
-    def __init__(self) -> None:
-        names = () if "TORCH_LOGS" in os.environ else _LOGGERS
-        self._loggers = [logging.getLogger(name) for name in names]
-
-    def __enter__(self) -> None:
-        self._levels = [logger.level for logger in self._loggers]
-        for logger in self._loggers:
-            logger.setLevel(logging.CRITICAL)
-
-    def __exit__(self, *_: object) -> None:
-        for logger, level in zip(self._loggers, self._levels, strict=True):
-            logger.setLevel(level)
-
-
 class _Capturing:
     """Within it, torch.compile takes ops whose results have sizes that depend on values."""
 
@@ -409,13 +367,6 @@ def _dynamo() -> Any:
     import torch._dynamo  # late: it takes a second to import
 
     return torch._dynamo
-
-
-def _unmark(values: Iterable[Any]) -> None:
-    """Take off what torch.compile notes on tensors: which of their sizes are dynamic."""
-    for value in values:
-        if isinstance(value, Tensor) and value.__dict__:
-            value.__dict__.pop(_MARK, None)
 
 
 def _is_outside(op: Op) -> bool:
@@ -467,12 +418,4 @@ _BY_TYPE = frozenset(
         "half", "int", "long", "to", "type", "type_as",
     }
 )  # fmt: skip
-# Set on results, seen in torch 2.13 to 2.15; test_compiled_corpus.py would notice another name.
-_MARK = "_dynamo_propagated_dynamic_indices"
 _CAPTURES = ("capture_scalar_outputs", "capture_dynamic_output_shape_ops")
-_COMPILERS = ("torch._dynamo", "torch._inductor", "torch._functorch", "torch.fx")
-_LOGGERS = (
-    "torch._dynamo", "torch._functorch", "torch._inductor", "torch._subclasses.fake_tensor",
-    "torch.fx.experimental.symbolic_shapes",
-)  # fmt: skip
-_OF_BACKENDS = ("BackendCompilerFailed", "InductorError", "InvalidCxxCompiler")

@@ -31,6 +31,7 @@ class Settings:
         drop_slower: whether a compiled path is measured against the plain replay, and not used
             where it is slower.
         max_paths: how many paths are compiled at most.
+        max_segments: how many pieces of segments are compiled at most.
         cuda_graphs: whether kernels are launched as CUDA graphs, and outputs copied out of them.
     """
 
@@ -41,6 +42,7 @@ class Settings:
     dynamic: bool | None = None
     drop_slower: bool = True
     max_paths: int = 8
+    max_segments: int = 64
     cuda_graphs: bool = False
 
     @property
@@ -83,7 +85,8 @@ def settings_of(backend: Any, options: Mapping[str, Any] | None) -> Settings | N
 
     Args:
         backend: None for no compilation, a name, or a function.
-        options: `mode`, `options`, `dynamic`, `drop_slower`, `max_paths`, `cuda_graphs`.
+        options: `mode`, `options`, `dynamic`, `drop_slower`, `max_paths`, `max_segments`,
+            `cuda_graphs`.
 
     Raises:
         InputError: there is no such backend or option, or an option makes no sense.
@@ -114,8 +117,10 @@ def settings_of(backend: Any, options: Mapping[str, Any] | None) -> Settings | N
 def _checked(settings: Settings, given: dict[str, Any]) -> Settings:
     if settings.dynamic not in _DYNAMIC:
         raise InputError(f"dynamic has to be True, False or None, not {settings.dynamic!r}")
-    if type(settings.max_paths) is not int or settings.max_paths < 1:
-        raise InputError(f"max_paths has to be a positive int, not {settings.max_paths!r}")
+    for name, least, said in ("max_paths", 1, "positive"), ("max_segments", 0, "non-negative"):
+        most = getattr(settings, name)
+        if type(most) is not int or most < least:
+            raise InputError(f"{name} has to be a {said} int, not {most!r}")
     for name in ("drop_slower", "cuda_graphs"):
         if type(given.get(name, True)) is not bool:
             raise InputError(f"{name} has to be True or False, not {given[name]!r}")
@@ -153,7 +158,9 @@ def _dynamo() -> Any:
 # Calling the kernels from C++ as well takes a third off small models, and 10 seconds to compile
 # once per machine. The sizes that inductor would assert have been compared by then.
 _FOR_CPU = {"cpp_wrapper": True, "size_asserts": False}
-_OPTIONS = ("mode", "options", "dynamic", "drop_slower", "max_paths", "cuda_graphs")
+_OPTIONS = (
+    "mode", "options", "dynamic", "drop_slower", "max_paths", "max_segments", "cuda_graphs",
+)  # fmt: skip
 _MODES = (
     "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs",
     "lite",

@@ -11,6 +11,7 @@ dispatch keys, requires_grad, sizes and strides, all of them exactly.
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -166,7 +167,11 @@ class Shortcuts:
             if known.fits(given):
                 return known.call(given)
         self._backend.take()
-        result: tuple[Any, Sequence[Any]] | None = self._function(*given)
+        result: tuple[Any, Sequence[Any]] | None
+        with warnings.catch_warnings():
+            # torch.compile asks all that it is given for gradients, where a model would not.
+            warnings.filterwarnings("ignore", r"The \.grad attribute of a Tensor")
+            result = self._function(*given)
         call = self._backend.take()
         if result is not None and call is not None:
             self._learn(given, result, *call)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 import warnings
 from collections import deque
 from typing import Any
@@ -11,10 +10,13 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from bendtrace.compiled.path import FAILED, CompiledPath, State, Unchecked
+from bendtrace.compiled.attempts import State, now
+from bendtrace.compiled.path import FAILED, CompiledPath, Unchecked
 from bendtrace.compiled.report import CompiledReport
+from bendtrace.compiled.segments import CompiledSegments
 from bendtrace.compiled.settings import Settings
 from bendtrace.errors import CompileWarning
+from bendtrace.recording.places import users_level
 from bendtrace.recording.recorder import Recording
 from bendtrace.replay.program import Finished, Program, Stretch
 
@@ -22,6 +24,7 @@ __all__ = ["Guess", "Speculation"]
 
 _WINDOW = 16  # calls that are looked back at
 _ENOUGH_FAILURES = 8
+_EVERY = 16  # calls, until segments are looked at again
 _WARM = 2  # calls before times are taken
 _TIMED = 6  # calls of either kind whose times are taken
 _MOST = 64  # paths of which something is known
@@ -36,9 +39,10 @@ class Guess:
         path: the path whose newly compiled graph, or whose speed, is to be compared with a replay.
         unchecked: for a newly compiled graph, what it gave.
         began: when the call began, if its replay is to be timed.
+        may_compile: whether a replay may use compiled segments.
     """
 
-    __slots__ = ("began", "output", "path", "recording", "unchecked")
+    __slots__ = ("began", "may_compile", "output", "path", "recording", "unchecked")
 
     def __init__(self, path: CompiledPath | None = None) -> None:
         self.path = path
@@ -46,9 +50,12 @@ class Guess:
         self.output: Any = None
         self.unchecked: Unchecked | None = None
         self.began = 0.0
+        self.may_compile = False
 
 
+_WATCHED = Guess()
 _NONE = Guess()
+_NONE.may_compile = True
 
 
 class Speculation:
@@ -73,6 +80,8 @@ class Speculation:
         self._leaders: dict[tuple[str, ...], tuple[CompiledPath, ...]] = {}
         # Programs come and go with the paths that the trace tree keeps.
         self._windows: WeakKeyDictionary[Program, deque[Stretch | None]] = WeakKeyDictionary()
+        self._segments = CompiledSegments(settings)
+        self._calls = 0  # that were no path
 
     def guess(self, names: tuple[str, ...], arguments: tuple[Any, ...]) -> Guess:
         """Try a call on the compiled path that leads, if there is one for its input guards.
@@ -81,14 +90,16 @@ class Speculation:
             names: names of the arguments.
             arguments: the arguments.
         """
+        if _is_watched():
+            return _WATCHED
         leaders = self._leaders.get(names)
-        if not leaders or _is_watched():
+        if not leaders:
             return _NONE
         began = 0.0
         for path in leaders:
             timed = path.state is State.MEASURED
             if timed:
-                began = _now(arguments)
+                began = now(arguments)
             if path.admits(arguments):
                 break
         else:
@@ -99,7 +110,7 @@ class Speculation:
             return guess
         output = path.attempt(arguments)
         if output is FAILED:
-            guess.path = None
+            guess.path, guess.may_compile = None, True
             self._look_at(names, path)
         elif type(output) is Unchecked:
             guess.unchecked = output
@@ -108,7 +119,7 @@ class Speculation:
             path.stretch.hits += 1
             path.window.append(path.stretch)
             if timed and path.hits > _WARM:
-                path.served.append(_now(arguments) - began)
+                path.served.append(now(arguments) - began)
         return guess
 
     def replayed(
@@ -137,13 +148,15 @@ class Speculation:
                 path.confirm(guess.unchecked, finished.output)
                 self._look_at(names, path)
             elif guess.began:
-                path.replayed.append(_now(arguments) - guess.began)
+                path.replayed.append(now(arguments) - guess.began)
                 self._judge(names, path)
+        share = sum(stretch is took for stretch in window) / len(window)
+        if took is None or share < 0.5 or self._is_refused(took):
+            self._look_at_segments(program, guess)
         if took is None:  # segments in a combination that no run has gone, which is no path
             return
         if took.hits < 2 or _is_watched() or any(p.home is program for p in self._led(names)):
             return
-        share = sum(stretch is took for stretch in window) / len(window)
         known = self._paths.get(took)
         if known is None and share >= 0.5:
             self._compile(names, program, took, finished, arguments)
@@ -154,7 +167,27 @@ class Speculation:
 
     def report(self) -> CompiledReport:
         """Return what became of the paths."""
-        return CompiledReport(self.settings.name, tuple(self._paths.values()))
+        return CompiledReport(
+            self.settings.name, tuple(self._paths.values()), self._segments.bodies
+        )
+
+    def _is_refused(self, took: Stretch) -> bool:
+        known = self._paths.get(took)
+        return known is not None and known.state is State.REFUSED
+
+    def _look_at_segments(self, program: Program, guess: Guess) -> None:
+        """Compile segments, where what calls go along is put together anew again and again."""
+        self._calls += 1
+        if self._calls % _EVERY == 0 and guess is not _WATCHED and self.settings.max_segments:
+            if self._lock.acquire(blocking=False):
+                try:
+                    self._segments.look_at(program)
+                finally:
+                    self._lock.release()
+                bodies = self._segments.bodies
+                if not any(body.hits for body in bodies):
+                    for body in filter(lambda body: body.is_unusable, bodies):
+                        self._warn(body.reason)
 
     def _window(self, program: Program) -> deque[Stretch | None]:
         window = self._windows.get(program)
@@ -189,14 +222,19 @@ class Speculation:
                 self._leaders[names] = (path, *self._led(names))
         finally:
             self._lock.release()
-        if path.is_unusable and not self._warned:
+        if path.is_unusable:
+            self._warn(path.reason)
+
+    def _warn(self, reason: str) -> None:
+        """Say once that the backend is of no use."""
+        if not self._warned:
             self._warned = True
             warnings.warn(
                 CompileWarning(
                     f"the backend {self.settings.name} failed, so calls are replayed as they would "
-                    f"be without one: {path.reason}"
+                    f"be without one: {reason}"
                 ),
-                stacklevel=5,
+                stacklevel=users_level(),
             )
 
     def _lead(self, names: tuple[str, ...], path: CompiledPath) -> None:
@@ -219,12 +257,6 @@ class Speculation:
             faster = min(path.served) < min(path.replayed)
             path.state = State.USED if faster else State.SLOWER
             self._look_at(names, path)
-
-
-def _now(arguments: tuple[Any, ...]) -> float:
-    if any(isinstance(value, torch.Tensor) and value.is_cuda for value in arguments):
-        torch.cuda.synchronize()
-    return time.perf_counter()
 
 
 def _is_watched() -> bool:

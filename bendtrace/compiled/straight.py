@@ -8,11 +8,9 @@ returned if that is not as it was recorded.
 
 from __future__ import annotations
 
-import builtins
 import itertools
 import math
 import operator
-import types
 from collections.abc import Callable, Iterable
 from enum import Enum
 from typing import Any
@@ -20,12 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bendtrace.compiled.expressions import INFIX, Expressions
 from bendtrace.compiled.extents import Extents, Unknown
 from bendtrace.compiled.probing import Findings, Refusal
 from bendtrace.recording.contexts import Context
 from bendtrace.recording.functions import METADATA, SHAPES, VALUES, name_of, said_of
 from bendtrace.recording.recorder import Recording
-from bendtrace.recording.structure import Instance
 from bendtrace.recording.tape import Guard, Op, OpKind, Ref, TensorMeta, Test, refs_in
 from bendtrace.replay.analysis import Analysis, GuardKind
 
@@ -45,7 +43,7 @@ class _Kind(Enum):
     VALUE = 2  # out of a tensor
 
 
-class Straight:
+class Straight(Expressions):
     """The function of a path.
 
     Args:
@@ -78,6 +76,7 @@ class Straight:
         leaves: Iterable[int],
         exactly: bool = False,
     ) -> None:
+        super().__init__()
         self._exactly = exactly
         self._extents = Extents(recording, findings)
         self._tape = recording.tape
@@ -87,10 +86,6 @@ class Straight:
         self._leaves = tuple(leaves)
         self._lines: list[str] = []
         self._indent = "    "
-        self._names: dict[str, Any] = {
-            "__builtins__": builtins, "torch": torch, "math": math, "operator": operator,
-        }  # fmt: skip
-        self._constants: dict[int, str] = {}
         self._kinds: dict[int, _Kind] = {}
         self._lifted: dict[int, str] = {}
         self._conditions: list[str] = []
@@ -109,8 +104,8 @@ class Straight:
         self._write()
         self.text = "\n".join(self._lines) + "\n"
         # By file and name torch.compile remembers which sizes of a function were seen to change.
-        exec(compile(self.text, f"<bendtrace straight {next(_serials)}>", "exec"), self._names)
-        self.function: Callable[..., Any] = self._names["straight"]
+        exec(compile(self.text, f"<bendtrace straight {next(_serials)}>", "exec"), self.names)
+        self.function: Callable[..., Any] = self.names["straight"]
 
     # What is a number, and which
 
@@ -216,64 +211,11 @@ class Straight:
                     tensor, dim = (*op.args, op.kwargs.get("dim", 0))[:2]
                     if not self._exactly:
                         raise Unknown("what depends on values is taken apart")
-                    size = f"{self._value(tensor)}.size({self._value(dim)})"
+                    size = f"{self.value(tensor)}.size({self.value(dim)})"
                     self._line(f"torch._check({size} == {guard.expected})")
-        call = self._call(op)
+        call = self.call(op)
         is_statement = op.target is Tensor.__setitem__
         self._line(call if is_statement else f"v{op.index} = {call}")
-
-    def _call(self, op: Op) -> str:
-        args, target = op.args, op.target
-        if op.target is Tensor.__setitem__:
-            return f"{self._value(args[0])}[{self._value(args[1])}] = {self._value(args[2])}"
-        if target in (operator.getitem, Tensor.__getitem__):
-            return f"{self._value(args[0])}[{self._value(args[1])}]"
-        if op.kind is OpKind.SCALAR and target in _INFIX:
-            return f"({self._value(args[0])} {_INFIX[target]} {self._value(args[1])})"
-        name = name_of(target)
-        if isinstance(target, types.MethodWrapperType):
-            return f"{self._value(args[0])}.{name}"
-        given = [self._value(value) for value in args]
-        named = [f"{key}={self._value(value)}" for key, value in op.kwargs.items()]
-        if _is_method(target) and given:
-            if name in _REFLECTED:
-                return f"({given[1]} {_REFLECTED[name]} {given[0]})"
-            return f"{given[0]}.{name}({', '.join(given[1:] + named)})"
-        return f"{self._constant(target)}({', '.join(given + named)})"
-
-    def _value(self, value: Any) -> str:
-        kind = type(value)
-        if kind is Ref:
-            return f"v{value.index}"
-        if kind is tuple or isinstance(value, Instance):
-            items = value if kind is tuple else value.items
-            return "(" + "".join(self._value(item) + ", " for item in items) + ")"
-        if kind is list:
-            return "[" + ", ".join(map(self._value, value)) + "]"
-        if kind is dict:
-            items = (f"{self._constant(k)}: {self._value(v)}" for k, v in value.items())
-            return "{" + ", ".join(items) + "}"
-        if kind is slice:
-            return f"slice({', '.join(map(self._value, (value.start, value.stop, value.step)))})"
-        return self._constant(value)
-
-    def _constant(self, value: Any) -> str:
-        kind = type(value)
-        if kind in (bool, int, str, type(None), type(...), bytes):
-            return repr(value)
-        if kind is float:
-            return repr(value) if math.isfinite(value) else f'float("{value}")'
-        if kind is complex:
-            return f"complex({self._constant(value.real)}, {self._constant(value.imag)})"
-        if kind in (torch.dtype, torch.memory_format, torch.layout):
-            return str(value)
-        if kind is torch.device:
-            return f"torch.device({str(value)!r})"
-        name = self._constants.get(id(value))
-        if name is None:
-            name = self._constants[id(value)] = f"c{len(self._constants)}"
-            self._names[name] = value
-        return name
 
     # Guards
 
@@ -305,7 +247,7 @@ class Straight:
     def _test_length(self, guard: Guard) -> None:
         op = self._op(guard)
         if self._kinds.get(guard.index) is _Kind.VALUE:  # of a list of numbers
-            size = f"{self._value(op.args[0])}.size(0)"
+            size = f"{self.value(op.args[0])}.size(0)"
             if op.target is not Tensor.tolist:
                 raise Refusal("a guard is on the length of a list out of a tensor")
             if next(refs_in(op.args)).index in self._extents.varying:
@@ -321,7 +263,7 @@ class Straight:
         if guard.test is Test.TRUTH:
             self._line(f"if {'not ' * expected}{name}: return None")
         elif type(expected) in (int, bool, str, type(None), *_TORCHS):
-            self._line(f"if {name} != {self._constant(expected)}: return None")
+            self._line(f"if {name} != {self.constant(expected)}: return None")
         else:
             raise Refusal(f"a guard is on the value {expected!r}")
 
@@ -344,7 +286,7 @@ class Straight:
         if type(expected) in (int, float):
             if type(expected) is int and abs(expected) >= 1 << 63:
                 raise Refusal(f"a guard is on the value {expected}")
-            return self._new(f"({value} == {self._constant(expected)})")
+            return self._new(f"({value} == {self.constant(expected)})")
         if type(expected) is list and self._op(guard).target is Tensor.tolist:
             return self._listed(self._op(guard), expected)
         raise Refusal(f"a guard is on the value {expected!r}")
@@ -379,7 +321,7 @@ class Straight:
                 raise Refusal(f"it computes with {value} and a number out of a tensor")
             if type(value) not in (bool, int, float):
                 raise Refusal(f"it compares a number out of a tensor with {value!r}")
-            return self._constant(value)
+            return self.constant(value)
         if value.index not in self._lifted:
             self._lifted[value.index] = self._new(self._lifting(self._tape.ops[value.index]))
         return self._lifted[value.index]
@@ -461,8 +403,8 @@ class Straight:
 
     def _compared(self, op: Op) -> str:
         """Whether two tensors are equal, as a tensor."""
-        named = [f"{key}={self._value(value)}" for key, value in op.kwargs.items()]
-        given = [*map(self._value, op.args), *named]
+        named = [f"{key}={self.value(value)}" for key, value in op.kwargs.items()]
+        given = [*map(self.value, op.args), *named]
         if name_of(op.target) == "allclose":
             return f"torch.isclose({', '.join(given)}).all()"
         refs = list(refs_in((op.args, op.kwargs)))
@@ -477,7 +419,7 @@ class Straight:
         """An element of what `tolist` gave."""
         keys: list[str] = []
         while op.target is operator.getitem:
-            keys.insert(0, self._value(op.args[1]))
+            keys.insert(0, self.value(op.args[1]))
             op = self._tape.ops[op.args[0].index]
         if op.target is not Tensor.tolist:
             raise Refusal(f"an element of what {said_of(op.target)} gives is tested")
@@ -488,7 +430,7 @@ class Straight:
         return f"v{ref.index}[{', '.join(keys)}].to({wide})"
 
     def _arithmetic(self, op: Op) -> str:
-        name = _INFIX.get(op.target)
+        name = INFIX.get(op.target)
         types_ = [self._type(a.index) if type(a) is Ref else type(a) for a in op.args]
         if op.target in _COMPARISONS:
             if {int, float} <= set(types_):  # torch compares the two as float64
@@ -543,11 +485,6 @@ def _wide(dtype: torch.dtype) -> torch.dtype | None:
     return torch.int64 if dtype in exact else None
 
 
-def _is_method(target: Any) -> bool:
-    name = getattr(target, "__name__", "")
-    return getattr(Tensor, name, None) is target
-
-
 _serials = itertools.count()
 _TORCHS = (torch.dtype, torch.device, torch.layout)
 _COMPARED = frozenset({torch.equal, Tensor.equal, torch.allclose, Tensor.allclose})
@@ -556,15 +493,3 @@ _COMPARISONS = frozenset(
     {operator.eq, operator.ne, operator.lt, operator.le, operator.gt, operator.ge}
 )
 _UNARY = {operator.neg: "-", operator.pos: "+", abs: "abs", operator.abs: "abs"}
-_INFIX: dict[Any, str] = {
-    operator.add: "+", operator.sub: "-", operator.mul: "*", operator.truediv: "/",
-    operator.floordiv: "//", operator.mod: "%", operator.and_: "&", operator.or_: "|",
-    operator.xor: "^", operator.eq: "==", operator.ne: "!=", operator.lt: "<", operator.le: "<=",
-    operator.gt: ">", operator.ge: ">=",
-}  # fmt: skip
-# Operators with the tensor on their right.
-_REFLECTED = {
-    "__radd__": "+", "__rsub__": "-", "__rmul__": "*", "__rdiv__": "/", "__rtruediv__": "/",
-    "__rfloordiv__": "//", "__rmod__": "%", "__rpow__": "**", "__rmatmul__": "@",
-    "__rand__": "&", "__ror__": "|", "__rxor__": "^", "__rlshift__": "<<", "__rrshift__": ">>",
-}  # fmt: skip

@@ -80,18 +80,18 @@ class Exit:
         piece: the piece that has what follows.
         number: the guard of its run that was answered so.
         written: what is carried out, if it was asked for already.
+        compiled: the same with compiled ops in it, if there is such code.
     """
 
-    __slots__ = ("_write", "answer", "number", "piece", "written")
+    __slots__ = ("_write", "answer", "compiled", "number", "piece", "written")
 
-    def __init__(
-        self, answer: Any, piece: Piece, number: int, write: Callable[[Piece, int], Code]
-    ) -> None:
+    def __init__(self, answer: Any, piece: Piece, number: int, write: Callable[..., Code]) -> None:
         self.answer = answer
         self.piece = piece
         self.number = number
         self._write = write
         self.written: Code | None = None
+        self.compiled: Code | None = None
 
     @property
     def code(self) -> Code:
@@ -104,9 +104,19 @@ class Exit:
             self.written = self._write(self.piece, self.number)
         return self.written
 
+    def write_with(self, writer: Callable[..., SegmentWriter]) -> Code:
+        """Return the same code as another writer writes it."""
+        return self._write(self.piece, self.number, writer)
+
+    @property
+    def passes(self) -> int:
+        """How many times calls have gone this way."""
+        trips = list(self.piece.trips.items())
+        return sum(count for (entered, _), count in trips if entered == self.number)
+
     def rewrite(self) -> None:
         """Have the code written anew when it is asked for next."""
-        self.written = None
+        self.written = self.compiled = None
 
 
 class Node:
@@ -179,6 +189,7 @@ class Graph:
         draws: whether some run may draw random numbers.
         is_broken: whether it turned out to be of no use.
         has_begun_anew: whether all that was known first has been given up.
+        beginning: what a call begins with.
         retired: pieces that others have taken the place of, which tell of calls before that.
     """
 
@@ -194,14 +205,15 @@ class Graph:
         self._ways: dict[tuple[Trip, ...], Piece] = {}
         self.first = Piece(recording, -1, analysis)
         self.first.count(-1, None)
-        self._beginning = Exit(None, self.first, -1, self._write)
+        self.beginning = Exit(None, self.first, -1, self._write)
         for number in sorted(recording.tape.states):
             self._pass(self.first, number)
 
-    @property
-    def code(self) -> Code:
-        """What a call begins with."""
-        return self._beginning.code
+    def exits(self) -> Iterator[Exit]:
+        """Yield the beginning, and the exits of all states."""
+        yield self.beginning
+        for node in list(self._nodes.values()):
+            yield from node.exits
 
     def nodes(self) -> Iterator[Node]:
         """Yield the states."""
@@ -233,7 +245,7 @@ class Graph:
         tape = recording.tape
         made: list[tuple[Node, Piece]] = []
         piece: Piece | None = None  # what is being added; None where all is known
-        known: tuple[Exit, int] | None = self._beginning, -1
+        known: tuple[Exit, int] | None = self.beginning, -1
         analysis, has_learnt = Analysis(tape), False
         trips: list[Trip] = []
         for number in sorted(tape.states):
@@ -323,7 +335,7 @@ class Graph:
 
     def _rewrite_first(self) -> None:
         """Have code written that hands over what the states hold that are known by now."""
-        self._beginning = Exit(None, self.first, -1, self._write)
+        self.beginning = Exit(None, self.first, -1, self._write)
         for node in self._nodes.values():
             for exit in node.exits:
                 if exit.piece is self.first:
@@ -398,13 +410,15 @@ class Graph:
         if node.after(answer) is None:
             node.add(Exit(answer, piece, number, self._write))
 
-    def _write(self, piece: Piece, number: int) -> Code:
-        writer = SegmentWriter(
+    def _write(
+        self, piece: Piece, number: int, writer: Callable[..., SegmentWriter] = SegmentWriter
+    ) -> Code:
+        written = writer(
             piece.recording, piece.analysis, self._entry, number, piece.stop, number < 0
         )
         if self._direct:
-            writer.call_directly()
-        return Code(writer.write(), "run")
+            written.call_directly()
+        return Code(written.write(), "run")
 
 
 def _joined(trips: Iterable[Trip]) -> Iterator[Trip]:

@@ -296,7 +296,7 @@ class Program:
         direct = not (ambience.modes or ambience.exchanged)
         if joins and may_run_again(recording):
             self.graph = Graph(recording, ambience.context, direct, self.analysis)
-            self.root = Stretch(recording, 1, code=self.graph.code)
+            self.root = Stretch(recording, 1, code=self.graph.beginning.code)
             self.graph.first.owner = self.root
             return
         source = write_run(recording, self.analysis, ambience.context, direct=direct)
@@ -360,12 +360,15 @@ class Program:
         source.line(f"return {last}")
         return Code(source, "value").function(arguments)
 
-    def run(self, arguments: tuple[Any, ...], first: bool = False) -> Finished | Divergence:
+    def run(
+        self, arguments: tuple[Any, ...], first: bool = False, compiled: bool = False
+    ) -> Finished | Divergence:
         """Replay, along known paths as far as they go.
 
         Args:
             arguments: the bound arguments in order.
             first: whether to go no other way than the first run did.
+            compiled: whether to use what is compiled of segments.
 
         Raises:
             Exception: what an op raises where the model has no handler for it: the model
@@ -373,7 +376,7 @@ class Program:
         """
         root = self.root
         if self.graph is not None:
-            return self._walk(self.graph, arguments, first)
+            return self._walk(self.graph, arguments, first, compiled)
         model = self.recording.surroundings.function
         if root.casts or needs_agreement(model, self.recording.tape):
             return self.carry_out(root, arguments, {}, AutocastHold())
@@ -393,10 +396,15 @@ class Program:
         del result  # see `_follow`
         return self._follow(root, arguments, values, AutocastHold(), None, begun)
 
-    def _walk(self, graph: Graph, arguments: tuple[Any, ...], first: bool) -> Finished | Divergence:
+    def _walk(
+        self, graph: Graph, arguments: tuple[Any, ...], first: bool, compiled: bool
+    ) -> Finished | Divergence:
         """Replay from state to state."""
         random_states = _random_states() if graph.draws else ()
-        piece, code, entered = graph.first, graph.code, -1
+        exit: Exit | None = graph.beginning
+        assert exit is not None
+        piece, entered = graph.first, -1
+        code = (exit.compiled if compiled else None) or exit.code
         held: list[Any] = []
         trips: list[Trip] = []
         while True:
@@ -419,6 +427,8 @@ class Program:
                 if node is not None:
                     exit = node.after(answer)
                     if exit is not None and (found := exit.written or _written(exit)) is not None:
+                        if compiled:
+                            found = exit.compiled or found
                         trips.append((piece, entered, number))
                         piece, entered, code = exit.piece, exit.number, found
                         continue
@@ -600,7 +610,7 @@ class Program:
         if graph.has_begun_anew and not has_begun_anew:
             self.root.sides.clear()
             self.root._by_outcome.clear()
-        self.root.code, self.root.recording = graph.code, graph.first.recording
+        self.root.code, self.root.recording = graph.beginning.code, graph.first.recording
         for node, piece in pieces:
             guard = recording.tape.guards[piece.after]
             exit = node.after(answer_of(guard))

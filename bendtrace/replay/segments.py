@@ -58,6 +58,9 @@ class SegmentWriter(RunWriter):
         super().__init__(recording, analysis, entry, start, None, frozenset(self._holes))
         self._stop = stop
         self._taken: set[int] = set()
+        self._required: set[int] = set()  # the ops that are carried out, or computed late
+        self._last_use: dict[int, int] = {}
+        self._dying: dict[int, list[int]] = {}
         self._end = len(tape.ops) if stop is None else tape.guards[stop].position
         if stop is not None:
             self.outputs, self.changes = (None, []), []
@@ -83,8 +86,8 @@ class SegmentWriter(RunWriter):
         source.names["__tape__"] = self.tape
         source.line("def run(A, E):")
         source.indent = 1
-        needed = self._needed()
-        last_use = self._last_uses(needed)
+        needed = self._required = self._needed()
+        last_use = self._last_use = self._last_uses(needed)
         for position, index in enumerate(self._holes):
             if index in needed:
                 source.line(f"v{index} = E[{position}]")
@@ -107,25 +110,15 @@ class SegmentWriter(RunWriter):
             self._switch_for(op)
             define(source, op)
             source.emitted.add(op.index)
-        dying: dict[int, list[int]] = {}
         for index, moment in last_use.items():
-            dying.setdefault(moment, []).append(index)
+            self._dying.setdefault(moment, []).append(index)
         self._forget(i for i in sorted(source.emitted) if last_use.get(i, -1) < 2 * self.start)
-        for position in range(self.start, self._end + 1):
+        position = self.start
+        while position < self._end:
             self._write_position(position)
-            if position == self._end:
-                break
-            self._forget(dying.get(2 * position, ()))
-            op = ops[position]
-            if position not in needed or op.kind in (OpKind.INPUT, OpKind.STATE):
-                continue
-            self._take_out((op,))
-            self._switch_for(op)
-            self._carry_out(op)
-            source.emitted.add(position)
-            self._forget(dying.get(2 * position + 1, ()))
-            if position not in last_use:
-                self._forget((position,))
+            self._forget(self._dying.get(2 * position, ()))
+            position = self._write_ops(position)
+        self._write_position(position)
         if self._stop is None:
             self._take_out((), self.outputs, [change.part for change in self.changes])
             self._finish()
@@ -134,6 +127,19 @@ class SegmentWriter(RunWriter):
             source.line("finally:")
             source.line("    switch.restore()")
         return source
+
+    def _write_ops(self, position: int) -> int:
+        """Write an op, and perhaps some that follow it; return the one to go on with."""
+        op = self.tape.ops[position]
+        if position in self._required and op.kind not in (OpKind.INPUT, OpKind.STATE):
+            self._take_out((op,))
+            self._switch_for(op)
+            self._carry_out(op)
+            self.source.emitted.add(position)
+            self._forget(self._dying.get(2 * position + 1, ()))
+            if position not in self._last_use:
+                self._forget((position,))
+        return position + 1
 
     def _take_out(self, ops: Iterable[Op], values: Any = (), parts: Iterable[Part] = ()) -> None:
         """Take the arguments and state out of their containers that something needs now.

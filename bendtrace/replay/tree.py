@@ -303,10 +303,11 @@ class TraceTree:
         )
 
     def replay(
-        self, names: tuple[str, ...], program: Program, arguments: tuple[Any, ...]
-    ) -> Finished | Divergence:
+        self, names: tuple[str, ...], program: Program, arguments: tuple[Any, ...],
+        compiled: bool = False,
+    ) -> Finished | Divergence:  # fmt: skip
         """Run a program, going over to paths that are known from other programs."""
-        result = program.run(arguments)
+        result = program.run(arguments, compiled=compiled)
         while isinstance(result, Divergence) and not result.known_live:
             known = self._known_elsewhere(names, program, result, arguments)
             if known is None:

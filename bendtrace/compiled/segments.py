@@ -1,0 +1,512 @@
+"""Segments with compiled ops in them, for calls that put segments together anew.
+
+A whole path is worth compiling where many calls go it. Where each call is another combination of
+segments, what can be compiled is what lies between two questions: the ops there become one
+function of tensors, a *body*, and the code of the segment calls it in place of them. Nothing is
+guessed: a question is asked of what the body gave. Equal bodies are one, so the layers of a model,
+and the rounds of a loop, share what is compiled.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import operator
+import threading
+import time
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bendtrace.compiled.attempts import Failed, Quiet, State, now, unmark
+from bendtrace.compiled.comparing import difference, laid_out
+from bendtrace.compiled.eligible import why_not_op, why_not_under
+from bendtrace.compiled.expressions import Expressions
+from bendtrace.compiled.settings import Settings
+from bendtrace.compiled.shortcuts import Backend, Shortcuts
+from bendtrace.recording.functions import METADATA, SHAPES, name_of
+from bendtrace.recording.tape import Op, OpKind, TensorMeta, refs_in
+from bendtrace.recording.writes import works_in_place
+from bendtrace.replay.graph import Exit, Graph
+from bendtrace.replay.program import Program
+from bendtrace.replay.segments import SegmentWriter, Unlinked
+from bendtrace.replay.source import gives_nothing
+
+__all__ = ["Body", "CompiledSegments"]
+
+_serials = itertools.count()
+_FEWEST = 2  # ops of a body
+_LONGEST = 1024
+_MOST_BODIES = 1024  # those that are of no use included
+_PASSES = 8  # of a segment before it is compiled
+_WARM = 2  # calls before times are taken
+_TIMED = 6  # calls of either kind whose times are taken
+_MOST_FAILURES = 4  # in a row
+
+
+class Body:
+    """Ops that follow each other, compiled.
+
+    It is called by the code of segments with what the ops need, and gives what they make; or None,
+    for the ops to be carried out one by one. `seen` is told what that gave.
+
+    Args:
+        text: the source of a function of tensors and sizes.
+        names: what the names in it stand for.
+        settings: how to compile.
+        targets: the functions that it calls.
+
+    Attributes:
+        text: as given.
+        functions: the names of the functions that it calls.
+        state: what became of it.
+        reason: why it is not used, or its latest error.
+        seconds: how long it took until a graph had been compiled.
+        hits: how often it served.
+        served: seconds of some calls of it.
+        replayed: seconds of some calls of its ops one by one.
+        is_unusable: whether it was the backend itself that failed.
+    """
+
+    def __init__(
+        self, text: str, names: dict[str, Any], settings: Settings, targets: Sequence[Any]
+    ) -> None:
+        self.text = text
+        self.functions = tuple(map(name_of, targets))
+        self.state = State.MEASURED if settings.drop_slower else State.USED
+        self.reason = ""
+        self.seconds = 0.0
+        self.hits = self.failures = 0
+        self.is_unusable = False
+        self.served: list[float] = []
+        self.replayed: list[float] = []
+        self._settings = settings
+        self._names = names
+        exec(compile(text, f"<bendtrace body {next(_serials)}>", "exec"), names)
+        self._compilers: deque[Callable[..., Any]] = deque()
+        self._backend: Backend | None = None
+        self._function: Shortcuts | None = None
+        self._confirmed = 0
+        self._orders: dict[int, tuple[int, ...]] = {}
+        self._pending = threading.local()
+        self._compiling = threading.Lock()
+
+    @property
+    def graphs(self) -> int:
+        """How many graphs were compiled."""
+        return 0 if self._backend is None else self._backend.graphs
+
+    @property
+    def is_used(self) -> bool:
+        """Whether calls are tried on it."""
+        return self.state in (State.MEASURED, State.USED)
+
+    @property
+    def speed(self) -> float | None:
+        """How many times faster it is than its ops one by one; None if that is not known."""
+        if not self.served or not self.replayed:
+            return None
+        return min(self.replayed) / min(self.served)
+
+    def __call__(self, *given: Any) -> Sequence[Tensor] | None:
+        """Carry out the ops; None if that has to be done one by one."""
+        pending = self._pending.__dict__
+        pending.clear()
+        is_measured = self.state is State.MEASURED
+        if not self.is_used:
+            return None
+        begun = now(given) if is_measured else 0.0
+        if is_measured and len(self.replayed) < len(self.served):
+            pending["begun"] = begun, given
+            return None
+        try:
+            made = self._run(given)
+        except Exception as error:
+            self._note(error)
+            return None
+        if made is None:
+            return None
+        if self.graphs != self._confirmed:
+            pending["made"] = made, given
+            return None
+        if self._orders:
+            made = [
+                tensor if slot not in self._orders else laid_out(tensor, self._orders[slot])
+                for slot, tensor in enumerate(made)
+            ]
+        self.hits += 1
+        self.failures = 0
+        if is_measured and self.hits > _WARM:
+            self.served.append(now(given) - begun)
+        return made
+
+    def seen(self, *results: Tensor) -> None:
+        """Learn from what the ops gave when they were carried out one by one."""
+        pending = self._pending.__dict__
+        if "made" in pending:
+            made, given = pending.pop("made")
+            self._confirm(made, results, [value for value in given if isinstance(value, Tensor)])
+        elif "begun" in pending:
+            begun, given = pending.pop("begun")
+            self.replayed.append(now(given) - begun)
+            if len(self.replayed) >= _TIMED and self.state is State.MEASURED:
+                faster = min(self.served) < min(self.replayed)
+                self.state = State.USED if faster else State.SLOWER
+
+    def _run(self, given: Sequence[Any]) -> Sequence[Tensor] | None:
+        if self._function is not None and self._confirmed:
+            return self._called(given)
+        if not self._compiling.acquire(blocking=False):
+            return None  # another thread compiles
+        begun = time.perf_counter()
+        try:
+            with warnings.catch_warnings(), Quiet():
+                warnings.simplefilter("ignore")
+                if self._function is None:
+                    on_cpu = all(v.device.type == "cpu" for v in given if isinstance(v, Tensor))
+                    self._compilers.extend(self._settings.compilers(on_cpu))
+                    self._compile()
+                while True:
+                    try:
+                        return self._called(given)
+                    except Exception as error:
+                        if not (Failed(error).is_final and self._compilers):
+                            raise
+                    self._compile()  # with what compiles where the first cannot
+        finally:
+            self.seconds += time.perf_counter() - begun
+            self._compiling.release()
+
+    def _compile(self) -> None:
+        self._backend = Backend(self._compilers.popleft(), may_assume=False)
+        function = torch.compile(
+            self._names["body"], fullgraph=True, dynamic=self._settings.dynamic,
+            backend=self._backend,
+        )  # fmt: skip
+        self._function = Shortcuts(function, self._backend)
+
+    def _called(self, given: Sequence[Any]) -> Sequence[Tensor] | None:
+        assert self._function is not None
+        grad = torch.is_grad_enabled()
+        try:
+            result = self._function(*given)
+        finally:
+            if torch.is_grad_enabled() != grad:
+                torch._C._set_grad_enabled(grad)
+            if grad:  # what is kept for the backward pass is marked too
+                unmark(given)
+        assert result is not None
+        made: Sequence[Tensor] = result[1]
+        unmark(made)
+        if self._settings.cuda_graphs:  # whose memory the next call writes to
+            made = [tensor.clone() for tensor in made]
+        return made
+
+    def _confirm(
+        self, made: Sequence[Tensor], results: Sequence[Tensor], known: Iterable[Tensor]
+    ) -> None:
+        """Use newly compiled graphs, if they gave what the ops gave one by one."""
+        different, orders = difference(list(made), list(results), known)
+        slots = {id(tensor): slot for slot, tensor in enumerate(made)}
+        if different is None and not orders.keys() <= slots.keys():
+            different = "a result is laid out in memory in another way"
+        if different is not None:
+            self._give_up(f"compiled, {different}")
+            return
+        self._orders = self._orders | {slots[key]: order for key, order in orders.items()}
+        self._confirmed = self.graphs
+
+    def _note(self, error: Exception) -> None:
+        failed = Failed(error)
+        self.failures += 1
+        self.reason = failed.reason
+        self.is_unusable = failed.is_of_backend
+        if failed.is_final or self.failures >= _MOST_FAILURES:
+            self._give_up(failed.reason)
+
+    def _give_up(self, reason: str) -> None:
+        self.state, self.reason = State.REFUSED, reason
+
+
+class CompiledSegments:
+    """The bodies of one model.
+
+    Args:
+        settings: how to compile.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._known: dict[Any, Body] = {}
+        self._in: dict[Exit, tuple[Body, ...]] = {}
+
+    @property
+    def bodies(self) -> tuple[Body, ...]:
+        """What was compiled, or was to be."""
+        return tuple(self._known.values())
+
+    def look_at(self, program: Program) -> None:
+        """Compile what has been passed often enough, and leave out what was of no use."""
+        graph = program.graph
+        if graph is None or graph.is_broken or why_not_under(program.ambience) is not None:
+            return
+        for exit in list(graph.exits()):
+            if exit.written is None:
+                continue
+            used = self._in.get(exit) if exit.compiled is not None else None
+            if used is None:
+                if exit.passes >= _PASSES:
+                    self._rewrite(graph, program, exit)
+            elif not all(body.is_used for body in used):
+                self._rewrite(graph, program, exit)
+
+    def _rewrite(self, graph: Graph, program: Program, exit: Exit) -> None:
+        used: list[Body] = []
+        write = functools.partial(CompiledWriter, find=functools.partial(self._find, program, used))
+        try:
+            code = exit.write_with(write)
+        except Unlinked:
+            return
+        self._in[exit] = tuple(used)
+        exit.compiled = code if used else exit.written
+
+    def _find(
+        self, program: Program, used: list[Body], text: str, names: dict[str, Any], ops: list[Op]
+    ) -> Body | None:
+        """Return the body with some source; None if it is not used, or there are too many."""
+        constants = tuple(id(value) for name, value in names.items() if name[0] == "c")
+        key = program.serial, text, constants, ops[0].context
+        body = self._known.get(key)
+        if body is None:
+            used_now = sum(body.is_used for body in self._known.values())
+            if used_now >= self._settings.max_segments or len(self._known) >= _MOST_BODIES:
+                return None
+            body = self._known[key] = Body(text, names, self._settings, [op.target for op in ops])
+        if not body.is_used:
+            return None
+        used.append(body)
+        return body
+
+
+class CompiledWriter(SegmentWriter):
+    """Writes a segment with calls of bodies in it.
+
+    Args:
+        args: as `SegmentWriter` has them.
+        find: returns the body for a text, the names in it, and its ops; or None.
+    """
+
+    def __init__(
+        self, *args: Any, find: Callable[[str, dict[str, Any], list[Op]], Body | None]
+    ) -> None:
+        super().__init__(*args)
+        self._find = find
+        self._plain_until = 0  # the first op that may be in a body
+
+    def _write_ops(self, position: int) -> int:
+        plan = self._plan(position) if position >= self._plain_until else None
+        body = None if plan is None else self._find(plan.text, plan.names, plan.ops)
+        if body is None or plan is None:
+            if plan is not None:  # what is of no use as a whole is not tried in parts
+                self._plain_until = plan.ops[-1].index + 1
+            return super()._write_ops(position)
+        source, last = self.source, plan.ops[-1].index
+        self._take_out(plan.ops)
+        self._switch_for(plan.ops[0])
+        name = source.bound(body)
+        results = "".join(f"v{index}, " for index in plan.outputs)
+        source.line(f"made = {name}({', '.join(f'v{index}' for index in plan.inputs)})")
+        source.line("if made is None:")
+        source.indent += 1
+        for op in plan.ops:
+            self._carry_out(op)
+        source.line(f"{name}.seen({results})")
+        left = {*plan.outputs, *plan.same}
+        inner = [op for op in plan.ops if op.index not in left and self._is_freed(op)]
+        if inner:
+            source.line("del " + ", ".join(f"v{op.index}" for op in inner))
+        source.indent -= 1
+        source.line("else:")
+        source.line(f"    {results}= made" if results else "    pass")
+        for index, root in plan.same.items():
+            source.line(f"    v{index} = v{root}")
+        source.line("made = None")
+        source.emitted.update((*plan.outputs, *plan.same))
+        for op in plan.again:
+            self._carry_out(op)
+            source.emitted.add(op.index)
+        for moment in range(2 * position + 1, 2 * last + 2):
+            self._forget(self._dying.get(moment, ()))
+        return last + 1
+
+    def _plan(self, position: int) -> _Plan | None:
+        """Return what can be one body, from a position on."""
+        ops = self._ops_from(position)
+        while True:
+            while ops and not _gives_tensors(ops[-1]):
+                ops.pop()
+            if not ops or not _gives_tensors(ops[0]):
+                return None
+            again = self._asked_again(ops)
+            later = {op.index for op in ops if self._is_used_after(op.index, ops)}
+            later.update(r.index for op in again for r in refs_in((op.args, op.kwargs)))
+            # Several tensors in a tuple are taken apart within a body, or made outside.
+            torn = [op for op in ops if op.index in later and _gives_several(op)]
+            if torn:
+                ops = ops[: ops.index(torn[0])]
+                continue
+            if not _FEWEST <= sum(op.kind is OpKind.CALL and _gives_tensors(op) for op in ops):
+                return None
+            same: dict[int, int] = {}  # what gives a tensor back as it is, as dropout may
+            for op in ops:
+                call = self._direct.get(op.index)
+                if call is not None and call.gives_back is not None:
+                    root = call.gives_back.index
+                    same[op.index] = same.get(root, root)
+            return _Plan(ops, again, later, same)
+
+    def _ops_from(self, position: int) -> list[Op]:
+        """Return the ops from a position on that a body can have in it."""
+        tape, found = self.tape, []
+        known: set[int] = set()
+        first = tape.ops[position]
+        for index in range(position, min(self._end, position + _LONGEST)):
+            op = tape.ops[index]
+            if index > position and index in self.guards:
+                break
+            if index not in self._required or op.kind in (OpKind.INPUT, OpKind.STATE):
+                continue
+            if op.context != first.context or not self._is_compilable(op, known):
+                break
+            found.append(op)
+            known.add(index)
+        return found
+
+    def _is_compilable(self, op: Op, known: set[int]) -> bool:
+        if why_not_op(op, op.context) is not None or op.context.autocast or op.context.inference:
+            return False
+        ops = self.tape.ops
+        if op.writes or works_in_place(op) or gives_nothing(op) or _has_sizes_of_values(op, ops):
+            return False
+        if not (_gives_tensors(op) or _is_of_sizes(op, ops)):
+            return False
+        for ref in refs_in((op.args, op.kwargs)):
+            given = ops[ref.index]
+            is_number = type(given.meta) in (int, bool) and _is_of_sizes(given, ops)
+            if not (ref.index in known or isinstance(given.meta, TensorMeta) or is_number):
+                return False
+        return True
+
+    def _is_used_after(self, index: int, ops: list[Op]) -> bool:
+        return self._last_use.get(index, -1) > 2 * ops[-1].index + 1
+
+    def _asked_again(self, ops: list[Op]) -> list[Op]:
+        """Return what is asked of sizes, and used behind a body as well as in it."""
+        found: list[Op] = []
+        wanted: set[int] = set()
+        for op in reversed(ops):
+            if not _gives_tensors(op) and (
+                op.index in wanted or self._is_used_after(op.index, ops)
+            ):
+                found.insert(0, op)
+                wanted.update(ref.index for ref in refs_in((op.args, op.kwargs)))
+        return found
+
+
+class _Plan(Expressions):
+    """A body to be.
+
+    Args:
+        ops: the ops.
+        again: those that are carried out once more, behind it.
+        later: the ops whose values are used behind it.
+        same: for ops that give a tensor back as it is, the op that gave it first.
+
+    Attributes:
+        ops: what it carries out.
+        again: as given.
+        text: the source.
+        inputs: the ops whose values it is given.
+        outputs: those whose values it gives.
+        same: as given, for ops whose values are used behind it.
+    """
+
+    def __init__(
+        self, ops: list[Op], again: list[Op], later: set[int], same: dict[int, int]
+    ) -> None:
+        super().__init__()
+        self._own: dict[int, str] = {}
+        needed = {op.index for op in ops if _gives_tensors(op)}
+        for op in reversed(ops):
+            if op.index in needed:
+                needed.update(ref.index for ref in refs_in((op.args, op.kwargs)))
+        self.ops = [op for op in ops if op.index in needed]
+        self.again = again
+        self.inputs: list[int] = []
+        inside = {op.index for op in self.ops}
+        lines: list[str] = []
+        for op in self.ops:
+            for ref in refs_in((op.args, op.kwargs)):
+                if ref.index not in inside and ref.index not in self._own:
+                    self._own[ref.index] = f"a{len(self.inputs)}"
+                    self.inputs.append(ref.index)
+            call = self.call(op)
+            self._own[op.index] = f"t{len(lines)}"
+            lines.append(f"    t{len(lines)} = {call}\n")
+        self.same = {index: root for index, root in same.items() if index in later}
+        leaving = (later - same.keys()) | set(self.same.values())
+        self.outputs = [
+            op.index for op in self.ops if isinstance(op.meta, TensorMeta) and op.index in leaving
+        ]
+        given = ", ".join(f"a{slot}" for slot in range(len(self.inputs)))
+        results = "".join(f"{self.name(index)}, " for index in self.outputs)
+        self.text = f"def body({given}):\n{''.join(lines)}    return None, ({results})\n"
+
+    def name(self, index: int) -> str:
+        return self._own[index]
+
+
+def _gives_several(op: Op) -> bool:
+    return type(op.meta) is tuple and _gives_tensors(op)
+
+
+def _gives_tensors(op: Op) -> bool:
+    """Whether an op gives a tensor, or a tuple of them."""
+    if op.kind is OpKind.SCALAR and op.target is not operator.getitem:
+        return False
+    metas = op.meta if type(op.meta) is tuple and op.meta else (op.meta,)
+    return all(isinstance(meta, TensorMeta) for meta in metas)
+
+
+def _is_of_sizes(op: Op, ops: list[Op]) -> bool:
+    """Whether what an op gives depends on sizes and the like alone."""
+    if op.kind is OpKind.INPUT:
+        return not isinstance(op.meta, TensorMeta)
+    if op.kind is OpKind.CALL:
+        return op.target in SHAPES or op.target in METADATA or op.target is Tensor.__len__
+    if op.kind is not OpKind.SCALAR or _gives_tensors(op):
+        return False
+    return all(_is_of_sizes(ops[ref.index], ops) for ref in refs_in((op.args, op.kwargs)))
+
+
+def _has_sizes_of_values(op: Op, ops: list[Op]) -> bool:
+    """Whether the values in tensors decide how large the result is."""
+    name = name_of(op.target)
+    if name == "where":
+        return len(op.args) + len(op.kwargs) == 1
+    if name == "__getitem__":
+        keys = [ops[ref.index].meta for ref in refs_in(op.args[1:])]
+        return any(getattr(key, "dtype", None) in (torch.bool, torch.uint8) for key in keys)
+    return name in _SIZED_BY_VALUES
+
+
+_SIZED_BY_VALUES = frozenset(
+    {
+        "argwhere", "bincount", "masked_select", "nonzero", "repeat_interleave", "tensor_split",
+        "unique", "unique_consecutive", "vander",
+    }
+)  # fmt: skip
