@@ -82,7 +82,12 @@ def test_corpus_gives_what_eager_gives(case: Case) -> None:
 
 
 @pytest.mark.usefixtures("_only_segments")
-@pytest.mark.parametrize("case", some(CASES, 8, start=3), ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case",
+    # AOTAutograd puts other operators in the place of `interpolate`, which have other bits.
+    some([case for case in CASES if case.name != "interpolate_to_skip"], 8, start=3),
+    ids=lambda case: case.name,
+)
 def test_corpus_gives_what_eager_gives_through_autograd_s_compiler(case: Case) -> None:
     calls = [path for path in case.paths.values() for _ in range(3)]
     assert_promise_with("aot_eager", case.make, [*calls, *case.paths.values()], torch.enable_grad)

@@ -44,7 +44,9 @@ class Failed:
         said = "; ".join([*lines[:1], *why[:1]])[:_LONGEST]
         self.reason = f"{type(inner).__name__}: {said}"
         self.is_final = kind.__module__.startswith(_COMPILERS)
-        self.is_of_backend = self.is_final and kind.__name__ in _OF_BACKENDS
+        # A size that depends on values is the model's doing, wherever it is found in the way.
+        is_of_model = type(inner).__module__.startswith("torch.fx.experimental")
+        self.is_of_backend = kind.__name__ in _OF_BACKENDS and self.is_final and not is_of_model
         if self.is_final and kind.__name__ == "FailOnRecompileLimitHit":
             self.reason = (
                 "torch.compile compiles a function for so many sets of sizes only "
