@@ -7,8 +7,8 @@ from typing import Any
 
 from bendtrace._later import tabulate
 from bendtrace.compiled.attempts import State
+from bendtrace.compiled.bodies import Body
 from bendtrace.compiled.path import CompiledPath
-from bendtrace.compiled.segments import Body
 
 __all__ = ["CompiledReport"]
 

@@ -13,7 +13,7 @@ import torch
 from bendtrace.compiled.attempts import State, now
 from bendtrace.compiled.path import FAILED, CompiledPath, Unchecked
 from bendtrace.compiled.report import CompiledReport
-from bendtrace.compiled.segments import CompiledSegments
+from bendtrace.compiled.segment_writer import CompiledSegments
 from bendtrace.compiled.settings import Settings
 from bendtrace.errors import CompileWarning
 from bendtrace.recording.places import users_level
