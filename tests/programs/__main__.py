@@ -5,11 +5,13 @@ from __future__ import annotations
 import argparse
 import collections
 import faulthandler
+import multiprocessing
 import re
 import signal
 import time
 import traceback
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -34,63 +36,55 @@ def main() -> None:
     parser.add_argument("--each", type=int, default=2, help="how many of a kind to make small")
     parser.add_argument("--world", type=int, default=3, help="one in so many has a world around it")
     parser.add_argument("--out", type=Path, required=True, help="where failures are written to")
+    parser.add_argument("--first", type=int, default=0, help="how many programs to pass over")
     options = parser.parse_args()
     shard, shards = map(int, options.shard.split("/"))
     options.out.mkdir(parents=True, exist_ok=True)
-    torch.set_num_threads(1)
-    faulthandler.register(signal.SIGUSR1)
-    hunt = _Hunt(
-        options.out, f"{options.seed}-{shard}", options.each, options.statements, options.world
-    )
-    batches = range(shard, -(-options.examples // _BATCH), shards)
-    for batch in batches:
-        hunt.batch(options.seed * 1_000_003 + batch, min(_BATCH, options.examples - batch * _BATCH))
-        hunt.report()
+    hunt = _Hunt(options.out, f"{options.seed}-{shard}", options.each)
+    for batch in range(-(-options.examples // _BATCH)):
+        if batch % shards != shard or batch * _BATCH < options.first:
+            continue
+        examples = min(_BATCH, options.examples - batch * _BATCH)
+        seed = options.seed * 1_000_003 + batch
+        # A process of its own: what is known of code is kept as long as its process lives.
+        with ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as pool:
+            task = (seed, examples, options.statements, options.world)
+            hunt.add(*pool.submit(_batch, *task).result())
+            hunt.report()
+            for kind, program in hunt.to_reduce():
+                hunt.write(kind, pool.submit(_reduced, kind, program).result())
 
 
 class _Hunt:
-    def __init__(self, out: Path, name: str, each: int, statements: int, world: int) -> None:
+    def __init__(self, out: Path, name: str, each: int) -> None:
         self.out = out
         self.name = name
         self.each = each
-        self.statements = statements
-        self.world = world
         self.done = 0
         self.failed: collections.Counter[str] = collections.Counter()
         self.written: collections.Counter[str] = collections.Counter()
         self.totals: collections.Counter[str] = collections.Counter()
+        self.new: list[tuple[str, Program]] = []
         self.started = time.monotonic()
 
-    def batch(self, seed: int, examples: int) -> None:
-        """Check so many programs, and make those small that fail in a new way."""
-        failed: list[tuple[str, Program]] = []
+    def add(
+        self, done: int, totals: collections.Counter[str], failed: list[tuple[str, Program]]
+    ) -> None:
+        """Add what a batch found."""
+        self.done += done
+        self.totals += totals
+        self.failed.update(kind for kind, _ in failed)
+        self.new = sorted(failed, key=lambda found: len(found[1].source))
 
-        @hypothesis.seed(seed)
-        @settings(
-            max_examples=examples, database=None, deadline=None, phases=[Phase.generate],
-            suppress_health_check=list(HealthCheck),
-        )  # fmt: skip
-        @given(programs(statements=self.statements, world=self.world))
-        def one(program: Program) -> None:
-            self.done += 1
-            kind, stats = _outcome(program)
-            if kind is not None:
-                self.failed[kind] += 1
-                failed.append((kind, program))
-                return
-            for name in ("traces", "replays", "resumes", "live", "raised"):
-                self.totals[name] += getattr(stats, name)
-            self.totals["calls"] += len(program.calls)
-
-        one()
-        self.report()
-        for kind, program in sorted(failed, key=lambda found: len(found[1].source)):
+    def to_reduce(self) -> Iterator[tuple[str, Program]]:
+        """Yield the shortest programs that fail in a way not yet written often enough."""
+        for kind, program in self.new:
             if self.written[kind] < self.each:
-                self.written[kind] += 1
-                small = reduced(program, lambda p, kind=kind: _outcome(p, 4)[0] == kind)
-                self._write(kind, small)
+                yield kind, program
 
-    def _write(self, kind: str, program: Program) -> None:
+    def write(self, kind: str, program: Program) -> None:
+        """Write a program that fails as a script that shows it."""
+        self.written[kind] += 1
         path = self.out / f"{self.name}-{sum(self.written.values())}.py"
         comment = "".join(f"# {line}\n" for line in kind.splitlines())
         calls = "".join(f"        {call!r},\n" for call in program.calls)
@@ -101,11 +95,48 @@ class _Hunt:
         )
 
     def report(self) -> None:
+        """Write how many were checked, and how those failed that did."""
         spent = time.monotonic() - self.started
         lines = [f"{self.done} programs in {spent:.0f} s, {sum(self.failed.values())} failed"]
         lines.append(str(dict(self.totals)))
         lines += [f"{count} x {kind}" for kind, count in self.failed.most_common()]
         (self.out / f"{self.name}.txt").write_text("\n".join(lines) + "\n")
+
+
+def _batch(
+    seed: int, examples: int, statements: int, world: int
+) -> tuple[int, collections.Counter[str], list[tuple[str, Program]]]:
+    """Check so many programs: how many there were, what became of their calls, which failed."""
+    torch.set_num_threads(1)
+    faulthandler.register(signal.SIGUSR1)
+    totals: collections.Counter[str] = collections.Counter()
+    failed: list[tuple[str, Program]] = []
+    done = 0
+
+    @hypothesis.seed(seed)
+    @settings(
+        max_examples=examples, database=None, deadline=None, phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )  # fmt: skip
+    @given(programs(statements=statements, world=world))
+    def one(program: Program) -> None:
+        nonlocal done
+        done += 1
+        kind, stats = _outcome(program)
+        if kind is not None:
+            failed.append((kind, program))
+            return
+        for name in ("traces", "replays", "resumes", "live", "raised"):
+            totals[name] += getattr(stats, name)
+        totals["calls"] += len(program.calls)
+
+    one()
+    return done, totals, failed
+
+
+def _reduced(kind: str, program: Program) -> Program:
+    """Make a program small that fails in a way."""
+    return reduced(program, lambda smaller: _outcome(smaller, 4)[0] == kind)
 
 
 @contextmanager
