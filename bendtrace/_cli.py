@@ -36,8 +36,9 @@ _EPILOG = """\
 targets
   package.module:name or path/to/file.py:name, where name is
     a subclass of nn.Module           it is called without arguments
-    a function without parameters,    it is called, and returns the model
-      or annotated to return a Module
+    a function that can be called     it is called
+      without arguments, and returns
+      a Module
     anything else that is callable    it is the model
 
 inputs
@@ -169,5 +170,5 @@ def _parser() -> argparse.ArgumentParser:
                       help="put the model in evaluation mode")  # fmt: skip
     add("--grad", action="store_true", help="let autograd record (default: torch.no_grad())")
     add("--json", action="store_true", help="print one JSON object instead of text")
-    add("--full", action="store_true", help="print every line of a long graph or flow table")
+    add("--full", action="store_true", help="print the graph, and every line of a long flow table")
     return parser

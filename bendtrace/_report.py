@@ -46,19 +46,23 @@ def as_text(run: Run, *, source: bool = False, full: bool = False, width: int = 
     Args:
         run: what to tell about.
         source: whether to begin with the source of the model's forward.
-        full: whether to print every line of long sections.
+        full: whether to print the graph, and every line of long sections.
         width: columns of the terminal; 0 to ask it.
     """
     width = max(width or shutil.get_terminal_size((100, 24)).columns, _NARROWEST) - len(_INDENT)
     trace, steps = run.trace, run.trace.flow_steps
-    flow = _cut(_steps(steps, width), full) if steps else ["no value and no size decides anything"]
+    flow = _cut(_steps(steps, width), full) if steps else ["no branch, loop or index depends on the inputs"]
     sections = {
-        "torch.fx": _wrapped(run.fx_error or "traces it too, and is right on these inputs", width),
-        f"Graph: {_count(len(trace.graph), 'node')}": list(_graph(trace, width, full)),
+        "Result": [*_wrapped(_verdict(run), width), *_wrapped(repr(run.stats), width)],
         f"Flow: {_count(len(steps), 'step')}": flow,
         "Calls": list(_calls(run, width)),
-        "Result": [*_wrapped(_verdict(run), width), *_wrapped(repr(run.stats), width)],
+        "torch.fx": _wrapped(run.fx_error or "traces it too, and is right on these inputs", width),
     }
+    graph = f"Graph: {_count(len(trace.graph), 'node')}"
+    if full:
+        sections[graph] = list(_graph(trace, width))
+    elif not source:
+        sections[graph] = ["--full prints them"]
     if source:
         sections = {"Model": _source(trace.function), **sections}
     texts = [f"{head}\n{indent(chr(10).join(body), _INDENT)}" for head, body in sections.items()]
@@ -75,8 +79,8 @@ def _source(function: Any) -> list[str]:
     return dedent(inspect.getsource(called)).rstrip().splitlines()
 
 
-def _graph(trace: Trace, width: int, full: bool) -> Iterator[str]:
-    for line in _cut([line.strip() for line in str(trace.graph).splitlines()[1:]], full):
+def _graph(trace: Trace, width: int) -> Iterator[str]:
+    for line in (line.strip() for line in str(trace.graph).splitlines()[1:]):
         shorter = line.replace(", kwargs = {})", ")")
         head, args, rest = shorter.partition("(args = ")
         if len(shorter) <= width or not args:

@@ -54,7 +54,9 @@ def build(target: Any, text: str) -> Callable[..., Any]:
     """Make the model that a target stands for.
 
     A subclass of nn.Module is instantiated. A function without parameters, or whose return
-    annotation is an nn.Module, is called. Anything else that can be called is the model itself.
+    annotation is an nn.Module, is called. A function whose parameters all have defaults is called
+    to see whether it returns an nn.Module: if not, or if it raises, it is the model itself, as is
+    anything else that can be called.
 
     Args:
         target: what `find` returned.
@@ -73,12 +75,25 @@ def build(target: Any, text: str) -> Callable[..., Any]:
     if not callable(target):
         raise InputError(f"{text} is of type {type(target).__name__} and cannot be called")
     if not _is_factory(target):
-        return cast(Callable[..., Any], target)
+        made = _made_by_defaults(target)
+        return cast(Callable[..., Any], target if made is None else made)
     made = _make(target, text)
     if not callable(made):
         kind = type(made).__name__
         raise InputError(f"{text} takes no inputs, so it has to return a model; it returned {kind}")
     return cast(Callable[..., Any], made)
+
+
+def _made_by_defaults(function: Callable[..., Any]) -> nn.Module | None:
+    """Return the module that a function returns when it is left to its defaults, if any."""
+    parameters = _parameters(function)
+    if not inspect.isfunction(function) or any(p.default is p.empty for p in parameters):
+        return None
+    try:
+        made = function()
+    except Exception:  # it needs inputs after all; if it is a factory, tracing it raises again
+        return None
+    return made if isinstance(made, nn.Module) else None
 
 
 def _make(factory: Callable[..., Any], text: str) -> Any:
