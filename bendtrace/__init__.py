@@ -26,7 +26,7 @@ if TYPE_CHECKING:
         rewriting,
         workflows,
     )
-    from bendtrace._forward_pass import log_forward_pass
+    from bendtrace._forward_pass import log_forward_pass, show_model_graph
     from bendtrace._history import ModelHistory, load
     from bendtrace._trace import Trace, trace
     from bendtrace.differences.difference import Difference, diff
@@ -77,6 +77,7 @@ __all__ = [
     "opaque",
     "patches",
     "rewriting",
+    "show_model_graph",
     "trace",
     "workflows",
 ]

@@ -1,10 +1,10 @@
-"""log_forward_pass: tracing in the words of TorchLens."""
+"""Tracing in the words of TorchLens."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -12,7 +12,10 @@ from bendtrace._trace import Trace, run_trace
 from bendtrace.errors import InputError
 from bendtrace.history.options import SaveOptions
 
-__all__ = ["log_forward_pass"]
+if TYPE_CHECKING:
+    from bendtrace.drawing.picture import Picture
+
+__all__ = ["log_forward_pass", "show_model_graph"]
 
 
 def log_forward_pass(
@@ -92,3 +95,46 @@ def log_forward_pass(
     if vis_opt != "none":
         trace.picture = trace.draw(vis_outpath, rolled=vis_opt == "rolled")
     return trace
+
+
+def show_model_graph(
+    model: Callable[..., Any],
+    input_args: Any,
+    input_kwargs: Mapping[str, Any] | None = None,
+    vis_opt: Literal["rolled", "unrolled"] = "unrolled",
+    *,
+    vis_outpath: str | os.PathLike[str] | None = None,
+    random_seed: int | None = None,
+) -> Picture:
+    """Run a model once and draw the run, without keeping activations.
+
+    Args:
+        model: what to run. It is not changed.
+        input_args: its positional argument, or a list or tuple of them.
+        input_kwargs: its keyword arguments.
+        vis_opt: whether the passes of a layer are drawn together ("rolled") or each on its own
+            ("unrolled").
+        vis_outpath: a file to draw into (.svg, .png, .pdf, .html, .dot); None for no file.
+        random_seed: for the run; see `log_forward_pass`.
+
+    Returns:
+        The picture, which notebooks show.
+
+    Raises:
+        InputError: an option makes no sense; nothing was run.
+        Exception: whatever the model raises, as it is.
+
+    Example:
+        >>> import torch, bendtrace as bt
+        >>> picture = bt.show_model_graph(torch.nn.Linear(2, 3), torch.ones(4, 2))
+        >>> picture.svg.startswith("<svg")
+        True
+    """
+    if vis_opt not in ("rolled", "unrolled"):
+        raise InputError(f"vis_opt is 'rolled' or 'unrolled', not {vis_opt!r}")
+    trace = log_forward_pass(
+        model, input_args, input_kwargs, "none", vis_opt,
+        vis_outpath=vis_outpath, random_seed=random_seed,
+    )  # fmt: skip
+    assert trace.picture is not None
+    return trace.picture

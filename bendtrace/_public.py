@@ -47,6 +47,7 @@ PLACES = {
     "load": "bendtrace._history",
     "log_forward_pass": "bendtrace._forward_pass",
     "opaque": "bendtrace.recording.boundaries",
+    "show_model_graph": "bendtrace._forward_pass",
     "trace": "bendtrace._trace",
 }
 

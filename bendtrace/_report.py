@@ -51,7 +51,9 @@ def as_text(run: Run, *, source: bool = False, full: bool = False, width: int = 
     """
     width = max(width or shutil.get_terminal_size((100, 24)).columns, _NARROWEST) - len(_INDENT)
     trace, steps = run.trace, run.trace.flow_steps
-    flow = _cut(_steps(steps, width), full) if steps else ["no branch, loop or index depends on the inputs"]
+    flow = ["no branch, loop or index depends on the inputs"]
+    if steps:
+        flow = _cut(_steps(steps, width), full)
     sections = {
         "Result": [*_wrapped(_verdict(run), width), *_wrapped(repr(run.stats), width)],
         f"Flow: {_count(len(steps), 'step')}": flow,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from bendtrace.compiled import speculation as compiled_speculation
     from bendtrace.compiled.report import CompiledReport
     from bendtrace.compiled.speculation import Speculation
+    from bendtrace.drawing.picture import Format, Picture
     from bendtrace.outline import coverage as outline_coverage
     from bendtrace.outline import graph as outline_graph
     from bendtrace.outline import program as outline_program
@@ -259,6 +261,27 @@ class ReplayingModule(StandIn):
         if self._dispatcher.latest is None:
             raise InputError("nothing has been traced yet: call the module or its trace() first")
         return self._dispatcher.latest
+
+    def draw(
+        self, path: str | os.PathLike[str] | None = None, *, format: Format | None = None
+    ) -> Picture:
+        """Draw all known paths as a flow chart; the same as `tree.draw`.
+
+        Args:
+            path: where to save it; the ending says as what: .svg, .png, .pdf or .html.
+            format: as what to save it, if the ending does not say.
+
+        Raises:
+            InputError: for unknown endings; nothing is written then.
+
+        Example:
+            >>> import torch, bendtrace as bt
+            >>> bended = bt.BendedModule(lambda x: x + 1 if x.sum() > 0 else x - 1)
+            >>> _ = bended(torch.ones(2)), bended(-torch.ones(2))
+            >>> bended.draw().svg.startswith("<svg")
+            True
+        """
+        return self.tree.draw(path, format=format)
 
     @property
     def traces(self) -> tuple[Trace, ...]:

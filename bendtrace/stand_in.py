@@ -99,7 +99,12 @@ class StandIn(nn.Module):
             model = self.__dict__.get("_model")
             if model is None:
                 raise
+        try:
             found = getattr(model, name)
+        except AttributeError as error:
+            if error.obj is model:  # Python suggests near names of `obj` where it prints the error
+                error.obj = self
+            raise
         return self._method(found)
 
     def _method(self, method: Any) -> Any:

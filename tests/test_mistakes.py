@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -205,3 +206,76 @@ def test_everything_inserted_can_be_taken_away_at_once() -> None:
     assert not bended.insertions
     assert torch.equal(bended(x), plain)
     bended.remove_all()
+
+
+class Narrowed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x).relu())
+
+
+def narrow(value: torch.Tensor) -> torch.Tensor:
+    return value[:, :2]
+
+
+def test_an_error_says_which_insertion_changed_a_shape() -> None:
+    bended = bt.BendedModule(Narrowed())
+    x = torch.ones(3, 4)
+    note = f"`narrow` (test_mistakes.py:{narrow.__code__.co_firstlineno}) at `relu` turned "
+    for _ in range(3):  # traced, recorded with the insertion, replayed
+        bended(x)
+        with bended.interject("relu", narrow), pytest.raises(RuntimeError, match="shapes") as info:
+            bended(x)
+        assert info.value.__notes__ == [f"{note}(3, 4) into (3, 2)"]
+    with bended.interject("relu", lambda value: value.double()):
+        with pytest.raises(RuntimeError, match="dtype") as info:
+            bended(x)
+        (said,) = info.value.__notes__
+        assert said.endswith("at `relu` turned torch.float32 (3, 4) into torch.float64 (3, 4)")
+    with bended.interject("relu", lambda value: value * 2), pytest.raises(RuntimeError) as info:
+        bended(torch.ones(3, 5))
+    assert not hasattr(info.value, "__notes__")  # nothing changed a shape in that call
+    torch.testing.assert_close(bended(x), bended._model(x), rtol=0, atol=0)
+
+
+def test_a_misspelt_option_of_trace_is_named() -> None:
+    with pytest.raises(TypeError, match="saev") as info:
+        bt.trace(Narrowed(), torch.ones(1, 4), saev="all")  # type: ignore[call-arg]
+    assert info.value.__notes__ == [
+        "saev= was passed to the model; did you mean save=, an option of bendtrace.trace?"
+    ]
+    with pytest.raises(TypeError, match="colour") as info:
+        bt.trace(Narrowed(), torch.ones(1, 4), colour="red")  # type: ignore[call-arg]
+    assert not hasattr(info.value, "__notes__")
+
+
+def test_a_misspelt_attribute_is_looked_for_on_the_bended_module() -> None:
+    bended = bt.BendedModule(Narrowed())
+    with pytest.raises(AttributeError, match="traec") as info:
+        _ = bended.traec
+    assert info.value.name == "traec"
+    assert info.value.obj is bended  # from whose attributes Python makes its suggestion
+
+
+def test_a_bended_module_draws_its_paths(tmp_path: Path) -> None:
+    bended = bt.BendedModule(Narrowed())
+    bended(torch.ones(1, 4))
+    assert bended.draw(tmp_path / "paths.svg").svg == bended.tree.draw().svg
+    assert (tmp_path / "paths.svg").read_text().startswith("<svg")
+    with pytest.raises(bt.errors.InputError):
+        bended.draw(tmp_path / "paths.gif")
+    assert not (tmp_path / "paths.gif").exists()
+
+
+def test_show_model_graph_draws_one_run(tmp_path: Path) -> None:
+    model, x = Narrowed(), torch.ones(1, 4)
+    for option in ("rolled", "unrolled"):
+        path = tmp_path / f"{option}.svg"
+        picture = bt.show_model_graph(model, x, vis_opt=option, vis_outpath=path)
+        assert picture.svg == bt.trace(model, x).draw(rolled=option == "rolled").svg
+        assert "relu" in path.read_text()
+    with pytest.raises(bt.errors.InputError, match="vis_opt is 'rolled' or 'unrolled'"):
+        bt.show_model_graph(model, x, vis_opt="none")  # type: ignore[arg-type]

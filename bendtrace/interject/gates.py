@@ -6,6 +6,7 @@ which insertions are there, so that another patch at the same node can be served
 
 from __future__ import annotations
 
+import os
 import re
 import threading
 import weakref
@@ -52,6 +53,7 @@ class _Local(threading.local):
         self.error: Exception | None = None
         self.models_own: Exception | None = None  # raised by the node itself, inside of a gate
         self.kept: dict[Any, Any] = {}
+        self.reshaped: dict[str, None] = {}  # by which insertions, in this call of the model
 
 
 _local = _Local()
@@ -64,15 +66,38 @@ def running(plan: Plan) -> Iterator[None]:
     Raises:
         Exception: what an insertion raised, if the model has a handler that let it pass.
     """
-    before = _local.plan, _local.through, _local.error, _local.kept
-    _local.plan, _local.through, _local.error, _local.kept = plan, {}, None, {}
+    before = _local.plan, _local.through, _local.error, _local.kept, _local.reshaped
+    _local.plan, _local.through, _local.error, _local.kept, _local.reshaped = plan, {}, None, {}, {}
     try:
         yield
         if _local.error is not None:
             raise _local.error
+    except Exception as error:
+        for note in _local.reshaped:
+            if note not in getattr(error, "__notes__", ()):
+                error.add_note(note)
+        raise
     finally:
-        _local.plan, _local.through, _local.error, _local.kept = before
+        _local.plan, _local.through, _local.error, _local.kept, _local.reshaped = before
         _local.models_own = None
+
+
+def _note_reshaped(entry: Entry, at: NodePass, old: Any, new: Any) -> None:
+    """Remember that an insertion changed a shape or dtype: errors of the call will say so."""
+    if isinstance(old, Tensor) and isinstance(new, Tensor):
+        if old.shape != new.shape or old.dtype != new.dtype:
+            what = getattr(entry.what, "function", None)
+            name = getattr(what, "__name__", entry.what.label)
+            code = getattr(what, "__code__", None)
+            source = "" if code is None else (
+                f" ({os.path.basename(code.co_filename)}:{code.co_firstlineno})"
+            )  # fmt: skip
+            was, now = (
+                f"{'' if old.dtype == new.dtype else f'{t.dtype} '}{tuple(t.shape)}"
+                for t in (old, new)
+            )
+            where = at.path or "the whole model"
+            _local.reshaped[f"`{name}`{source} at `{where}` turned {was} into {now}"] = None
 
 
 def noted(error: Exception) -> Exception:
@@ -257,11 +282,13 @@ class AfterGate(Gate):
             if type(result) is Tensor and not what.observes:
                 known = insertion.is_known_to_change(at.path)
                 insertion.fired(at, known or _differ(value, result))
+                _note_reshaped(entry, at, value, result)
                 return result
         found = [value]
         if result is not None:
             _collect(self.shape, result, found, at, entry)
         entry.insertion.fired(at, _changed(entry, at, [value], found, [version]))
+        _note_reshaped(entry, at, value, found[0])
         return found[0]
 
     def _call(
@@ -276,6 +303,8 @@ class AfterGate(Gate):
         if result is not None:
             _collect(shape, result, found, at, entry)
         entry.insertion.fired(at, _changed(entry, at, before, found, versions))
+        for old, new in zip(before, found, strict=True):
+            _note_reshaped(entry, at, old, new)
 
     def _written(self, original: Tensor, value: Tensor) -> Tensor:
         """Have whoever holds the tensor that the node works on see the value."""
