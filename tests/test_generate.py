@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,6 +15,8 @@ from tests.promise import bits, footprint, state
 from tests.shares import some
 
 pytest.importorskip("transformers", reason="needs the test extra")
+
+import transformers
 
 from tests.hf_models import MODELS, VOCAB
 
@@ -60,7 +63,7 @@ def generated(model: Any, seed: int, **options: Any) -> Any:
     defaults = {"max_new_tokens": LONG, "pad_token_id": 0, "eos_token_id": None, "do_sample": False}
     out = model.generate(**{**defaults, **options})
     if not isinstance(out, Tensor):
-        out = {key: value for key, value in out.items() if key != "past_key_values"}
+        out = {key: value for key, value in out.items() if key != CACHE}
     return bits([out, torch.get_rng_state()])
 
 
@@ -191,21 +194,29 @@ def test_generating_after_calls_of_the_module_itself(make: Callable[[], Any]) ->
 # Loops written by hand
 
 
+# How forward names its cache: `cache` since transformers 5.24, `past_key_values` before.
+CACHE = next(
+    name
+    for name in inspect.signature(transformers.GPT2LMHeadModel.forward).parameters
+    if name in ("cache", "past_key_values")
+)
+
+
 def _greedy(model: Any, ids: Tensor, cache: Any) -> Iterator[Any]:
     """Decode with one cache that grows."""
     for _ in range(LONG):
-        out = model(ids, past_key_values=cache, use_cache=True)
+        out = model(ids, use_cache=True, **{CACHE: cache})
         ids = out.logits[:, -1:].argmax(-1)
-        yield bits([ids, out.logits, out.past_key_values])
-        assert out.past_key_values is cache
+        yield bits([ids, out.logits, out[CACHE]])
+        assert out[CACHE] is cache
 
 
 def _cache_of_the_output(model: Any, ids: Tensor, cache: Any) -> Iterator[Any]:
     """Decode with the cache that each call gives back."""
     cache = None
     for _ in range(LONG):
-        out = model(input_ids=ids, past_key_values=cache, use_cache=True)
-        ids, cache = out.logits[:, -1:].argmax(-1), out.past_key_values
+        out = model(input_ids=ids, use_cache=True, **{CACHE: cache})
+        ids, cache = out.logits[:, -1:].argmax(-1), out[CACHE]
         yield bits([ids, out.logits, cache])
 
 
@@ -221,7 +232,7 @@ def _with_a_mask(model: Any, ids: Tensor, cache: Any) -> Iterator[Any]:
     mask[0, 0] = 0
     for _ in range(LONG):
         positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, -ids.shape[1] :]
-        out = model(ids, attention_mask=mask, position_ids=positions, past_key_values=cache)
+        out = model(ids, attention_mask=mask, position_ids=positions, **{CACHE: cache})
         ids = torch.multinomial(out.logits[:, -1].softmax(-1), 1)
         mask = torch.cat([mask, torch.ones_like(ids)], 1)
         yield bits([ids, out.logits, cache])
@@ -230,7 +241,7 @@ def _with_a_mask(model: Any, ids: Tensor, cache: Any) -> Iterator[Any]:
 def _cropped_and_reordered(model: Any, ids: Tensor, cache: Any) -> Iterator[Any]:
     """Assisted decoding and beam search cut and reorder the cache between the calls."""
     for step in range(LONG):
-        out = model(ids, past_key_values=cache, use_cache=True)
+        out = model(ids, use_cache=True, **{CACHE: cache})
         ids = out.logits[:, -1:].argmax(-1)
         if step % 3 == 2:
             cache.crop(-2)
@@ -244,8 +255,6 @@ LOOPS = [_greedy, _cache_of_the_output, _whole_text_each_time, _with_a_mask, _cr
 @pytest.mark.parametrize("grad", some([True, False], 2, start=1), ids=["grad", "no_grad"])
 @pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__.strip("_"))
 def test_a_loop_written_by_hand(make: Callable[[], Any], loop: Any, grad: bool) -> None:
-    from transformers import DynamicCache
-
     eager, bended = make(), bt.BendedModule(make())
     with torch.set_grad_enabled(grad):
         for seed in range(2):
@@ -253,7 +262,7 @@ def test_a_loop_written_by_hand(make: Callable[[], Any], loop: Any, grad: bool) 
             logs = []
             for model in (eager, bended):
                 torch.manual_seed(seed)
-                logs.append(list(loop(model, prompt(2, seed=seed), DynamicCache())))
+                logs.append(list(loop(model, prompt(2, seed=seed), transformers.DynamicCache())))
             assert logs[0] == logs[1]
     assert bended.stats.replays - replays >= LONG - 2, (bended.stats, bended.last_mismatch)
     assert bended.stats.live == 0, bended.why_live
