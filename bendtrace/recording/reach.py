@@ -18,10 +18,9 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-import torch
-
 from bendtrace.recording.instructions import computes_names, named_in
 from bendtrace.recording.parts import module_of
+from bendtrace.recording.places import TORCH
 from bendtrace.recording.stamps import Depends, Named, Stamp
 from bendtrace.recording.usage import needs_plain_numbers
 from bendtrace.recording.versions import TELLS_CHANGES, version_of
@@ -310,10 +309,9 @@ def is_installed_file(file: str) -> bool:
     return "site-packages" in file or "dist-packages" in file
 
 
-_TORCH = os.path.dirname(torch.__file__) + os.sep
 _FINISHED = (
     sysconfig.get_path("stdlib") + os.sep,
-    _TORCH,
+    TORCH,
     os.path.dirname(os.path.dirname(__file__)) + os.sep,
 )
 
@@ -356,7 +354,7 @@ def is_finished(function: types.FunctionType) -> bool:
 
 def is_torchs_function(function: types.FunctionType) -> bool:
     """Whether a function is torch's, and none that torch has wrapped around one of the user's."""
-    return is_torchs(function.__module__) and function.__code__.co_filename.startswith(_TORCH)
+    return is_torchs(function.__module__) and function.__code__.co_filename.startswith(TORCH)
 
 
 class _Facts(NamedTuple):

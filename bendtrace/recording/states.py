@@ -17,7 +17,6 @@ import enum
 import functools
 import hashlib
 import operator
-import os
 import sys
 import types
 from collections.abc import Iterable, Iterator
@@ -43,6 +42,7 @@ from bendtrace.recording.parts import (
     is_array,
     requires_grad,
 )
+from bendtrace.recording.places import PACKAGE
 from bendtrace.recording.scalars import RETIRED, TRACED
 from bendtrace.recording.surroundings import Surroundings
 from bendtrace.recording.tape import OpKind, Ref, State, Test, map_refs
@@ -139,7 +139,7 @@ class States:
         frame: FrameType | None = sys._getframe(1)
         near = _NEAR
         while frame is not None and frame.f_code is not self._outermost:
-            near -= not frame.f_code.co_filename.startswith(_OWN)
+            near -= not frame.f_code.co_filename.startswith(PACKAGE)
             if not near:
                 return False
             frame = frame.f_back
@@ -224,7 +224,7 @@ class _Reader:
     ) -> Iterator[Any]:
         callee, is_asking = None, True
         for frame in chain:
-            if not frame.f_code.co_filename.startswith(_OWN):
+            if not frame.f_code.co_filename.startswith(PACKAGE):
                 given = compared if is_asking else frozenset()
                 stack = stacks.read(frame, callee, places, given)
                 if stack is None:
@@ -458,7 +458,7 @@ class _Reader:
 
     def _function(self, function: types.FunctionType) -> Any:
         cells = function.__closure__
-        if function.__code__.co_filename.startswith(_OWN):
+        if function.__code__.co_filename.startswith(PACKAGE):
             return self._by_identity(function.__code__)  # stands in for one of torch's
         if cells is None and "<" not in function.__qualname__:
             return self._by_identity(function)
@@ -579,7 +579,6 @@ _HEAP_TYPE = 1 << 9
 _DEEPEST = 16
 _NUMBERS = frozenset({int, float, bool, complex, type(None)})
 _CONTAINERS = (tuple, list, dict, set, frozenset, str, bytes)
-_OWN = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _CALLS = frozenset({"CALL", "CALL_KW", "CALL_FUNCTION_EX"})
 # Functions in C that ask one question, and keep nothing of it.
 _SINGLE: frozenset[Any] = frozenset(
