@@ -58,7 +58,7 @@ def build(cls: type, items: Any, attributes: dict[Any, Any]) -> Any:
     elif issubclass(cls, (set, frozenset)):
         made = cls(items)
     else:
-        made = cls.__new__(cls)
+        made = next(base for base in cls.__mro__ if base in _BASES).__new__(cls)
         if issubclass(cls, dict):
             refill(made, items)
         elif issubclass(cls, list):
@@ -114,10 +114,12 @@ def kept_in(cache: functools._lru_cache_wrapper[Any]) -> Iterator[Any]:
         and type(held) is not object
         and not (isinstance(held, type) and held.__module__ == "functools")
     ]
-    entries = next((held for held in waiting if type(held) is dict), {})
+    tables = [held for held in waiting if type(held) is dict]
     if cache.cache_parameters()["maxsize"] is None:
-        waiting = list(entries.values())
+        waiting = list(tables[0].values())
     else:  # keys and results by turns, and other things (CPython 3.11 to 3.14)
+        linked = (table for table in tables if _LINK in map(_kind_name, table.values()))
+        entries = next(linked, tables[0])
         keys = {id(key) for key in entries} | {id(entries), id(cache.__wrapped__)}
         waiting = [held for held in waiting if id(held) not in keys]
     while waiting:
@@ -127,6 +129,13 @@ def kept_in(cache: functools._lru_cache_wrapper[Any]) -> Iterator[Any]:
             waiting += held
         elif type(held) is dict:
             waiting += held.values()
+
+
+_LINK = "_lru_list_elem"
+
+
+def _kind_name(value: Any) -> str:
+    return type(value).__name__
 
 
 def make_partial(
