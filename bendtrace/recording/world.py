@@ -122,6 +122,13 @@ class World:
         for thing in things:
             self._add_content(thing, _named, getattr(thing, "__qualname__", ""))
 
+    def add_attribute(self, thing: Any, name: str) -> None:
+        """Watch one attribute of a function or class, and all that it holds."""
+        label = f"{thing.__qualname__}.{name}"
+        content = self._add_content(thing, functools.partial(_slots, (name,)), label)
+        for held in content.held():
+            self.add(held, label)
+
     def same(self) -> bool:
         """Whether everything holds what it held."""
         now = [*map(version_of, self._dicts)]
@@ -383,6 +390,8 @@ _BUILTIN_READERS: tuple[tuple[type, Callable[[Any], Any]], ...] = (
     (types.MethodWrapperType, lambda value: (value.__self__,)),
     (types.CellType, lambda value: tuple(_of_cell(value))),
     (slice, attrgetter("start", "stop", "step")),
+    (type(threading.Lock()), lambda value: [value.locked()]),
+    (BaseException, lambda value: (value.args,)),
     (random.SystemRandom, lambda value: [object()]),
     (random.Random, lambda value: [random.Random.getstate(value)]),
     (staticmethod, lambda value: (value.__func__,)),
@@ -445,7 +454,7 @@ def is_opaque(value: Any) -> bool:
     kind = type(value)
     if isinstance(value, _STEADY_KINDS) or kind is object:
         return False
-    if isinstance(value, weakref.ref):
+    if isinstance(value, (weakref.ref, weakref.finalize)):
         return True
     if hasattr(kind, "__get__") and not kind.__flags__ & _HEAP_TYPE:
         return False  # what a class has instead of an attribute
