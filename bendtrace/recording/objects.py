@@ -14,6 +14,7 @@ import torch
 __all__ = [
     "build",
     "can_build",
+    "entries_of",
     "held_by",
     "kept_in",
     "make_function",
@@ -106,6 +107,18 @@ def held_by(function: Any) -> Iterator[Any]:
 
 def kept_in(cache: functools._lru_cache_wrapper[Any]) -> Iterator[Any]:
     """Yield the results that a `functools.lru_cache` keeps, and what containers among them hold."""
+    waiting = [result for _, result in entries_of(cache)]
+    while waiting:
+        held = waiting.pop()
+        yield held
+        if type(held) in (tuple, list):
+            waiting += held
+        elif type(held) is dict:
+            waiting += held.values()
+
+
+def entries_of(cache: functools._lru_cache_wrapper[Any]) -> list[tuple[Any, Any]]:
+    """Return the keys and results that a `functools.lru_cache` keeps."""
     own = getattr(cache, "__dict__", None)
     waiting = [
         held
@@ -116,19 +129,17 @@ def kept_in(cache: functools._lru_cache_wrapper[Any]) -> Iterator[Any]:
     ]
     tables = [held for held in waiting if type(held) is dict]
     if cache.cache_parameters()["maxsize"] is None:
-        waiting = list(tables[0].values())
-    else:  # keys and results by turns, and other things (CPython 3.11 to 3.14)
-        linked = (table for table in tables if _LINK in map(_kind_name, table.values()))
-        entries = next(linked, tables[0])
-        keys = {id(key) for key in entries} | {id(entries), id(cache.__wrapped__)}
-        waiting = [held for held in waiting if id(held) not in keys]
-    while waiting:
-        held = waiting.pop()
-        yield held
-        if type(held) in (tuple, list):
-            waiting += held
-        elif type(held) is dict:
-            waiting += held.values()
+        return list(tables[0].items())
+    # Each key is followed by its result, among other things (CPython 3.11 to 3.14).
+    table = next((t for t in tables if _LINK in map(_kind_name, t.values())), {})
+    keys = {id(key) for key in table}
+    found = []
+    steps = iter(waiting)
+    for held in steps:
+        if id(held) in keys:
+            found.append((held, next(steps)))
+            keys.remove(id(held))
+    return found
 
 
 _LINK = "_lru_list_elem"

@@ -316,6 +316,7 @@ class Walk:
             if not isinstance(inner, types.FunctionType) or not is_finished(inner):
                 # It would take a traced scalar for another key than the number that this is.
                 found.tells_numbers = True
+                found.world.add_cache(value, route.label)
             for kept in kept_in(value):
                 if not isinstance(kept, torch.Tensor):
                     found.world.add(kept, f"{route.label}(...)")

@@ -37,6 +37,7 @@ from typing import Any, Protocol
 
 import torch
 
+from bendtrace.recording.objects import entries_of
 from bendtrace.recording.parts import PLAIN_TYPES, identical, is_array, module_of, slots_of
 from bendtrace.recording.reach import is_torchs, is_users_class
 from bendtrace.recording.versions import version_of
@@ -128,6 +129,10 @@ class World:
         content = self._add_content(thing, functools.partial(_slots, (name,)), label)
         for held in content.held():
             self.add(held, label)
+
+    def add_cache(self, cache: functools._lru_cache_wrapper[Any], label: str) -> None:
+        """Watch that a cache still gives what it gave."""
+        self._whole.append(_Kept(cache, entries_of, label))
 
     def same(self) -> bool:
         """Whether everything holds what it held."""
@@ -273,6 +278,16 @@ class _Content:
 
     def held(self) -> tuple[Any, ...]:
         return self._was if type(self._was) is tuple else ()
+
+
+class _Kept(_Content):
+    """The entries of a cache, to which others may come."""
+
+    __slots__ = ()
+
+    def same(self) -> bool:
+        now = {id(key): result for key, result in self._read(self.value)}
+        return all(now.get(id(key), now) is result for key, result in self._was)
 
 
 def _alike(a: Any, b: Any) -> bool:
