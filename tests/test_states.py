@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dis
 import functools
@@ -9,9 +10,10 @@ import itertools
 import math
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor, nn
@@ -100,6 +102,40 @@ def a_dict_and_its_order(x: Tensor) -> Any:
 
 
 @program
+def an_order_that_is_kept_apart(x: Tensor) -> Any:
+    found = collections.OrderedDict(a=1, b=2)
+    if x[0] > 0:
+        found.move_to_end("a")
+    y = x * 2 if asks(x[1]) else x * 3
+    return y, list(found)
+
+
+@program
+def two_lists_or_one(x: Tensor) -> Any:
+    one: list[int] = []
+    other = one if x[0] > 0 else []
+    y = x * 2 if asks(x[1]) else x * 3
+    one.append(1)
+    return y, list(other)
+
+
+@program
+def two_arrays_in_one_memory(x: Tensor) -> Any:
+    one = numpy.array([1, 2])
+    other = one[:1] if x[0] > 0 else one.copy()[:1]
+    y = x * 2 if asks(x[1]) else x * 3
+    one[0] = 7
+    return y, int(other[0])
+
+
+@program
+def a_tuple(x: Tensor) -> Any:
+    found = (1, 2) if x[0] > 0 else (2, 1)
+    y = x * 2 if asks(x[1]) else x * 3
+    return y + found[0]
+
+
+@program
 def a_closure(x: Tensor) -> Any:
     step = 1
 
@@ -119,6 +155,32 @@ def a_generator(x: Tensor) -> Any:
         next(numbers)
     y = x * 2 if asks(x[1]) else x * 3
     return y + next(numbers)
+
+
+@program
+def a_loop_of_a_generator(x: Tensor) -> Any:
+    def numbers() -> Iterator[int]:
+        for n in (1, 2, 3):
+            yield n
+
+    found = numbers()
+    next(found)
+    if x[0] > 0:
+        next(found)
+    y = x * 2 if asks(x[1]) else x * 3
+    return y + next(found)
+
+
+@program
+def a_question_in_a_loop_of_a_generator(x: Tensor) -> Any:
+    def numbers() -> Iterator[int]:
+        for n in (1, 2) if x[0] > 0 else (3, 4):
+            yield (7 if asks(x[1]) else 8) * n
+
+    found = 0
+    for number in numbers():
+        found = found * 50 + number
+    return x, found
 
 
 @program
@@ -189,6 +251,18 @@ def an_exception_that_is_handled(x: Tensor) -> Any:
         return y + found
     y = x * 2 if asks(x[1]) else x * 3
     return y + found
+
+
+@program
+def an_exception_that_is_raised_again(x: Tensor) -> Any:
+    try:
+        try:
+            raise ValueError(1 if x[0] > 0 else 2)
+        except ValueError:
+            y = x * 2 if asks(x[1]) else x * 3
+            raise
+    except ValueError as error:
+        return y + error.args[0]
 
 
 @program
