@@ -24,6 +24,7 @@ from bendtrace.errors import DivergenceError, NondeterminismError
 from bendtrace.recording import stacks, states
 from bendtrace.recording.liveness import is_read_later
 from bendtrace.replay import graph
+from tests.past_joins import past_joins
 
 pytestmark = pytest.mark.skipif(
     stacks.layout() is None, reason="the frames of this Python cannot be read: paths do not join"
@@ -883,6 +884,22 @@ def test_a_run_that_does_not_fit_in_is_noticed(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(states._Reader, "changes", lambda self: ())
     with pytest.raises(NondeterminismError, match="where it had done"):
         is_right(Notes(), INPUTS)
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_recorded_past_joins_calls_do_what_is_known(name: str) -> None:
+    with past_joins():
+        assert is_right(PROGRAMS[name], INPUTS)
+
+
+@pytest.mark.parametrize("order", range(len(ORDERS)))
+def test_recorded_past_joins_a_wrong_one_is_found(
+    order: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Replays would go wrong unnoticed, in some orders of calls."""
+    monkeypatch.setattr(READER, "_other", lambda self, value, kind: id(kind))
+    with past_joins(), pytest.raises(NondeterminismError, match="where it had done"):
+        is_right(PROGRAMS["an_object_of_the_users"], ORDERS[order])
 
 
 def test_frames_are_read_as_they_are() -> None:
