@@ -18,7 +18,7 @@ import functools
 import gc
 import sys
 import weakref
-from collections.abc import Iterator
+from collections.abc import Generator
 from types import CellType, CodeType, FrameType
 from typing import Any, NamedTuple
 
@@ -396,7 +396,7 @@ def _leaves(places: Layout) -> bool:
     return bool(compared.is_left if compared > places else False)
 
 
-def _looping(asked: _Asked, one: object) -> Iterator[bool]:
+def _looping(asked: _Asked, one: object) -> Generator[bool, None, None]:
     for _ in (one,):
         yield asked.step()
 
