@@ -18,7 +18,7 @@ import functools
 import gc
 import sys
 import weakref
-from collections.abc import Generator
+from collections.abc import Iterator
 from types import CellType, CodeType, FrameType
 from typing import Any, NamedTuple
 
@@ -396,7 +396,7 @@ def _leaves(places: Layout) -> bool:
     return bool(compared.is_left if compared > places else False)
 
 
-def _looping(asked: _Asked, one: object) -> Generator[bool, None, None]:
+def _looping(asked: _Asked, one: object) -> Iterator[bool]:
     for _ in (one,):
         yield asked.step()
 
@@ -409,7 +409,7 @@ def _fits(places: Layout) -> bool:
         for two, _ in zip((second,), (first,), strict=True):
             made = [one, two, 1 if asked else 0, asked.step()]
     made.append([*map(_Asked.step, (asked,))])
-    generator = _looping(asked, first)
+    generator: Any = _looping(asked, first)
     next(generator)
     in_condition, in_call, in_map, in_generator = asked.seen
     for seen in in_generator, suspended(generator.gi_frame, places):
