@@ -23,9 +23,9 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrizations, parametrize, prune
 
 import bendtrace as bt
-from bendtrace.analysis.classes import PerClassAnalyser
-from bendtrace.analysis.ranks import Rank
-from bendtrace.analysis.singular_values import spectrum
+from bendtrace.analysis.composed import PerClassAnalyser
+from bendtrace.analysis.spectra import Rank
+from bendtrace.analysis.matrices import spectrum
 from bendtrace.analysis.spectra import CovarianceSpectrum, power_law
 from bendtrace.analysis.weights import LayerWeightRank, weight_ranks
 from bendtrace.errors import InputError

@@ -169,7 +169,7 @@ class Analyser(Interjection):
 
     @targets.setter
     def targets(self, targets: Any) -> None:
-        self._targets = _per_sample(targets, "targets")
+        self._told("_targets", _per_sample(targets, "targets"))
 
     @property
     def samples(self) -> Tensor | None:
@@ -183,7 +183,10 @@ class Analyser(Interjection):
             raise InputError(
                 f"samples= are whole numbers, (batch,); got {found.dtype}, {tuple(found.shape)}"
             )
-        self._samples = found
+        self._told("_samples", found)
+
+    def _told(self, name: str, found: Tensor | None) -> None:
+        setattr(self, name, found)
 
     @contextmanager
     def batch(self, targets: Any = None, samples: Any = None) -> Iterator[Self]:

@@ -12,10 +12,14 @@ from torch.nn import functional as F
 from torch.optim import Optimizer
 
 from bendtrace.analysis.analyser import Analyser, Batch
-from bendtrace.analysis.matrices import as_matrix, check_features, check_positive
-from bendtrace.analysis.probe import Probe
-from bendtrace.analysis.ridge import check_alpha, ridge
-from bendtrace.analysis.scores import ClassScores, ValueScores
+from bendtrace.analysis.matrices import (
+    as_matrix,
+    check_alpha,
+    check_features,
+    check_positive,
+    ridge,
+)
+from bendtrace.analysis.probe import ClassScores, Probe, ValueScores
 from bendtrace.analysis.values import Keep, check_keep
 from bendtrace.errors import InputError
 from bendtrace.history.copies import lazily_copied
@@ -230,7 +234,7 @@ class LinearProbe(Analyser):
         with torch.autocast(features.device.type, enabled=False):
             found = optimizer.step(loss)  # type: ignore[arg-type]
         _clear(linear)
-        probe.changed()
+        probe.scores = None
         probe.steps += 1
         probe.loss = torch.as_tensor(found).detach()
         return probe.loss
@@ -263,7 +267,7 @@ class LinearProbe(Analyser):
         for path, (weight, bias) in solved.items():
             probe = self._states[path]
             probe.set(weight, bias if self.bias else None)
-            probe.changed()
+            probe.scores = None
 
     # What the base asks for
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from bendtrace._later import required_pandas
 from bendtrace.errors import InputError
 
 if TYPE_CHECKING:
@@ -56,14 +58,15 @@ def data_frame(
         relu 0         4   1.0
              1         4   2.0
     """
-    try:
-        import pandas
-    except ImportError as error:
-        raise ImportError("tables need pandas: pip install 'bendtrace[pandas]'") from error
+    pandas = required_pandas()
     keys: list[tuple[Any, ...]] = []
     rows: list[dict[Any, Any]] = []
     for key, found in _innermost(results, len(levels)):
-        for unit, row in _units(key, found) if per_unit else [((), _cells(found))]:
+        for unit, row in (
+            _units(key, found)
+            if per_unit
+            else [((), {name: _cell(value) for name, value in found.items()})]
+        ):
             keys.append((*key, *unit))
             rows.append(row)
     names = (*levels, "unit") if per_unit else levels
@@ -72,8 +75,8 @@ def data_frame(
         if len(names) > 1 and keys
         else pandas.Index([key[0] for key in keys], name=names[0])
     )
-    columns = list(dict.fromkeys(name for row in rows for name in row))
-    return pandas.DataFrame(rows, index=index, columns=pandas.Index(columns, dtype=object))
+    columns = pandas.Index(list(dict.fromkeys(name for row in rows for name in row)), dtype=object)
+    return pandas.DataFrame(rows, index=index, columns=columns)  # type: ignore[no-any-return]
 
 
 def _innermost(
@@ -84,10 +87,6 @@ def _innermost(
         return
     for name, inner in results.items():
         yield from _innermost(inner, depth - 1, (*key, name))
-
-
-def _cells(found: Mapping[Any, Any]) -> dict[Any, Any]:
-    return {name: _cell(value) for name, value in found.items()}
 
 
 def _cell(value: Any) -> Any:
@@ -110,16 +109,7 @@ def _units(
     shape = shapes.pop() if shapes else ()
     flat = {name: tensor.flatten().tolist() for name, tensor in tensors.items()}
     others = {name: _cell(value) for name, value in found.items() if name not in tensors}
-    for number, unit in enumerate(_indices(shape)):
+    for number, unit in enumerate(product(*map(range, shape))):
         own = {name: values[number] for name, values in flat.items()}
         row = {name: own.get(name, others.get(name)) for name in found}
         yield ((unit[0] if len(unit) == 1 else unit or 0),), row
-
-
-def _indices(shape: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    if not shape:
-        yield ()
-        return
-    for first in range(shape[0]):
-        for rest in _indices(shape[1:]):
-            yield (first, *rest)

@@ -20,8 +20,7 @@ from torch.nn.utils.weight_norm import WeightNorm
 
 from bendtrace._rewriting import _unrun
 from bendtrace.analysis.analyser import Analyser
-from bendtrace.analysis.matrices import epsilon
-from bendtrace.analysis.singular_values import Spectrum, check_tolerances
+from bendtrace.analysis.matrices import Spectrum, check_tolerances, epsilon
 from bendtrace.analysis.streaming.statistic import Statistic
 from bendtrace.errors import InputError
 from bendtrace.interject.interjection import Inputs, NodePass
@@ -77,11 +76,7 @@ class WeightRank:
         spectrum = self.spectrum
         values = spectrum.singular_values
         return {
-            "rank": spectrum.rank,
-            "normalized_rank": spectrum.normalized_rank,
-            "effective_rank": spectrum.effective_rank,
-            "stable_rank": spectrum.stable_rank,
-            "participation_ratio": spectrum.participation_ratio,
+            **spectrum.measures(),
             "spectral_norm": float(values[0]) if len(values) else 0.0,
             "frobenius_norm": float(values.norm()),
             "rows": spectrum.samples,

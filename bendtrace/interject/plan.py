@@ -143,7 +143,7 @@ class Entry:
 
 def forms_of(what: Interjection) -> frozenset[str]:
     """Say what an interjection does at a node."""
-    forms = {name for name in _FORMS if type(what)._overrides(name)}
+    forms = {name for name in _FORMS if name in what._forms()}
     if what.wants_inputs:
         forms.add("inputs")
     if what.observes:
