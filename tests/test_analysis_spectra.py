@@ -24,9 +24,8 @@ from torch.nn.utils import parametrizations, parametrize, prune
 
 import bendtrace as bt
 from bendtrace.analysis.composed import PerClassAnalyser
-from bendtrace.analysis.spectra import Rank
 from bendtrace.analysis.matrices import spectrum
-from bendtrace.analysis.spectra import CovarianceSpectrum, power_law
+from bendtrace.analysis.spectra import CovarianceSpectrum, Rank, power_law
 from bendtrace.analysis.weights import LayerWeightRank, weight_ranks
 from bendtrace.errors import InputError
 from tests.promise import state
@@ -734,7 +733,7 @@ def test_where_says_which_weights() -> None:
     ):
         assert list(weight_ranks(model, where)) == expected
         assert list(weight_ranks(bt.BendedModule(model), where)) == expected
-    with pytest.raises(InputError, match=r"'layer.1' means no weight; did you mean"):
+    with pytest.raises(InputError, match=r"'layer.1' matches no weight; did you mean"):
         weight_ranks(model, "layer.1")
     with pytest.raises(InputError, match="means no weight"):
         weight_ranks(model, nn.Conv2d)

@@ -21,16 +21,16 @@ __all__ = ["AnalyserList", "PerClassAnalyser", "PerClassVersusAnalyser"]
 class AnalyserList(Analyser):
     """Several analysers, inserted, fed, merged and saved as one.
 
-    Each stays what it is, with its own results and its own `enabled`; while the list is not
-    `enabled`, none of them sees anything. Targets and sample numbers that are set here are set for
-    all. The results have one level more: `{node path: {analyser: {name: value}}}`.
+    Each keeps its own results and its own `enabled`; while the list is not `enabled`, none of them
+    sees anything. Targets and sample numbers of the list are set for all. The results have one
+    level more: `{node path: {analyser: {name: value}}}`.
 
     Args:
-        analysers: the analysers, which are called by the names of their classes (`RunningMean`,
+        analysers: the analysers, which get the names of their classes (`RunningMean`,
             `RunningMean_1`), or a dict of them by name.
 
     Raises:
-        InputError: one of them is none.
+        InputError: one of them is no analyser.
 
     Example:
         >>> import torch, bendtrace as bt
@@ -75,7 +75,7 @@ class AnalyserList(Analyser):
 
     @property
     def levels(self) -> tuple[str, ...]:
-        """What the keys of the results are: nodes, analysers, and those of the analysers.
+        """The kinds of the keys of the results: nodes, analysers, and those of the analysers.
 
         Raises:
             InputError: these are not the same for all.
@@ -125,7 +125,7 @@ class AnalyserList(Analyser):
                 item.update(key, value, targets, samples, number=number)
 
     def reset(self) -> None:
-        """Have all of them forget what they saw."""
+        """Have all of them forget their values."""
         for item in self:
             item.reset()
 
@@ -136,7 +136,7 @@ class AnalyserList(Analyser):
         return {name: item.start(key) for name, item in self.analysers.items()}
 
     def update_state(self, state: Any, value: Tensor, batch: Batch) -> None:
-        """Have each take a value in."""
+        """Have each take in a value."""
         for name, item in self.analysers.items():
             item.update_state(state[name], value, batch)
 
@@ -146,14 +146,14 @@ class AnalyserList(Analyser):
             item.merge_state(state[name], other[name])
 
     def result(self, state: Any) -> dict[Any, Any]:
-        """Return what came out of each."""
+        """Return the results of each."""
         return {name: item.result(state[name]) for name, item in self.analysers.items()}
 
-    # What came out
+    # Results
 
     @property
     def calls(self) -> dict[str, int]:
-        """How many values were seen under each key, by that member that saw most."""
+        """The number of values under each key, of the member with most."""
         found: dict[str, int] = {}
         for item in self:
             for path, calls in item.calls.items():
@@ -162,17 +162,17 @@ class AnalyserList(Analyser):
 
     @property
     def results(self) -> dict[str, dict[Any, Any]]:
-        """What came out, by node path, analyser and name."""
+        """The results, by node path, analyser and name."""
         found: dict[str, dict[Any, Any]] = {}
         for name, item in self.analysers.items():
             for path, result in item.results.items():
                 found.setdefault(path, {})[name] = result
         return found
 
-    # Copies, and what others have seen
+    # Copies, and other analysers
 
     def merge(self, other: Self) -> None:
-        """Add what the members of another list have seen to those of this one.
+        """Add the values of another list's members to those of this one.
 
         Raises:
             InputError: it has other members. Nothing has changed then.
@@ -184,12 +184,12 @@ class AnalyserList(Analyser):
         self._take_over(made)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what all have seen."""
+        """Return the states of all."""
         members = [(name, item.state_dict()) for name, item in self.analysers.items()]
         return {"analyser": AnalyserList.__name__, "members": members}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Forget all that was seen, and take over what another list has seen.
+        """Forget all values, and take over the states of another list.
 
         Raises:
             InputError: it has other members. Nothing has changed then.
@@ -221,7 +221,7 @@ class AnalyserList(Analyser):
 
     @property
     def label(self) -> str:
-        """What reports call it."""
+        """The name in reports."""
         return f"AnalyserList of {', '.join(item.label for item in self)}"
 
     def __repr__(self) -> str:
@@ -258,17 +258,17 @@ def _free(name: str, taken: Mapping[str, Any]) -> str:
 
 
 class PerClassAnalyser(Analyser):
-    """Another analyser, for the samples of each class apart.
+    """One analyser for the samples of each class.
 
     Set `targets` to the labels of each batch, whole numbers (batch,), before the model is called.
-    The results have one level more: `{node path: {class: {name: value}}}`. A class is there at a
-    node once a sample of it came by.
+    The results have one level more: `{node path: {class: {name: value}}}`. A node has the classes
+    of the samples that reached it.
 
     Args:
-        analyser: what is done for each class; it serves as a pattern, and sees nothing itself.
+        analyser: the pattern for the analyser of each class, which sees nothing itself.
 
     Raises:
-        InputError: it is none, or one that does not look at what nodes give or their gradients.
+        InputError: it is none, or looks at neither outputs of nodes nor their gradients.
 
     Example:
         >>> import torch, bendtrace as bt
@@ -294,12 +294,12 @@ class PerClassAnalyser(Analyser):
 
     @property
     def label(self) -> str:
-        """What reports call it."""
+        """The name in reports."""
         return f"{self._name} of {self.analyser.label}"
 
     @property
     def levels(self) -> tuple[str, ...]:
-        """What the keys of the results are: nodes, classes, and those of the analyser."""
+        """The kinds of the keys of the results: nodes, classes, and those of the analyser."""
         return ("node", "class", *self.analyser.levels[1:])
 
     def start(self, key: str) -> Any:
@@ -326,7 +326,7 @@ class PerClassAnalyser(Analyser):
         state["rows"].update(value)
 
     def merge_state(self, state: Any, other: Any) -> None:
-        """Add what another saw, class by class."""
+        """Add the state of another one, class by class."""
         state["rows"].merge(other["rows"])
         for label, inner in other["classes"].items():
             if label not in state["classes"]:
@@ -334,20 +334,20 @@ class PerClassAnalyser(Analyser):
             self.analyser.merge_state(state["classes"][label], inner)
 
     def result(self, state: Any) -> dict[Any, Any]:
-        """Return what came out for each class."""
+        """Return the results for each class."""
         classes = state["classes"]
         return {label: self.analyser.result(classes[label]) for label in sorted(classes)}
 
 
 class PerClassVersusAnalyser(PerClassAnalyser):
-    """Another analyser, for the samples of each class, and for all samples of the others.
+    """Two analysers for each class: for its samples, and for all samples of the others.
 
-    The results are `{node path: {class: {"class": {...}, "rest": {...}}}}`. The rest is what the
-    analyser would say of all samples of other classes at the node. It is merged from what was kept
-    of these, so the analyser has to be one that can be merged.
+    The results are `{node path: {class: {"class": {...}, "rest": {...}}}}`. The rest has the
+    results for all samples of other classes at the node. It is merged from the states of these, so
+    the analyser has to be one that can be merged.
 
     Args:
-        analyser: what is done on each side; it serves as a pattern, and sees nothing itself.
+        analyser: the pattern for the analyser of each side, which sees nothing itself.
 
     Example:
         >>> import torch, bendtrace as bt
@@ -360,11 +360,11 @@ class PerClassVersusAnalyser(PerClassAnalyser):
 
     @property
     def levels(self) -> tuple[str, ...]:
-        """What the keys of the results are: nodes, classes, sides, and those of the analyser."""
+        """The kinds of the keys of the results: nodes, classes, sides, and the analyser's."""
         return ("node", "class", "side", *self.analyser.levels[1:])
 
     def result(self, state: Any) -> dict[Any, Any]:
-        """Return what came out for each class, and for the rest."""
+        """Return the results for each class, and for the rest."""
         classes = state["classes"]
         found = {}
         for label in sorted(classes):
@@ -413,7 +413,5 @@ def _per_pass(analyser: Analyser) -> bool:
 def _labels(targets: Tensor | None) -> Tensor:
     if targets is None or targets.dim() != 1 or targets.is_floating_point():
         seen = None if targets is None else f"{targets.dtype}, {tuple(targets.shape)}"
-        raise InputError(
-            f"classes are told by targets of whole numbers, (batch,); these are {seen}"
-        )
+        raise InputError(f"classes are targets of whole numbers, (batch,); these are {seen}")
     return targets.to(torch.int64)

@@ -55,7 +55,7 @@ def gradients_of(analyser: Any) -> str:
 
 
 class UnitAnalyser(Analyser):
-    """An analyser of units: of what lies along some dimensions of a value.
+    """An analyser of units: of the entries along some dimensions of a value.
 
     Args:
         keep: the dimension whose entries are units with results of their own: 1 for the channels
@@ -360,9 +360,9 @@ class RunningTopK(UnitAnalyser):
     where in its sample a value is, counted along the dimensions that are not kept. Of equal values
     those of the smaller sample number come first, then those of the smaller position.
 
-    Which samples of the data set are in a batch is what `samples` was set to; if to None, they are
-    counted as they come by at the node. At a node that some batches do not come by, and for
-    merging the results of several workers, set it.
+    `samples` of the analyser numbers the samples of a batch; if it is None, they are counted at the
+    node. Set it for nodes that some batches do not reach, and to merge the results of several
+    workers.
 
     Args:
         k: how many.
@@ -499,15 +499,15 @@ class DeadReLU(UnitAnalyser):
 
 
 class GradientAnalyser(UnitAnalyser):
-    """An analyser of the gradients that pass through nodes, in place of what they give.
+    """An analyser of the gradients that pass through nodes, instead of their outputs.
 
     Of a node with several outputs (or inputs) that have a gradient, each has results of its own:
-    `lstm|sub_0` for the first tensor among them. A call whose backward pass does not come by, or
-    that ran without gradients, is not seen; an output that leads nowhere has no gradient.
+    `lstm|sub_0` for the first tensor among them. A call whose backward pass does not reach the
+    node, or that ran without gradients, is not seen; an unused output has no gradient.
 
     Args:
-        of: `"output"`, the gradients of what a node gives; or `"input"`, of what it is given,
-            under `fc.input`. These are the gradients through this execution of the node alone.
+        of: `"output"`, the gradients of outputs; or `"input"`, of inputs, under `fc.input`. These are
+            the gradients through this execution of the node alone.
         keep: which dimensions have results of their own: see `UnitAnalyser`.
         per_pass: see `Analyser`.
 

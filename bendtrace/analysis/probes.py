@@ -1,4 +1,4 @@
-"""Linear probes: what can be read off at nodes by a linear map, at many of them at once."""
+"""Linear probes at many nodes at once."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ class LinearProbe(Analyser):
     `num_classes`, else values of a regression, `(batch,)` or `(batch, outputs)`. Where positions
     are samples of their own (`keep` without `pool`) there is one for each position.
 
-    What several passes of a node give, and what several calls of the model give before a
-    `train_step()`, is one batch. A node that a call does not come by has no step. A batch without
+    The values of several passes of a node, and of several calls of the model before a
+    `train_step()`, are one batch. A node that a call does not reach has no step. A batch without
     any samples, or with targets all of which are `ignore_index`, makes none either.
 
     Results are, at each node, the scores since the probe last changed, or `reset()`: `samples`,
@@ -58,13 +58,13 @@ class LinearProbe(Analyser):
     last one.
 
     Args:
-        num_classes: how many classes there are; None for a regression.
-        optimizer: called with the parameters of each probe: `torch.optim.Adam`, which it is if
-            nothing is said, or `functools.partial(torch.optim.SGD, lr=0.1)`.
+        num_classes: the number of classes; None for a regression.
+        optimizer: a function from the parameters of each probe to an optimizer:
+            `torch.optim.Adam`, the default, or `functools.partial(torch.optim.SGD, lr=0.1)`.
         closed_form: there is no training step; sums of products are kept instead, from which
             `solve(alpha)` finds the map with the least squares. Of classes it is that of targets
             of 1 and -1. These probes are float64, and can be merged before they are solved.
-        criterion: a function of predictions and targets that gives the mean loss. None: cross
+        criterion: a function of predictions and targets that returns the mean loss. None: cross
             entropy for classes, mean squared error for a regression.
         keep: which dimensions are features: `"units"` for all but the first, 1 for channels, -1
             for the last, or several; each position in the others is a sample of its own.
@@ -75,11 +75,11 @@ class LinearProbe(Analyser):
         ignore_index: targets of this class do not count.
         seed: the probes are initialised as `nn.Linear` after `torch.manual_seed(seed)`, each of
             them. The global random numbers are not touched.
-        max_features: how many features there may be with `closed_form`, targets included.
+        max_features: the limit of features with `closed_form`, targets included.
         per_pass: whether each pass of a node has a probe of its own.
 
     Raises:
-        InputError: one of these makes no sense.
+        InputError: an argument makes no sense.
 
     Example:
         >>> import torch, bendtrace as bt
@@ -269,7 +269,7 @@ class LinearProbe(Analyser):
             probe.set(weight, bias if self.bias else None)
             probe.scores = None
 
-    # What the base asks for
+    # As an analyser
 
     def start(self, key: str) -> Probe:
         """Return what there is of a probe before its features are known."""
@@ -458,7 +458,7 @@ def _checked_top(top_k: Any, classes: int | None) -> tuple[int, ...]:
 
 
 def _called(function: Any) -> str | None:
-    """Return what a function is called, with what is given to it."""
+    """Return the name of a function, with the arguments of a partial one."""
     if function is None:
         return None
     if isinstance(function, functools.partial):

@@ -161,9 +161,9 @@ def ids_of(batch: Any, said: Any, start: int, size: int | None) -> Ids:
     if said is None:
         if size is None:
             raise InputError(
-                "how many samples a batch has is told by its first tensor, and there is none in "
-                f"this {type(batch).__name__}: say so with ids=, a key of the batch or a function "
-                "of it that gives one id for each sample"
+                "the number of samples of a batch is that of its first tensor, and there is none "
+                f"in this {type(batch).__name__}: give ids=, a key of the batch or a function of it "
+                "that returns one id for each sample"
             )
         return range(start, start + size)
     found = said(batch) if callable(said) else part_of(batch, said, "ids")

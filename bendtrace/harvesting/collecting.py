@@ -242,7 +242,7 @@ class Collector:
 
     def _ran(self, recording: Recording) -> None:
         self._runs.append(recording)
-        # The passes of the next call of the same batch go on from there.
+        # The passes of the next call of the same batch continue the count.
         if self._several:
             self._before.update(self._most)
 

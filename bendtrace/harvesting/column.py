@@ -230,7 +230,7 @@ class Column:
         return made
 
     def _of(self, piece: Piece) -> Tensor:
-        """Return the rows of one batch, in the memory of the file: nobody may write to them."""
+        """Return the rows of one batch, in the memory of the file, which must not be written to."""
         if self._elements is None or self._elements[0] is not piece.shard:
             elements = self._opened(piece.shard).elements(self.name, self.dtype)
             self._elements = piece.shard, elements

@@ -87,7 +87,7 @@ class Rows:
     def _make_room(self, rest: torch.Size, stop: int, rows: int) -> None:
         each = max(1, rest.numel() * self.dtype.itemsize)
         most = max(stop, min(rows, self._room // each), 2 * stop if self._used else 0)
-        # Memory that nobody writes to costs nothing.
+        # Memory that is never written to costs nothing.
         grown = torch.empty((most, *rest), dtype=self.dtype)
         if self._used:
             grown[: self._used] = self._buffer[: self._used]
@@ -324,7 +324,7 @@ def require_place(key: str, known: str, place: str) -> None:
     """Refuse two nodes of one name, at different places in the source."""
     if known != place:
         raise InputError(
-            f"{key!r} was the node at {known.partition(' < ')[0] or '?'} in what was harvested "
+            f"{key!r} was the node at {known.partition(' < ')[0] or '?'} in a harvest "
             f"before or by another process, and is the one at {place.partition(' < ')[0] or '?'} "
             "here: of several nodes the one that a process runs first has the plain name. Give "
             "a BendedModule that was called with the same inputs first, so that all have names"

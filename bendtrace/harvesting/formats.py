@@ -51,7 +51,7 @@ class Held(Protocol):
         """Read everything, and compare it with the checksums.
 
         Raises:
-            LoadError: it is not what was written.
+            LoadError: the content has changed.
         """
 
 

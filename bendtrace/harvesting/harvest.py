@@ -286,7 +286,7 @@ class _Site:
             twice = list((Counter(made.ids) - Counter(set(made.ids))).elements())
             if twice:
                 raise InputError(
-                    f"{len(twice)} ids came up more than once, such as {twice[:3]}: with "
+                    f"{len(twice)} ids occur more than once, such as {twice[:3]}: with "
                     "sharded=True each sample has to be in the part of one process"
                 )
         with writing(self.directory):

@@ -237,7 +237,7 @@ class Harvest:
         """Read everything, and compare it with the checksums.
 
         Raises:
-            LoadError: something is not what was written.
+            LoadError: the content of a file has changed.
         """
         for shard in self.shards:
             self._open(shard).verify()

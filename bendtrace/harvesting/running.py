@@ -75,7 +75,7 @@ class Run:
         self._last: Any = None  # the content of the last batch that was harvested
         self._versions: tuple[int, ...] = ()  # of its tensors, before the model was called
         self._size_of_last = 0
-        self._has_new = False  # whether there is more than what was there before
+        self._has_new = False  # whether there is more than before
         self._state = self._state_now()
         self._kind: type | None = self._past.kind
 
@@ -193,8 +193,8 @@ class Run:
                 error.add_note(f"while harvesting {where}")
                 raise
             raise HarvestError(
-                f"harvesting {where} failed: {type(error).__name__}: {error}. What was done before "
-                "is kept, and the same call goes on from there",
+                f"harvesting {where} failed: {type(error).__name__}: {error}. The batches "
+                "before it are kept, and the same call resumes there",
                 number,
                 tuple(ids),
             ) from error

@@ -1,7 +1,7 @@
 """Shards on disk: a file of tensors each, and an index, without which it does not count.
 
 Both are written under another name, brought to the disk, and renamed; the index last. So at each
-moment there are some shards that are complete, and leftovers that nobody looks at.
+moment there are some complete shards, and leftovers that are ignored.
 """
 
 from __future__ import annotations

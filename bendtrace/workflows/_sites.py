@@ -171,7 +171,7 @@ def unlike(source: Tensor, target: Tensor) -> str:
 
 
 class _Station(Interjection):
-    """Hands the value of a site to the run that goes on."""
+    """Hands the value of a site to the present run."""
 
     late = True
     self_contained = True
@@ -346,7 +346,7 @@ class Sites:
             self.places.setdefault((number, at.path or "output"), []).append(at.number)
 
     def reached(self, number: int, at: NodePass, value: Any) -> Any:
-        """Do what the present run is for; return the value that goes on, or None."""
+        """Let the present run replace a value; return the replacement, or None."""
         act = self._act
         if act is None or threading.get_ident() != self._thread:
             return None

@@ -66,49 +66,49 @@ def ablate(
     every: int | None = None,
     allow_none: bool = False,
 ) -> Insertion:
-    """Take out what nodes give, or a part of it, from now on.
+    """Replace the outputs of nodes, or a part of them, from now on.
 
-    Heads of attention are slices of what the output projection is given: `ablate(bended,
+    Heads of attention are slices of the input of the output projection: `ablate(bended,
     "transformer.h.0.attn.c_proj", heads=12, head=3, at="input")`.
 
     Args:
         model: a `BendedModule`.
-        where: at which nodes; what `BendedModule.interject` takes.
-        how: what takes the place:
+        where: the nodes, as `BendedModule.interject` takes them.
+        how: the replacement:
 
             - "zero";
-            - "mean": the mean over the axes `over`, of what the node gives for `reference`, or if
-              there is none in the present call, by itself for each node and pass;
-            - "resample": what the node gives for another sample (axis 0): of the present call, in
+            - "mean": the mean over the axes `over`, of the node's output for `reference`, or
+              without one of its output in the present call, for each node and pass;
+            - "resample": the node's output for another sample (axis 0): of the present call, in
               a cycle of all of them, so that none gets its own; or of `reference` (Chan et al.,
               "Causal Scrubbing", 2022);
             - a number or a tensor, which is broadcast to the part;
-            - a function of the whole value, which gives another one of the same shape.
-        heads: how many heads the value consists of, along `head_axis`.
+            - a function of the whole value, which returns another one of the same shape.
+        heads: the number of heads of the value, along `head_axis`.
         head: which are ablated: an int or ints; None for all.
-        head_axis: the axis that is made of heads, one after the other.
+        head_axis: the axis that consists of heads, one after the other.
         channels: which positions along `axis` are ablated: an int, a slice or ints; None for all.
         axis: their axis.
-        at: "output": what the nodes give; "input": the first tensor that they are given.
+        at: "output": the outputs of the nodes; "input": their first input tensors.
         reference: for "mean", inputs, or a list or another iterable of inputs, such as a data
-            loader, which is run through once, now, in bounded memory; sums are made in float64. A
-            tuple is the arguments of one call. For "resample" inputs of one call.
+            loader, which is run through once, now, in bounded memory, with sums in float64. A tuple
+            is the arguments of one call. For "resample" inputs of one call.
         over: axes that the mean is taken over. 0 keeps a mean for each position; where samples
             differ in length, (0, 1).
         seed: for "resample": of the cycle, or the samples of the reference, which are drawn with
             `torch.Generator().manual_seed(seed)` anew in each call, so that all nodes, passes and
             calls with as many samples have the same.
         passes: in which passes of each node; see `BendedModule.interject`.
-        every: in every how manieth pass.
-        allow_none: whether it is right that no node is meant.
+        every: only in every n-th pass.
+        allow_none: whether `where` may match no node.
 
     Returns:
         The insertion, which is also a context manager: `remove()`, `report()`.
 
     Raises:
-        SiteError: what the nodes give has no such part.
-        NodePathError: no node is meant.
-        InputError: something given makes no sense.
+        SiteError: the output of a node has no such part.
+        NodePathError: `where` matches no node.
+        InputError: an argument makes no sense.
 
     Example:
         >>> import torch, bendtrace as bt
@@ -172,17 +172,16 @@ class _InputAblation(_Ablation):
 
 @dataclass(frozen=True, repr=False, eq=False)
 class AblationStudy(Grid):
-    """What ablating one thing after the other has shown.
+    """The result of an ablation study: the metric with each cell ablated.
 
     Attributes:
         values: the metric with each cell ablated, in shape (sites, channels), or (sites, channels,
-            heads) where heads were told apart; float64, nan where something is missing.
+            heads) where heads are separate; float64, nan where something is missing.
         sites: names of the sites.
-        positions: the channels: ints, slices, groups of ints; (None,) where they were not told
-            apart.
-        heads: the numbers of the heads; None where they were not told apart.
+        positions: the channels: ints, slices, groups of ints; (None,) where they are not separate.
+        heads: the numbers of the heads; None where they are not separate.
         base: the metric of the model as it is.
-        how: what took the place of values.
+        how: the name of the replacement.
         missing: why cells are nan, by name of the site.
 
     Example:
@@ -205,7 +204,7 @@ class AblationStudy(Grid):
 
     @property
     def effect(self) -> Tensor:
-        """How much ablating changes the metric: that with it less that without."""
+        """The change of the metric: with the ablation less without it."""
         return self.values - self.base
 
     def _title(self) -> str:
@@ -230,21 +229,21 @@ def ablation_study(
     seed: int = 0,
     missing: Literal["raise", "nan"] = "raise",
 ) -> AblationStudy:
-    """Ablate one thing after the other, and see what that does to a metric.
+    """Ablate one part after the other, and measure a metric.
 
     The model is called once as it is, and once for each site, channel and head; each call is given
-    copies of the inputs, and begins with the same random numbers and buffers, which are put back
-    in the end.
+    copies of the inputs, and begins with the same random numbers and buffers, which are restored
+    at the end.
 
     Args:
-        model: a module, a function, or a `BendedModule`, with what is inserted in it.
+        model: a module, a function, or a `BendedModule`, whose insertions stay active.
         inputs: a tensor, a tuple of arguments, a mapping of keyword arguments, or a `Call`.
         sites: as for `activation_patching`.
-        metric: a function of the model's output that gives a number.
+        metric: a function from the model's output to a number.
         how: as for `ablate`.
         heads: as for `ablate`; here each head is a cell of its own.
         head: which of them.
-        head_axis: the axis that is made of heads.
+        head_axis: the axis that consists of heads.
         channels: None for all together, "each", or channels: ints, slices, or groups of ints, each
             of which is a cell of its own.
         axis: their axis.
@@ -252,15 +251,15 @@ def ablation_study(
         reference: as for `ablate`.
         over: as for `ablate`.
         seed: as for `ablate`.
-        missing: what is done with channels and heads that are not there: "raise", or "nan".
+        missing: what happens with channels and heads that do not exist: "raise", or "nan".
 
     Returns:
         An `AblationStudy`: values in shape (sites, channels) or (sites, channels, heads).
 
     Raises:
         SiteError: no run reached a site, or it has no such part.
-        NodePathError: a site means no node.
-        InputError: something given makes no sense.
+        NodePathError: a site matches no node.
+        InputError: an argument makes no sense.
 
     Example:
         >>> import torch, bendtrace as bt

@@ -1,4 +1,4 @@
-"""Playing with a generator: bends whose parameters are changed while calls go on."""
+"""Playing with a generator: bends whose parameters change between calls."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def _parameter(bended: BendedModule, parameter: BendingParameter | str) -> Bendi
 
 
 class BendingSession:
-    """Bends of a model with parameters to be changed while calls go on; a context manager.
+    """Bends of a model whose parameters change between calls; a context manager.
 
     At its end its bends are removed; other insertions stay.
 

@@ -38,7 +38,7 @@ class PathPatching(Table):
 
     Attributes:
         values: the metric, in shape (senders, receivers), or (senders, receivers, heads) where the
-            senders' heads were told apart; float64. Where no path leads from the one to the other,
+            senders' heads are separate; float64. Where no path leads from the one to the other,
             that of the run that is patched.
         edges: how many edges carry each sender's change, in shape (senders, receivers).
         senders: their names.
@@ -277,7 +277,7 @@ class _Cells:
 
     Args:
         flow: the patched run.
-        plan: what was asked for.
+        plan: the senders, receivers and paths, as they were given.
         rows: the senders.
         places: the passes of all noted nodes.
         seen: the senders' values in the run that values are taken from, and in the patched run.

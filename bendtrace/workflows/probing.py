@@ -164,10 +164,10 @@ def _pair(batch: Any, split: Callable[[Any], tuple[Any, Tensor]] | None) -> tupl
     return pair[0], pair[1].detach()
 
 
-def _row(value: Any, call: Call, reduce: Any, path: str) -> Tensor:
+def _row(given: Any, call: Call, reduce: Any, path: str) -> Tensor:
     if callable(reduce):
-        return rows_of(value, path, "reduce", reduce(value, call))
-    value = rows_of(value, path, "reduce")
+        return rows_of(given, path, "reduce", reduce(given, call))
+    value = rows_of(given, path, "reduce")
     if value.dim() == 2:
         return value
     if reduce == "flatten":

@@ -466,20 +466,20 @@ def _outputs(trace: Trace, ops: set[int]) -> tuple[str, ...]:
 
 
 def _writers(trace: Trace, index: int) -> set[int]:
-    """Return the ops that wrote into what the model gives, after it was made."""
+    """Return the ops that wrote into an output of the model, after it was made."""
     reads = trace.recording.output_reads
     return {writer for read, writer in reads.items() if read == index}
 
 
 def _ops_of(trace: Trace, node: Any) -> list[int]:
-    """Return the ops that give what is meant by a node."""
+    """Return the ops whose outputs are the value of a node."""
     if isinstance(node, (list, tuple, set, frozenset)):
         if not node:
             raise InputError("no node is given")
         return sorted({index for item in node for index in _ops_of(trace, item)})
     name = node.name if isinstance(node, NodeRef) else getattr(node, "_path", node)
     if not isinstance(name, str):
-        raise InputError(f"a node is told by a name or path, not by {node!r}")
+        raise InputError(f"a node is given by a name or path, not by {node!r}")
     outputs = [(path, index) for path, index, _ in trace._tree.outputs if index is not None]
     name = name.replace("|", ".") if name.startswith("output|") else name
     found = [i for path, i in outputs if path == name or path.startswith(f"{name}.")]
@@ -506,7 +506,7 @@ def _ops_of(trace: Trace, node: Any) -> list[int]:
 
 
 def _value_of(trace: Trace, node: Any) -> tuple[int, tuple[Any, ...]]:
-    """Return the op that gives one tensor, and where that is in what it gives."""
+    """Return the op of one tensor, and the place of the tensor in the op's output."""
     outputs = {path: (i, element) for path, i, element in trace._tree.outputs if i is not None}
     said = node.replace("|", ".") if isinstance(node, str) else node
     if isinstance(said, str) and said in outputs:

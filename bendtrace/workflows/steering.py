@@ -150,9 +150,9 @@ def steering_vector(
             vectors[path] = made
         else:
             vectors[path] = (one.mean(path) - other.mean(path)).to(one.dtypes[path])
-    means = ({path: sums.mean(path) for path in vectors} for sums in (one, other))
+    first, second = ({path: sums.mean(path) for path in vectors} for sums in (one, other))
     counts = max(one.counts.values()), max(other.counts.values())
-    return SteeringVectors(vectors, *means, counts)
+    return SteeringVectors(vectors, first, second, counts)
 
 
 def _in_order(paths: Iterable[str]) -> list[str]:
@@ -202,8 +202,8 @@ class _Sums:
         return self.totals[path] / self.counts[path]
 
 
-def _rows(value: Any, call: Call, position: Any, path: str) -> Tensor:
-    value = rows_of(value, path, "position")
+def _rows(given: Any, call: Call, position: Any, path: str) -> Tensor:
+    value = rows_of(given, path, "position")
     if callable(position):
         return rows_of(value, path, "position", position(value, call))
     if position is None:

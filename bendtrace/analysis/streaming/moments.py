@@ -22,17 +22,11 @@ class _Shifted(UnitStatistic):
         self._shift: Tensor | None = None  # the fixed value
         self._sums: list[Tensor] = []  # of deviations from it; of products of those from the mean
 
-    def update(self, rows: Tensor) -> None:
-        """Take in rows, `(n, *shape)`.
-
-        Raises:
-            InputError: they are of another shape than the ones before.
-        """
-        rows = accumulator(self._checked(rows))
+    def _take(self, rows: Tensor) -> None:
+        rows = accumulator(rows)
         count, shift = rows.shape[0], self._shift
-        self._shape = tuple(rows.shape[1:])
         if shift is None or self.count == 0:
-            mean = rows.mean(0) if count else rows.new_zeros(self._shape)
+            mean = rows.mean(0) if count else rows.new_zeros(rows.shape[1:])
             self._shift = shift = torch.where(mean.isfinite(), mean, 0.0)
             self._sums = [torch.zeros_like(item) for item in self._sums_of(shift[None])]
         if count:

@@ -36,14 +36,7 @@ class MinMax(UnitStatistic):
         super().__init__()
         self._ends: list[Tensor] = []
 
-    def update(self, rows: Tensor) -> None:
-        """Take in rows, `(n, *shape)`.
-
-        Raises:
-            InputError: they are of another shape than the ones before.
-        """
-        rows = self._checked(rows)
-        self._shape = tuple(rows.shape[1:])
+    def _take(self, rows: Tensor) -> None:
         if rows.shape[0]:
             self._add([rows.amin(0), rows.amax(0)], rows.shape[0])
 
@@ -175,7 +168,7 @@ class TopK(UnitStatistic):
 
         Args:
             given: values, samples and positions, (n, units).
-            ordered: whether they come by samples and positions already.
+            ordered: whether they are in the order of samples and positions already.
         """
         values, samples, positions = given
         # The last key counts most, since equal ones keep the order that they have in a stable sort.
@@ -277,13 +270,7 @@ class Histogram(UnitStatistic):
         self.edges = found
         self._counts: Tensor | None = None  # (units, bins + 3): below, bins, above, nan
 
-    def update(self, rows: Tensor) -> None:
-        """Take in rows, `(n, *shape)`.
-
-        Raises:
-            InputError: they are of another shape than the ones before.
-        """
-        rows = self._checked(rows)
+    def _take(self, rows: Tensor) -> None:
         bins, count = len(self.edges) - 1, rows.shape[0]
         units = rows.new_empty(rows.shape[1:]).numel()
         device = torch.device("cpu") if rows.device.type == "mps" else rows.device
@@ -294,7 +281,6 @@ class Histogram(UnitStatistic):
         places = torch.where(values.isnan(), bins + 2, places)
         places += torch.arange(units, device=device) * (bins + 3)
         found = torch.bincount(places.flatten(), minlength=units * (bins + 3))
-        self._shape = tuple(rows.shape[1:])
         self._add(found.reshape(units, bins + 3), count)
 
     def _add(self, counts: Tensor, count: int) -> None:
@@ -325,7 +311,7 @@ class Quantiles(UnitStatistic):
     """Quantiles of each unit: exact while there are fewer than `2 * size` rows, bounded after.
 
     Values wait in a buffer. When there are `2 * size`, they are sorted, and of each two neighbours
-    one goes on to the next buffer, where it counts for both; there likewise. Whether it is the
+    one moves to the next buffer, where it counts for both, and so on. Whether it is the
     first or the second alternates. Taking one of two neighbours of weight w moves the rank of any
     value by at most w, and these are added up: `rank_error` is a bound that is never exceeded, not
     one that holds with some probability (Manku, Rajagopalan and Lindsay, Approximate medians and
@@ -377,14 +363,7 @@ class Quantiles(UnitStatistic):
         """
         return self._error / self.count if self.count else 0.0
 
-    def update(self, rows: Tensor) -> None:
-        """Take in rows, `(n, *shape)`.
-
-        Raises:
-            InputError: they are of another shape than the ones before.
-        """
-        rows = self._checked(rows)
-        self._shape = tuple(rows.shape[1:])
+    def _take(self, rows: Tensor) -> None:
         if rows.shape[0] == 0:
             return
         rows = accumulator(rows)

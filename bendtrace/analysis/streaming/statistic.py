@@ -79,8 +79,8 @@ class Statistic:
 class UnitStatistic(Statistic):
     """A statistic of each unit of rows of one shape.
 
-    Subclasses name their settings in `_settings`, check rows with `_checked`, and add those of
-    another one, which has some, in `_join`.
+    Subclasses name their settings in `_settings`, take in rows of the right shape in `_take`, and
+    those of another one, which has some, in `_join`.
     """
 
     _settings: ClassVar[tuple[str, ...]] = ()
@@ -89,8 +89,20 @@ class UnitStatistic(Statistic):
         self.count = 0
         self._shape: tuple[int, ...] | None = None
 
+    def update(self, rows: Tensor) -> None:
+        """Take in rows, `(n, *shape)`.
+
+        Raises:
+            InputError: they are of another shape than the ones before.
+        """
+        rows = self._checked(rows)
+        self._shape = tuple(rows.shape[1:])
+        self._take(rows)
+
+    def _take(self, rows: Tensor) -> None:
+        raise NotImplementedError
+
     def _checked(self, rows: Tensor) -> Tensor:
-        """Return rows without gradients; refuse those of another shape than before."""
         if rows.dim() == 0:
             raise InputError("rows have a dimension that counts them: give (n, *shape)")
         shape = tuple(rows.shape[1:])
@@ -172,14 +184,7 @@ class Tally(UnitStatistic):
         super().__init__()
         self._true: Tensor | None = None
 
-    def update(self, rows: Tensor) -> None:
-        """Take in rows of truth values, `(n, *shape)`.
-
-        Raises:
-            InputError: they are of another shape than the ones before.
-        """
-        rows = self._checked(rows)
-        self._shape = tuple(rows.shape[1:])
+    def _take(self, rows: Tensor) -> None:
         self._add(rows.to(torch.bool).sum(0), rows.shape[0])  # int64
 
     def _add(self, found: Tensor, count: int) -> None:
