@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from bendtrace.analysis.streaming.statistic import decoded, encoded, merge_states
-from bendtrace.analysis.tables import data_frame, plain_results
-from bendtrace.analysis.values import parts_of
+from bendtrace.analysis.values import data_frame, parts_of, plain_results
 from bendtrace.errors import InputError
 from bendtrace.interject.interjection import Inputs, Interjection, NodePass
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from bendtrace.analysis.analyser import Analyser
-from bendtrace.analysis.tables import data_frame
+from bendtrace.analysis.values import data_frame
 from bendtrace.calls import Call
 from bendtrace.errors import InputError, NeverFiredWarning
 from bendtrace.interject.interjection import Inputs, NodePass

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from bendtrace._checks import required_int
 from bendtrace.analysis.analyser import Analyser, Batch
 from bendtrace.analysis.streaming.moments import Covariance, Moments
 from bendtrace.analysis.streaming.orders import Histogram, MinMax, Quantiles, TopK, even_edges
@@ -48,7 +49,7 @@ def see_gradients(
 
 
 def gradients_of(analyser: Any) -> str:
-    """Return which gradients an analyser takes: those of the `"output"` or the `"input"`."""
+    """Return the gradients that an analyser takes: those of `"output"` or `"input"`."""
     while not hasattr(analyser, "of"):  # a wrapper, or a list of those that look at the same
         analyser = analyser.analyser if hasattr(analyser, "analyser") else analyser[0]
     return str(analyser.of)
@@ -107,9 +108,7 @@ class UnitAnalyser(Analyser):
 class _Corrected(UnitAnalyser):
     def __init__(self, *, keep: Keep = 1, correction: int = 1, per_pass: bool = False) -> None:
         super().__init__(keep=keep, per_pass=per_pass)
-        if type(correction) is not int or correction < 0:
-            raise InputError(f"correction={correction!r}: a whole number from 0 on")
-        self.correction = correction
+        self.correction = required_int("correction", correction, 0)
 
 
 class FeatureStatistics(_Corrected):
@@ -168,17 +167,13 @@ class FeatureStatistics(_Corrected):
 
     def result(self, state: Any) -> dict[Any, Any]:
         """Return the statistics by name."""
-        moments = state["moments"]
-        found = moments.result()
+        found = state["moments"].result()
         higher = {name: found.pop(name) for name in ("skew", "kurtosis") if name in found}
+        zeros, nonfinite = state["zero"].result().double(), state["nonfinite"].result()
         return {
-            **found,
-            "std": found["var"].sqrt(),
-            **state["extremes"].result(),
-            "sparsity": state["zero"].result().double() / moments.count,
-            "nonfinite": state["nonfinite"].result(),
-            **higher,
-        }
+            **found, "std": found["var"].sqrt(), **state["extremes"].result(),
+            "sparsity": zeros / found["count"], "nonfinite": nonfinite, **higher,
+        }  # fmt: skip
 
 
 class RunningMean(UnitAnalyser):
@@ -506,8 +501,8 @@ class GradientAnalyser(UnitAnalyser):
     node, or that ran without gradients, is not seen; an unused output has no gradient.
 
     Args:
-        of: `"output"`, the gradients of outputs; or `"input"`, of inputs, under `fc.input`. These are
-            the gradients through this execution of the node alone.
+        of: `"output"`, the gradients of outputs; or `"input"`, of inputs, under `fc.input`. These
+            are the gradients through this execution of the node alone.
         keep: which dimensions have results of their own: see `UnitAnalyser`.
         per_pass: see `Analyser`.
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Self
 
 import torch
 from torch import Tensor
 
+from bendtrace._checks import required_number
 from bendtrace.analysis.streaming.moments import Covariance
 from bendtrace.analysis.streaming.statistic import Statistic
 from bendtrace.analysis.values import Keep, rows_of
@@ -191,14 +192,6 @@ def check_features(features: int, limit: int, instead: str) -> None:
             f"{features} features need a matrix of {gigabytes:.1f} GB, and max_features={limit}: "
             f"raise it, or give keep= (1 for channels, -1 for the last dimension), {instead}"
         )
-
-
-def check_positive(name: str, number: Any, *, or_none: bool = False) -> None:
-    """Raise an `InputError` if something is no whole number from 1 on."""
-    if or_none and number is None:
-        return
-    if type(number) is not int or number < 1:
-        raise InputError(f"{name} has to be a whole number from 1 on, not {number!r}")
 
 
 @dataclass(frozen=True, eq=False)
@@ -440,12 +433,9 @@ def spectrum_of_products(
 
 
 def check_tolerances(rtol: float | None, atol: float) -> None:
-    """Raise an `InputError` for tolerances that are negative, or no numbers."""
-    for name, value in (("rtol", rtol), ("atol", atol)):
-        if value is None and name == "rtol":
-            continue
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= 0:
-            raise InputError(f"{name} has to be a number from 0 on, not {value!r}")
+    """Refuse tolerances that are negative, or no numbers."""
+    required_number("rtol", rtol, or_none=True)
+    required_number("atol", atol)
 
 
 def _spectrum(
@@ -499,7 +489,7 @@ def ridge(
         >>> ridge(sums, 1, alpha=0)
         (tensor([[2.]], dtype=torch.float64), tensor([1.], dtype=torch.float64))
     """
-    check_alpha(alpha)
+    required_number("alpha", alpha, finite=True)
     if not sums.count or sums.width is None:
         raise InputError("nothing was taken in: show batches, with targets, in training mode")
     products = sums.centred if bias else sums.uncentred
@@ -513,12 +503,6 @@ def ridge(
         mean[features:] - weight @ mean[:features] if bias else torch.zeros_like(mean[features:])
     )
     return weight, shift
-
-
-def check_alpha(alpha: Any) -> None:
-    """Refuse a number that is no weight of a penalty."""
-    if isinstance(alpha, bool) or not isinstance(alpha, (int, float)) or not 0 <= alpha < math.inf:
-        raise InputError(f"alpha has to be a number from 0 on, not {alpha!r}")
 
 
 def _solved(inner: Tensor, mixed: Tensor, alpha: float, size: int) -> Tensor:

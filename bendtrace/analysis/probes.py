@@ -11,12 +11,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import Optimizer
 
+from bendtrace._checks import required_int, required_number
 from bendtrace.analysis.analyser import Analyser, Batch
 from bendtrace.analysis.matrices import (
     as_matrix,
-    check_alpha,
     check_features,
-    check_positive,
     ridge,
 )
 from bendtrace.analysis.probe import ClassScores, Probe, ValueScores
@@ -118,10 +117,9 @@ class LinearProbe(Analyser):
         per_pass: bool = False,
     ) -> None:
         super().__init__(per_pass=per_pass)
-        check_positive("num_classes", num_classes, or_none=True)
-        check_positive("max_features", max_features)
-        if type(seed) is not int:
-            raise InputError(f"seed has to be a whole number, not {seed!r}")
+        required_int("num_classes", num_classes, 1, or_none=True)
+        required_int("max_features", max_features, 1)
+        required_int("seed", seed)
         for name, function in (("optimizer", optimizer), ("criterion", criterion)):
             if function is not None and not callable(function):
                 raise InputError(f"{name} has to be a function, not {function!r}")
@@ -255,7 +253,7 @@ class LinearProbe(Analyser):
         """
         if not self.closed_form:
             raise InputError("probes are solved with LinearProbe(..., closed_form=True) alone")
-        check_alpha(alpha)
+        required_number("alpha", alpha, finite=True)
         solved = {}
         for path, probe in self._states.items():
             try:

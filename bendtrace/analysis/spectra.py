@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bendtrace._checks import required_int
 from bendtrace.analysis.analyser import Analyser, Batch
 from bendtrace.analysis.matrices import (
     Products,
@@ -17,7 +18,6 @@ from bendtrace.analysis.matrices import (
     as_matrix,
     centring_error,
     check_features,
-    check_positive,
     check_squares,
     check_tolerances,
     chosen_features,
@@ -50,8 +50,8 @@ class _Spectral(Analyser):
     ) -> None:
         super().__init__(per_pass=per_pass)
         check_tolerances(rtol, atol)
-        check_positive("max_features", max_features)
-        check_positive("subset", subset, or_none=True)
+        required_int("max_features", max_features, 1)
+        required_int("subset", subset, 1, or_none=True)
         self.keep = check_keep(keep)
         self.rtol = rtol
         self.atol = atol
@@ -133,7 +133,7 @@ class Rank(_Spectral):
         )  # fmt: skip
         if mode not in _MODES:
             raise InputError(f"mode is one of {', '.join(map(repr, _MODES))}, not {mode!r}")
-        check_positive("max_samples", max_samples)
+        required_int("max_samples", max_samples, 1)
         self.mode = mode
         self.centred = centred
         self.max_samples = max_samples
@@ -238,9 +238,7 @@ class CovarianceSpectrum(_Spectral):
             keep=keep, rtol=rtol, atol=atol, max_features=max_features, subset=subset, seed=seed,
             per_pass=per_pass,
         )  # fmt: skip
-        if type(correction) is not int or correction < 0:
-            raise InputError(f"correction has to be a whole number from 0 on, not {correction!r}")
-        self.correction = correction
+        self.correction = required_int("correction", correction, 0)
         self.fit = fit if isinstance(fit, bool) else _checked_range(fit)
 
     def start(self, key: str) -> Products:

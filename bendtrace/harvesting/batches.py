@@ -162,8 +162,8 @@ def ids_of(batch: Any, said: Any, start: int, size: int | None) -> Ids:
         if size is None:
             raise InputError(
                 "the number of samples of a batch is that of its first tensor, and there is none "
-                f"in this {type(batch).__name__}: give ids=, a key of the batch or a function of it "
-                "that returns one id for each sample"
+                f"in this {type(batch).__name__}: give ids=, a key of the batch or a function of "
+                "it that returns one id for each sample"
             )
         return range(start, start + size)
     found = said(batch) if callable(said) else part_of(batch, said, "ids")

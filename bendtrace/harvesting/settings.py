@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from bendtrace._checks import required_int
 from bendtrace.errors import InputError
 from bendtrace.interject.insertion import Insertion
 from bendtrace.interject.passes import Passes
@@ -90,9 +91,7 @@ class Settings:
                 f"float16 or bfloat16, not {self.dtype!r}"
             )
         for option in ("shard_samples", "shard_bytes"):
-            value = getattr(self, option)
-            if type(value) is not int or value < 1:
-                raise InputError(f"{option}= has to be a positive int, not {value!r}")
+            required_int(option, getattr(self, option), 1)
         if self.seed is not None and (type(self.seed) is not int or not 0 <= self.seed < 2**63):
             raise InputError(f"seed= has to be an int from 0 below 2^63, not {self.seed!r}")
         for name in self.keep:

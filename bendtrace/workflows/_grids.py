@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from bendtrace._checks import required_choice, required_int
 from bendtrace._later import required_pandas
 from bendtrace.drawing.heat_map import heat_map, text_table
 from bendtrace.errors import InputError, SiteError
@@ -24,22 +25,6 @@ Metric = Callable[[Any], Any]
 
 
 # Arguments
-
-
-def required_choice(name: str, value: Any, *choices: str) -> str:
-    """Return an option that is one of several words; anything else is an `InputError`."""
-    if not isinstance(value, str) or value not in choices:
-        words = " or ".join(f'"{choice}"' for choice in choices)
-        raise InputError(f"{name}= is {words}, not {value!r}")
-    return value
-
-
-def required_int(name: str, value: Any, least: int | None = None) -> int:
-    """Return an int, of a smallest size where there is one; anything else is an `InputError`."""
-    if type(value) is not int or (least is not None and value < least):
-        kind = {None: "an int", 1: "a positive int"}.get(least, f"an int from {least} on")
-        raise InputError(f"{name}= has to be {kind}, not {value!r}")
-    return value
 
 
 def required_metric(metric: Any) -> Metric:

@@ -6,12 +6,12 @@ import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import MemberDescriptorType
 from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor
 
+from bendtrace._checks import required_choice
 from bendtrace.calls import Call, differentiable, own_copy
 from bendtrace.errors import InputError, NodePathError, SiteError
 from bendtrace.history.copies import copied
@@ -29,7 +29,6 @@ from bendtrace.workflows._grids import (
     NoPart,
     Part,
     number_of,
-    required_choice,
 )
 
 At = Literal["output", "input"]
@@ -117,15 +116,10 @@ def _names(shape: Any, path: tuple[str, ...]) -> Iterator[str]:
     if isinstance(shape, Leaf):
         yield ".".join(path)
     elif isinstance(shape, Shape):
-        fields = getattr(shape.kind, "_fields", None)
-        if (
-            not fields
-            and issubclass(shape.kind, tuple)
-            and hasattr(shape.kind, "n_sequence_fields")
-        ):
-            # The results of torch's functions, such as `max`.
-            members = vars(shape.kind).items()
-            fields = [name for name, held in members if type(held) is MemberDescriptorType]
+        kind = shape.kind
+        # Those of named tuples, and of torch's own results, such as those of `max`.
+        of_tuple = getattr(kind, "_fields", getattr(kind, "__match_args__", ()))
+        fields = of_tuple if issubclass(kind, tuple) else ()
         for key, item in zip(shape.keys, shape.items, strict=True):
             name = f"sub_{key}" if isinstance(key, int) else str(key)
             yield from _names(item, (*path, fields[key] if fields else name))

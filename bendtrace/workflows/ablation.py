@@ -12,6 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from bendtrace._checks import required_choice, required_int
 from bendtrace.calls import Call, are_several, bended_of, calls_of, required_bended
 from bendtrace.errors import InputError, SiteError
 from bendtrace.interject.insertion import Insertion
@@ -28,7 +29,6 @@ from bendtrace.workflows._grids import (
     Part,
     number_of,
     position_of,
-    required_choice,
     required_metric,
 )
 from bendtrace.workflows._sites import (
@@ -354,8 +354,7 @@ def _substitute_of(
     seed: Any,
 ) -> _Substitute:
     """Read how values are replaced, and run the reference, if there is one."""
-    if isinstance(seed, bool) or not isinstance(seed, int):
-        raise InputError(f"seed= has to be an int, not {seed!r}")
+    required_int("seed", seed)
     axes = _axes_of(over)
     named = how if isinstance(how, str) and how in ("zero", "mean", "resample") else None
     if named is None and (isinstance(how, str) or not (callable(how) or _is_number(how))):

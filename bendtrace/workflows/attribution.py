@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from bendtrace._checks import required_int
 from bendtrace.calls import Call, bended_of
 from bendtrace.errors import InputError
 from bendtrace.interject.candidate import Candidate
@@ -24,7 +25,6 @@ from bendtrace.workflows._grids import (
     Part,
     TwoRuns,
     as_number,
-    required_int,
     required_metric,
     scalar_of,
 )

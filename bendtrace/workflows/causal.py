@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from bendtrace._checks import required_int, required_number
 from bendtrace.calls import Call, bended_of
 from bendtrace.errors import InputError, SiteError
 from bendtrace.interject.where import describe_where
@@ -19,7 +20,6 @@ from bendtrace.workflows._grids import (
     NoPart,
     Part,
     position_of,
-    required_int,
     required_metric,
 )
 from bendtrace.workflows._sites import Act, At, Exchange, Key, Row, Seen, Sites, listed_sites
@@ -178,9 +178,8 @@ def causal_tracing(
     columns = Columns.of(positions, axis, heads, head, head_axis)
     measured, missed = required_metric(metric), Missing(missing, "replace", HINT)
     subject = Part(position_of(subject_positions, "subject_positions"), axis)
-    for name, number in (("noise", noise), ("std", 1.0 if std is None else std)):
-        if isinstance(number, bool) or not isinstance(number, (int, float)) or not number >= 0:
-            raise InputError(f"{name}= has to be a number that is not negative, not {number!r}")
+    required_number("noise", noise)
+    required_number("std", std, or_none=True)
     required_int("samples", samples, 1)
     required_int("window", window, 1)
     bended, call = bended_of(model), Call.of(inputs)

@@ -6,13 +6,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from bendtrace._checks import required_choice
 from bendtrace.calls import Call, bended_of
 from bendtrace.workflows._grids import (
     Columns,
     Missing,
     Part,
     TwoRuns,
-    required_choice,
     required_metric,
 )
 from bendtrace.workflows._sites import At, Exchange, Sites, listed_sites

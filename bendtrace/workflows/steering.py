@@ -268,7 +268,7 @@ class _Steps(Interjection):
             self._counting, self._generation, self._number = False, None, 0
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class _Adds(Interjection):
     """Adds a vector."""
 

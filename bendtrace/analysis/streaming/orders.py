@@ -9,6 +9,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from bendtrace._checks import required_int
 from bendtrace.analysis.streaming.statistic import UnitStatistic
 from bendtrace.analysis.values import accumulator
 from bendtrace.errors import InputError
@@ -89,9 +90,7 @@ class TopK(UnitStatistic):
 
     def __init__(self, k: int, *, largest: bool = True) -> None:
         super().__init__()
-        if type(k) is not int or k < 1:
-            raise InputError(f"k={k!r}: it is how many values are kept, at least 1")
-        self.k = k
+        self.k = required_int("k", k, 1)
         self.largest = largest
         self._kept: list[Tensor] = []  # values, samples (-1 for none), positions; (<=k, units)
 
@@ -347,9 +346,7 @@ class Quantiles(UnitStatistic):
 
     def __init__(self, size: int = 1024) -> None:
         super().__init__()
-        if type(size) is not int or size < 2:
-            raise InputError(f"size={size!r}: it is how many values are kept, at least 2")
-        self.size = size
+        self.size = required_int("size", size, 2)
         self._levels: list[Tensor] = []  # `(m, *shape)`; each value counts 2**level times
         self._takes_second: list[bool] = []
         self._error = 0
