@@ -7,12 +7,14 @@ from typing import Any, Protocol, Self
 from bendtrace.interject.board import Board
 from bendtrace.interject.candidate import Candidate
 from bendtrace.interject.insertion import Insertion
+from bendtrace.recording.recorder import Recording
 
 __all__ = ["InsertionGroup", "InsertionHandle", "is_root"]
 
 
 class _Model(Protocol):
     _board: Any
+    _known: Any
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
@@ -33,6 +35,11 @@ class InsertionGroup:
     def __init__(self, model: _Model) -> None:
         self.insertions: list[Insertion] = []
         self._board: Board = model._board
+        self._known = model._known
+
+    def known_runs(self) -> list[Recording]:
+        """Return the runs of the model that are known, those with insertions included."""
+        return list(self._known.recordings())
 
     def make(
         self, where: Any, what: Any, *, allow_none: bool = False, kind: type[Insertion] = Insertion

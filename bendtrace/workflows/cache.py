@@ -155,9 +155,10 @@ def run_with_cache(
     fixed = _fixed(bended.model, call) if detach else None
     # The model's own Python could write to shared memory by its address, as through numpy arrays.
     # Whether it does is known from the first run on.
-    runs = bended._known.recordings()
+    group = InsertionGroup(bended)
+    runs = group.known_runs()
     is_lazy = bool(runs) and not any(map(_hands_out, runs))
-    wanted = _Wanted(bended, known, _Clock(fixed, is_lazy))
+    wanted = _Wanted(bended, group, known, _Clock(fixed, is_lazy))
     wanted.read(names_filter)
     wanted.insert()
     try:
@@ -303,8 +304,10 @@ class _Source:
 class _Wanted:
     """The values of a call to keep, and the aliases that were asked for."""
 
-    def __init__(self, bended: BendedModule, aliases: Aliases, clock: _Clock) -> None:
-        self.group = InsertionGroup(bended)
+    def __init__(
+        self, bended: BendedModule, group: InsertionGroup, aliases: Aliases, clock: _Clock
+    ) -> None:
+        self.group = group
         self._model = bended.model
         self._aliases = aliases
         self._clock = clock
