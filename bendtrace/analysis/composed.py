@@ -49,9 +49,13 @@ class AnalyserList(Analyser):
         members = self.analysers.values()
         self.self_contained = all(item.self_contained for item in members)
         self.wants_inputs = any(item.wants_inputs for item in members)
+        self._looking = {
+            form: [item for item in members if form in item._forms()]
+            for form in ("after", "backward")
+        }
 
     def _forms(self) -> frozenset[str]:
-        return frozenset[str]().union(*(item._forms() for item in self))
+        return frozenset(form for form, items in self._looking.items() if items)
 
     def __iter__(self) -> Iterator[Analyser]:
         return iter(self.analysers.values())
@@ -98,17 +102,15 @@ class AnalyserList(Analyser):
 
     def after(self, at: NodePass, inputs: Inputs, output: Any) -> None:
         """Hand on the output of a node."""
-        for item in self if self.enabled else ():
-            if "after" in item._forms():
-                item.after(at, inputs, output)
+        for item in self._looking["after"] if self.enabled else ():
+            item.after(at, inputs, output)
 
     def backward(
         self, at: NodePass, grad_input: tuple[Any, ...], grad_output: tuple[Any, ...]
     ) -> None:
         """Hand on the gradients of a node."""
-        for item in self if self.enabled else ():
-            if "backward" in item._forms():
-                item.backward(at, grad_input, grad_output)
+        for item in self._looking["backward"] if self.enabled else ():
+            item.backward(at, grad_input, grad_output)
 
     def update(
         self,

@@ -66,16 +66,13 @@ class Condition:
 
     def row(self) -> list[Any]:
         """Return it as plain values, ready for JSON."""
-        return [
-            self.kind, self.text, self.outcome, self.file, self.line, self.module,
-            list(self.iteration), self.is_loop,
-        ]  # fmt: skip
+        return list(vars(self).values())
 
     @classmethod
     def of_row(cls, row: Sequence[Any]) -> Condition:
         """Return the condition of a `row`."""
-        kind, text, outcome, file, line, module, iteration, is_loop = row
-        return cls(kind, text, outcome, file, line, module, tuple(iteration), is_loop)
+        *rest, iteration, is_loop = row
+        return cls(*rest, tuple(iteration), is_loop)
 
     def __str__(self) -> str:
         if self.is_loop:

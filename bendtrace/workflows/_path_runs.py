@@ -12,6 +12,7 @@ from torch import Tensor
 
 from bendtrace.calls import Call, own_copy
 from bendtrace.errors import SiteError
+from bendtrace.history.copies import tensors_in
 from bendtrace.interject.group import InsertionGroup
 from bendtrace.interject.interjection import Inputs, Interjection, NodePass
 from bendtrace.module import BendedModule
@@ -107,7 +108,7 @@ class _Aside(Interjection):
         return self.values[index]
 
     def _require_alike(self, path: str, aside: Any, output: Any) -> None:
-        changed, plain = _tensors(aside), _tensors(output)
+        changed, plain = list(tensors_in(aside)), list(tensors_in(output))
         if len(changed) != len(plain):
             raise SiteError(f"with the change, {path!r} gives another number of tensors", path)
         for one, other in zip(changed, plain, strict=True):
@@ -250,14 +251,6 @@ def _pairs(recorded: Any, given: Any) -> list[tuple[Ref, Any]]:
         return [pair for old, new in zip(recorded, given, strict=True) for pair in _pairs(old, new)]
     if type(recorded) is dict:
         return [pair for key, old in recorded.items() for pair in _pairs(old, given[key])]
-    return []
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    if isinstance(value, Tensor):
-        return [value]
-    if isinstance(value, (tuple, list)):
-        return [tensor for item in value for tensor in _tensors(item)]
     return []
 
 
