@@ -113,7 +113,7 @@ class Analyser(Interjection):
         self._states: dict[str, Any] = {}
         self._calls: dict[str, int] = {}
 
-    _name: ClassVar[str] = "Analyser"  # what the class is called, whatever variant it is
+    _name: ClassVar[str] = "Analyser"  # the name of the class
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         if "_name" not in vars(cls) and not cls.__name__.startswith("_"):
@@ -218,7 +218,7 @@ class Analyser(Interjection):
             return
         path = at.path or "output"
         if at.path and at.module is not None and not isinstance(output, Tensor):
-            path = f"{path}.output"  # as the parts of what a module gives are called
+            path = f"{path}.output"  # the prefix of the parts of a module's output
         self.update(path, output, number=at.number)
 
     def update(
@@ -286,7 +286,7 @@ class Analyser(Interjection):
             return _ByPath({path: self.result(state) for path, state in self._states.items()})
 
     def to_dict(self) -> dict[str, dict[Any, Any]]:
-        """Return the results with numbers, and lists of numbers, in the place of tensors."""
+        """Return the results with numbers, and lists of numbers, instead of tensors."""
         return {path: plain_results(found) for path, found in self.results.items()}
 
     def to_pandas(self, *, per_unit: bool = False) -> pandas.DataFrame:

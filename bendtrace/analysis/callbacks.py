@@ -13,7 +13,7 @@ __all__ = ["lightning_callback", "trainer_callback"]
 def lightning_callback(evaluation: AnalyserEvaluation) -> Any:
     """Return a `lightning.pytorch.Callback` for `AnalyserEvaluation`.
 
-    The model is the `LightningModule`, unless the evaluation says otherwise by `of=`. Batches of
+    The model is the `LightningModule`, unless the evaluation has an `of=`. Batches of
     validation and of the sanity check are not seen. A step is a batch of training.
 
     Raises:

@@ -114,16 +114,16 @@ class _Corrected(UnitAnalyser):
 class FeatureStatistics(_Corrected):
     """Mean, variance, smallest and largest value, and sparsity of each unit.
 
-    The results are `count` (rows that were taken together), `mean`, `var`, `std`, `min`, `max`,
-    `sparsity` (the part of values that are 0), `nonfinite` (how many are nan or infinite) and, if
-    wanted, `skew` and `kurtosis`. They are those of all values at once, in float64 up to rounding;
+    The results are `count` (the number of rows), `mean`, `var`, `std`, `min`, `max`, `sparsity`
+    (the fraction of values that are 0), `nonfinite` (how many are nan or infinite) and, if wanted,
+    `skew` and `kurtosis`. They are those of all values at once, in float64 up to rounding;
     `min` and `max` are exact, in the dtype of the values. A nan makes those of its unit nan.
 
     Args:
         keep: which dimensions have results of their own: see `UnitAnalyser`.
         higher: whether skewness and (excess) kurtosis are wanted, as `scipy.stats` defines them.
-        correction: what is taken from the count for the variance: 1 as in `torch.var`, 0 as in
-            `numpy.var`.
+        correction: subtracted from the count in the divisor of the variance: 1 as in `torch.var`, 0
+            as in `numpy.var`.
         per_pass: see `Analyser`.
 
     Example:
@@ -219,7 +219,7 @@ class RunningVariance(_Corrected):
 class RunningCovariance(_Corrected):
     """Mean and covariance matrix of the units: `count`, `mean`, `covariance`.
 
-    Units of several dimensions are taken as flat. Memory grows with the square of their number.
+    Units of several dimensions are flattened. Memory grows with the square of their number.
 
     Args:
         keep: which dimensions are units: see `UnitAnalyser`.
@@ -292,7 +292,7 @@ class RunningQuantile(UnitAnalyser):
         per_pass: bool = False,
     ) -> None:
         super().__init__(keep=keep, per_pass=per_pass)
-        Quantiles(size).at(ranks)  # which says what is wrong with them
+        Quantiles(size).at(ranks)  # raises if they are wrong
         self.ranks = tuple(map(float, ranks))
         self.size = size
 
@@ -310,8 +310,8 @@ class RunningHistogram(UnitAnalyser):
 
     Args:
         edges: (bins + 1,), ascending; or how many bins of equal width.
-        low: where the lowest of so many bins begins.
-        high: where the highest of them ends.
+        low: the beginning of the lowest bin, for a number of bins.
+        high: the end of the highest one.
         keep: which dimensions have results of their own: see `UnitAnalyser`.
         per_pass: see `Analyser`.
 
@@ -388,7 +388,7 @@ class RunningTopK(UnitAnalyser):
         per_pass: bool = False,
     ) -> None:
         super().__init__(keep=keep, per_pass=per_pass)
-        TopK(k)  # which says what is wrong with it
+        TopK(k)  # raises if it is wrong
         self.k = k
         self.largest = largest
         self.once = once

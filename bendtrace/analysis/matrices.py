@@ -96,7 +96,7 @@ class Products(Covariance):
         """Take in rows, (n, d)."""
         check_width(self.width, rows.shape[1])
         check_squares(rows)
-        # Not added up in float32 on devices without float64: ranks need what it leaves out.
+        # Not added up in float32 on devices without float64: ranks need that precision.
         super().update(in_double(rows))
         self.eps = max(self.eps, epsilon(rows.dtype))
 
@@ -304,7 +304,7 @@ def resolution(samples: int, features: int) -> float:
 
 
 def centring_error(samples: int, features: int, mean: Tensor) -> float:
-    """Return up to where singular values can come of rounding as the mean was taken away.
+    """Return the largest singular value that rounding can cause when the mean is subtracted.
 
     A matrix all of whose rows are the mean has the singular value `sqrt(samples) * |mean|`; of that
     the machine epsilon of float64, times the larger side, may be left.
@@ -512,7 +512,7 @@ def _solved(inner: Tensor, mixed: Tensor, alpha: float, size: int) -> Tensor:
         found: Tensor = torch.cholesky_solve(mixed, factor)
         return found
     values, vectors = torch.linalg.eigh(inner)
-    # The same as for ranks: what a Gram matrix does not tell from zero.
+    # The same as for ranks: below the resolution of a Gram matrix.
     zero = size * torch.finfo(torch.float64).eps * values[-1:].clamp(min=0)
     kept = values > zero
     scale = torch.where(kept, 1 / torch.where(kept, values + alpha, 1.0), 0.0)

@@ -45,7 +45,7 @@ class ClassScores(Statistic):
         """Take in predictions.
 
         Args:
-            predictions: (n, classes), of which the largest is what is predicted.
+            predictions: (n, classes), the largest of which is the predicted class.
             targets: (n,), numbers of classes.
             loss: summed over the samples.
         """

@@ -126,7 +126,7 @@ class LinearProbe(Analyser):
         if closed_form and (optimizer is not None or criterion is not None):
             raise InputError("with closed_form there is neither an optimizer nor a criterion")
         if keep == "units" and pool:
-            raise InputError("with pool, keep= says which dimensions are not positions: 1, or -1")
+            raise InputError("with pool, keep= names the dimensions without positions: 1, or -1")
         self.num_classes = num_classes
         self.optimizer = None if closed_form else optimizer or torch.optim.Adam
         self.closed_form = closed_form
@@ -142,7 +142,7 @@ class LinearProbe(Analyser):
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What it was made with, by name; functions by what they are called."""
+        """The arguments that it was made with, by name; functions by their names."""
         found = super().settings
         for name in ("optimizer", "criterion"):
             found[name] = _called(found[name])
@@ -270,11 +270,11 @@ class LinearProbe(Analyser):
     # As an analyser
 
     def start(self, key: str) -> Probe:
-        """Return what there is of a probe before its features are known."""
+        """Return a probe whose features are not known yet."""
         return Probe()
 
     def update_state(self, state: Probe, value: Tensor, batch: Batch) -> None:
-        """Have features wait, add them up, or score what the probe says of them."""
+        """Have features wait, add them up, or score the predictions for them."""
         assert batch.targets is not None  # since they are needed
         features, samples = self._features(value)
         targets, outputs = self._targets_for(batch.targets, samples)

@@ -191,7 +191,7 @@ def accumulator(rows: Tensor) -> Tensor:
 
 
 def plain_results(value: Any) -> Any:
-    """Return results with numbers and lists in the place of tensors.
+    """Return results with numbers and lists instead of tensors.
 
     Example:
         >>> import torch
@@ -214,7 +214,7 @@ def data_frame(
 
     Args:
         results: dicts in dicts, the innermost of which hold numbers and tensors by name.
-        levels: what the keys of the outer ones are.
+        levels: the kinds of the keys of the outer ones.
         per_unit: whether there is a row for each element of the tensors, which have to be of one
             shape within a node; else tensors of more than one element are arrays in the cells.
 

@@ -25,7 +25,7 @@ from bendtrace.recording.recorder import Recording
 
 __all__ = ["Collector"]
 
-_OUTPUT = "output"  # what the node of the whole model is called, as in the trees of paths
+_OUTPUT = "output"  # the node of the whole model, as in the trees of paths
 
 
 class _Watch(Interjection):
@@ -331,9 +331,9 @@ def _no_tensor(at: NodePass, rule: _Rule, value: Any) -> str:
     if isinstance(value, (tuple, list, Mapping)) and rule.change is None:
         part = next(iter(value), "key") if isinstance(value, Mapping) else "sub_0"
         return (
-            f"{what}, and what is stored are tensors: name a part, such as '{inside}|{part}', or "
+            f"{what}, and only tensors can be stored: name a part, such as '{inside}|{part}', or "
             "pick one with reduce="
         )
     if type(value) in (bool, int, float):
         return f"{what}, one for the whole batch: say so with batch_axis=None"
-    return f"{what}, and what is stored are tensors: make one with reduce="
+    return f"{what}, and only tensors can be stored: make one with reduce="

@@ -130,7 +130,7 @@ class MappedFile:
             raise LoadError(path, f"the file cannot be opened: {error.strerror}") from None
         length = 8 + int.from_bytes(self._memory[:8], "little")
         if hashlib.sha256(self._memory[:length]).hexdigest() != about["header_sha256"]:
-            raise LoadError(path, "the file is damaged: its header is not what was written")
+            raise LoadError(path, "the file is damaged: its header has changed")
 
     def elements(self, key: str, dtype: torch.dtype) -> Tensor:
         """Return the elements of a tensor, as one dimension, in the memory of the file."""

@@ -182,7 +182,7 @@ def harvest(
 
 
 def _checked(bended: BendedModule, settings: Settings, about: dict[str, Any]) -> str:
-    """Say what is wrong with `where` before anything is touched; return what is to be done."""
+    """Check `where` before anything is touched; return a description of the harvest."""
     Collector(bended, settings)
     return json.dumps(about, sort_keys=True)
 

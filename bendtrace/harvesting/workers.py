@@ -30,7 +30,7 @@ class Workers:
 
     Attributes:
         rank: number of this process.
-        world: how many there are.
+        world: the number of processes.
     """
 
     def __init__(self) -> None:

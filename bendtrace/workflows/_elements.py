@@ -163,7 +163,7 @@ class Elements:
             try:
                 plain = self._carried_out(op, draw, {})
                 other = self._carried_out(op, draw, given)
-            except Exception as error:  # values that it does not take: what they show is not known
+            except Exception as error:  # values that it does not take: their effect is unknown
                 self.coarse[op.index] = f"{type(error).__name__}: {error}"
                 return whole
             mark = _differing(plain, other, whole)
@@ -271,7 +271,7 @@ def _draws(value: Any, generator: torch.Generator) -> tuple[list[Any], list[Any]
         masks = [value, on, ~on, some, ~some]
         return masks, [~mask for mask in masks]
     if not value.is_floating_point() and not value.is_complex():
-        # Indices have to stay within what there is: others of the same tensor are.
+        # Indices have to stay in range: others of the same tensor are.
         low, high = (value.min(), value.max()) if value.numel() else (value, value)
         if value.numel() and low == high:
             only = torch.where(value > 0, value - 1, value + 1)
@@ -296,7 +296,7 @@ def _draws(value: Any, generator: torch.Generator) -> tuple[list[Any], list[Any]
     bases = [run, one.to(run.dtype), -one.to(run.dtype), two.to(run.dtype), -two.to(run.dtype)]
     others = [torch.where(run == 0, noise().to(run.dtype), -run * (1.5 + swing()))]
     others += [-base * (1.5 + swing()) for base in bases[1:3]]
-    # Great ones as well: what is no greatest value becomes one.
+    # Great ones as well, so that other values become the greatest.
     others += [-base.sgn() * (100 + 900 * swing()) for base in bases[3:]]
     return bases, others
 

@@ -212,7 +212,7 @@ class Columns:
     def of(
         cls, positions: Any, axis: Any, heads: Any = None, head: Any = None, head_axis: Any = -1
     ) -> Columns:
-        """Read the arguments of a workflow; what makes no sense is an `InputError`."""
+        """Read the arguments of a workflow; nonsense is an `InputError`."""
         required_int("axis", axis)
         required_int("head_axis", head_axis)
         which: tuple[int, ...] = ()
@@ -221,7 +221,7 @@ class Columns:
                 raise InputError(f"heads= is how many heads there are, not {heads!r}")
             which = _heads_of(head, heads)
         elif head is not None:
-            raise InputError("head= says which heads: say with heads= how many there are")
+            raise InputError("head= chooses among heads: give their number with heads=")
         return cls(_positions_of(positions), axis, heads, which, head_axis)
 
     @property
@@ -398,7 +398,7 @@ class Missing:
 
     Args:
         option: "raise", or "nan".
-        verb: what the workflow does with a site, for the error.
+        verb: the action of the workflow on a site, for the error.
         hint: the end of the error.
 
     Attributes:

@@ -183,7 +183,7 @@ class Flow:
         came = self._spread(made, carried, lambda op: op.index not in held)
         if changed := made.known - carried & made.into.keys():
             raise SiteError(
-                "of several senders one leads to what another is given: patch them one by one",
+                "one of several senders leads to the input of another: patch them one by one",
                 self._tree.path_of(min(changed)),
             )
         self._arrive(made, came, ends)

@@ -1,4 +1,4 @@
-"""The sites of a workflow: one insertion at each for all runs, which does what each run is for."""
+"""The sites of a workflow: one insertion at each, which every run uses in its own way."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def differing(
     Args:
         source: its passes in the one run; None where the run did not reach it.
         target: its passes in the other run.
-        names: what the two runs are called.
+        names: the names of the two runs.
     """
     if not source or not target:
         return f"the {names[1] if source else names[0]} run did not reach it"
@@ -202,8 +202,8 @@ class _InputStation(_Station):
 class Sites:
     """Sites in a model, for as long as the context lasts.
 
-    All are inserted at once, and for all runs, so that these share their traces; each run says
-    what is replaced, and by what.
+    All are inserted at once, and for all runs, so that these share their traces; each run
+    decides on the replacements.
 
     Args:
         bended: the model.

@@ -192,7 +192,7 @@ _UNEQUAL = {
         "tensor: take blocks.{i}.hook_resid_pre, or hook_resid_mid"
     ),
     r"blocks\.\d+\.attn\.hook_result": (
-        "no tensor of the model holds what each head adds by itself: it is "
+        "no tensor of the model holds the contribution of each head: it is "
         "hook_z @ W_O, head by head"
     ),
     r"blocks\.\d+\.attn\.hook_attn_scores": (
@@ -211,8 +211,8 @@ def _shared(attention: str) -> dict[str, tuple[str, str, str]]:
     return {
         "hook_resid_pre": ("input", "", _STREAM),
         "hook_resid_post": ("output", "first", _STREAM),
-        "hook_attn_out": (f"{attention}.output", "first", "what attention adds to the stream"),
-        "hook_mlp_out": ("mlp.output", "", "what the MLP adds"),
+        "hook_attn_out": (f"{attention}.output", "first", "the contribution of attention"),
+        "hook_mlp_out": ("mlp.output", "", "the contribution of the MLP"),
         "attn.hook_pattern": (f"{attention}.softmax", "", eager),
     }
 

@@ -166,11 +166,11 @@ class _Begins(Interjection):
 
 
 class _WithError(torch.autograd.Function):
-    """Adds to a value what a change of latents has changed; the gradient goes to the change."""
+    """Adds the effect of changed latents to a value; the gradient flows to the effect."""
 
     @staticmethod
     def forward(ctx: Any, edited: Tensor, made: Tensor, value: Tensor) -> Tensor:
-        # Where nothing is changed not even a sign of zero is, nor what is not a number.
+        # Without a change, neither signs of zeros nor nans may change.
         same = (edited == made) | (edited.isnan() & made.isnan())
         return torch.where(same, value, value + (edited - made))
 

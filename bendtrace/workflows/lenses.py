@@ -247,7 +247,7 @@ class _End:
             else:
                 raise InputError(f"unembed= takes names of modules and functions, not {item!r}")
         if not self.steps:
-            raise InputError("unembed= is empty: say what makes logits of activations")
+            raise InputError("unembed= is empty: name modules that turn activations into logits")
 
     def __call__(self, value: Any, site: str) -> Tensor:
         if not isinstance(value, Tensor) or not value.is_floating_point():
@@ -330,14 +330,14 @@ class TunedLens(nn.Module):
             found, final = _seen(bended, Call.of(inputs), sites, output)
             for site, value in found.items():
                 _check_fits(site, end(value, site), final)
-        # Not submodules: they are not what is trained, nor saved.
+        # Not submodules: they are neither trained nor saved.
         self.__dict__.update(_bended=bended, _end=end, _where=sites, _output=output)
         self.sites = tuple(found)
         self.steps = 0
         self.translators = nn.ModuleList()
         for value in found.values():
             size = value.shape[-1]
-            # `nn.Linear` would draw random numbers for what is set to zero.
+            # `nn.Linear` would draw random numbers, and the weights are zero.
             made = nn.utils.skip_init(nn.Linear, size, size, dtype=value.dtype, device=value.device)
             nn.init.zeros_(made.weight)
             nn.init.zeros_(made.bias)

@@ -410,7 +410,7 @@ def _trace_of(model: Any, inputs: Any) -> Trace:
             raise InputError("a trace has its inputs: leave inputs= out")
         return model
     if inputs is None:
-        raise InputError("say with inputs= what the model is called with, or give a trace")
+        raise InputError("give the inputs of the model with inputs=, or a trace")
     call = Call.of(inputs)
     return run_trace(model, call.args, dict(call.kwargs), None)
 

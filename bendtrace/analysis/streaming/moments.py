@@ -83,8 +83,8 @@ class Moments(_Shifted):
 
     Args:
         order: 1 for the mean alone, 2, or 4.
-        correction: for the variance: what is taken from the count before dividing by it: 1 for the
-            estimate without bias, as `torch.var`; 0 as `numpy.var`.
+        correction: subtracted from the count in the divisor of the variance: 1 for the estimate
+            without bias, as `torch.var`; 0 as `numpy.var`.
 
     Attributes:
         count: the number of rows.
@@ -231,11 +231,11 @@ class Variance(Moments):
 class Covariance(_Shifted):
     """The covariance matrix of the units of a stream, as `numpy.cov` of all of it.
 
-    Rows of several dimensions are taken as flat. Sums are kept as by `Moments`; memory grows with
+    Rows of several dimensions are flattened. Sums are kept as by `Moments`; memory grows with
     the square of the number of units.
 
     Args:
-        correction: what is taken from the count before dividing by it.
+        correction: subtracted from the count in the divisor.
 
     Attributes:
         count: the number of rows.

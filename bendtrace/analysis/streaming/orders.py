@@ -354,7 +354,7 @@ class Quantiles(UnitStatistic):
 
     @property
     def rank_error(self) -> float:
-        """By how much the rank of what is returned may be off, as a part of the rows; 0 if exact.
+        """The bound on the error of the rank of a result, as a fraction of the rows; 0 if exact.
 
         At rank q there is a value whose true rank is between `q - rank_error` and `q + rank_error`.
         """
