@@ -679,7 +679,7 @@ def test_ids_that_make_no_sense_are_refused(tmp_path: Path) -> None:
     ):
         with pytest.raises(InputError, match=message):
             go(torch.tanh, [batch], "tanh", tmp_path / str(ids), ids=ids, **options)
-    with pytest.raises(InputError, match="how many samples"):
+    with pytest.raises(InputError, match="number of samples"):
         go(lambda text: torch.ones(2), [["a", "b"]], "ones", tmp_path / "z")
 
 

@@ -314,7 +314,7 @@ def test_a_module_called_output_is_not_taken_for_what_its_parent_gives() -> None
 
 
 def test_a_function_that_says_no_to_all_gets_a_warning() -> None:
-    with pytest.warns(NeverFiredWarning, match="means"):
+    with pytest.warns(NeverFiredWarning, match="reached no node of names_filter"):
         _, cache = run_with_cache(made(Transformer), tokens(), lambda name: name == "no name")
     assert not cache
 
@@ -469,7 +469,7 @@ def test_names_without_an_equal_say_why(name: str) -> None:
         with pytest.raises(NodePathError, match=f"no equal in this model: .*({why})"):
             run_with_cache(bended, batch, hook)
     if name == "llama":
-        with pytest.raises(NodePathError, match="before it is multiplied"):
+        with pytest.raises(NodePathError, match="before the product with its weights"):
             run_with_cache(bended, batch, "blocks.0.ln1.hook_normalized")
     with pytest.raises(NodePathError, match=r"no node 'blocks.9.hook_resid_pre'"):
         run_with_cache(bended, batch, "blocks.9.hook_resid_pre")
