@@ -735,7 +735,7 @@ def test_where_says_which_weights() -> None:
         assert list(weight_ranks(bt.BendedModule(model), where)) == expected
     with pytest.raises(InputError, match=r"'layer.1' matches no weight; did you mean"):
         weight_ranks(model, "layer.1")
-    with pytest.raises(InputError, match="means no weight"):
+    with pytest.raises(InputError, match="matches no weight"):
         weight_ranks(model, nn.Conv2d)
     with pytest.raises(InputError, match="only be told from a run"):
         weight_ranks(model, bt.node_selector.Activations.ReLU.last())

@@ -17,7 +17,7 @@ from bendtrace.storage.files import (
     BINARY,
     crc32,
     packed_header,
-    sync,
+    sync_directory,
     tensor_row,
     write_all,
 )
@@ -217,7 +217,7 @@ class ZarrForm:
             checksums[key] = zlib.crc32(plain.tobytes())
         for folder, _, names in os.walk(path):
             for name in (*names, ""):
-                sync(os.path.join(folder, name))
+                sync_directory(os.path.join(folder, name))
         return {"crc32": checksums}
 
     def open(self, path: str, about: dict[str, Any]) -> _Group:

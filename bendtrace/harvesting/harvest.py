@@ -32,7 +32,7 @@ from bendtrace.harvesting.shards import (
 )
 from bendtrace.harvesting.workers import Progress, Workers, Writer
 from bendtrace.module import BendedModule
-from bendtrace.storage.files import sync, writing
+from bendtrace.storage.files import sync_directory, writing
 from bendtrace.storage.locks import DirectoryLock
 
 __all__ = ["harvest"]
@@ -255,7 +255,7 @@ class _Site:
                 )
             if SETTINGS not in names:
                 replace(path, HARVEST, self._about)
-                sync(os.path.dirname(self.directory))
+                sync_directory(os.path.dirname(self.directory))
             elif INDEX not in names:  # find out now whether it can be written to
                 with open(f"{path}.tmp", "wb"):
                     pass

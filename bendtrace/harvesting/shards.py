@@ -19,7 +19,7 @@ from bendtrace.errors import LoadError
 from bendtrace.harvesting.filling import Filling, Record
 from bendtrace.harvesting.formats import Form
 from bendtrace.harvesting.paths import Condition, Path
-from bendtrace.storage.files import sync, writing
+from bendtrace.storage.files import sync_directory, writing
 from bendtrace.storage.sealed import read_sealed, replace_sealed
 
 __all__ = [
@@ -138,7 +138,7 @@ class ShardFiles:
             about = self.form.write(draft, filling.tensors())
             _delete(path)  # of a run that ended before it wrote the index
             os.replace(draft, path)
-            sync(self.directory)
+            sync_directory(self.directory)
             row = {"file": os.path.basename(path), "about": about, **filling.row()}
             replace(os.path.join(self.directory, f"{name}.json"), SHARD, row)
             if not is_partial:

@@ -17,7 +17,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from bendtrace.errors import LoadError, SaveError
-from bendtrace.storage.files import sync
+from bendtrace.storage.files import sync_directory
 from bendtrace.storage.locks import DirectoryLock
 from bendtrace.storage.sealed import read_json, read_sealed, replace_sealed, write_json
 from bendtrace.storage.shards import STREAM, STREAM_FORMAT, is_streamed, is_unfinished
@@ -104,7 +104,7 @@ def draft_in(directory: str, about: dict[str, Any]) -> Iterator[Draft]:
 
 
 def _commit(directory: str, draft: Draft, about: dict[str, Any]) -> None:
-    sync(draft.folder)
+    sync_directory(draft.folder)
     manifest = {
         "format": FORMAT,
         "version": VERSION,
@@ -124,7 +124,7 @@ def _made(directory: str) -> list[str]:
         path = os.path.dirname(path)
     for path in reversed(missing):
         os.mkdir(path)
-        sync(os.path.dirname(path))
+        sync_directory(os.path.dirname(path))
     return missing
 
 

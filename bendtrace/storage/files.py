@@ -36,7 +36,7 @@ __all__ = [
     "header_size",
     "packed_header",
     "row_size",
-    "sync",
+    "sync_directory",
     "tensor_row",
     "write_all",
     "writing",
@@ -332,8 +332,8 @@ def crc32(tensor: Tensor) -> int:
     return zlib.crc32(memoryview(raw).cast("B"))
 
 
-def sync(path: str) -> None:
-    """Bring a file, or the names in a directory, to the disk, where the system can do that."""
+def sync_directory(path: str) -> None:
+    """Bring the names in a directory, or a file, to the disk, where the system can do that."""
     try:
         fd = os.open(path, os.O_RDONLY)
     except OSError:  # Windows opens no directories

@@ -8,7 +8,7 @@ import os
 from typing import Any
 
 from bendtrace.errors import LoadError
-from bendtrace.storage.files import BINARY, sync, write_all
+from bendtrace.storage.files import BINARY, sync_directory, write_all
 
 __all__ = ["read_json", "read_sealed", "replace_sealed", "write_file", "write_json"]
 
@@ -56,7 +56,7 @@ def replace_sealed(path: str, value: dict[str, Any], draft: str) -> None:
     text = json.dumps({**value, "sha256": _seal(value)}, indent=1, allow_nan=False)
     write_file(draft, text.encode("ascii") + b"\n")
     os.replace(draft, path)
-    sync(os.path.dirname(path))
+    sync_directory(os.path.dirname(path))
 
 
 def read_sealed(path: str, form: str, version: int) -> dict[str, Any]:
