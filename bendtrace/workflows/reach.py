@@ -109,18 +109,14 @@ def ancestry(trace: Any, node: Any, inputs: Any = None) -> Reach:
     above = set(found) | written
     above = above.union(*(nx.ancestors(data, index) for index in above))
     kept = _kept_by(trace)
-    steps, conditions = _decisions_over(trace, kept, above)
+    steps: set[int] = set()
     deciding: set[int] = set()
-    for index in conditions:
-        deciding |= {index} | nx.ancestors(data, index)
-    while True:  # what decides whether the conditions are asked
-        more, further = _decisions_over(trace, kept, deciding | above)
-        new = {c for c in further if c not in deciding}
+    new = {-1}
+    while new:  # also the decisions that lead to the conditions
+        more, conditions = _decisions_over(trace, kept, deciding | above)
         steps |= more
-        if not new:
-            break
-        for index in new:
-            deciding |= {index} | nx.ancestors(data, index)
+        new = conditions - deciding
+        deciding = deciding.union(new, *(nx.ancestors(data, index) for index in new))
     kinds = {kind: _named(trace, above, kind) for kind in (OpKind.INPUT, OpKind.STATE)}
     return Reach(
         of=_names(trace, found), nodes=_names(trace, above - set(found)),
