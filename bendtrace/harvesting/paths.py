@@ -71,8 +71,8 @@ class Condition:
     @classmethod
     def of_row(cls, row: Sequence[Any]) -> Condition:
         """Return the condition of a `row`."""
-        *rest, iteration, is_loop = row
-        return cls(*rest, tuple(iteration), is_loop)
+        kind, text, outcome, file, line, module, iteration, is_loop = row
+        return cls(kind, text, outcome, file, line, module, tuple(iteration), is_loop)
 
     def __str__(self) -> str:
         if self.is_loop:
