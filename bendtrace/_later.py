@@ -21,7 +21,7 @@ import sys
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-__all__ = ["Later", "LaterMethod", "imported", "networkx", "tabulate"]
+__all__ = ["Later", "LaterMethod", "imported", "networkx", "required_pandas", "tabulate"]
 
 
 def imported(name: str) -> ModuleType:
@@ -40,6 +40,18 @@ def imported(name: str) -> ModuleType:
         return importlib.import_module(name)
     finally:
         gc.enable()
+
+
+def required_pandas() -> Any:
+    """Return the module pandas, which is an extra.
+
+    Raises:
+        ImportError: it is not installed.
+    """
+    try:
+        return imported("pandas")
+    except ImportError as error:
+        raise ImportError("tables need pandas: pip install 'bendtrace[pandas]'") from error
 
 
 class Later(ModuleType):

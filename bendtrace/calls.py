@@ -1,7 +1,8 @@
-"""What a model is called with, in the ways people hold it in their hands."""
+"""The inputs of a model, in the forms in which people have them, and copies of them."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,9 +10,20 @@ from typing import Any
 from torch import Tensor
 
 from bendtrace.errors import InputError
+from bendtrace.interject.structure import assemble, describe, take_apart
 from bendtrace.module import BendedModule
 
-__all__ = ["Call", "are_several", "bended_of", "calls_of", "required_bended"]
+__all__ = [
+    "Call",
+    "are_several",
+    "bended_of",
+    "calls_of",
+    "differentiable",
+    "own_copy",
+    "required_bended",
+    "rows_of",
+    "seen_in",
+]
 
 
 @dataclass(frozen=True)
@@ -35,7 +47,7 @@ class Call:
 
     @classmethod
     def of(cls, inputs: Any) -> Call:
-        """Return the call that is meant by something.
+        """Return inputs as a call.
 
         Args:
             inputs: a `Call`; a mapping of keyword arguments, such as a batch of a Hugging Face
@@ -62,14 +74,14 @@ class Call:
         return cls((inputs,))
 
     def to(self, model: Callable[..., Any]) -> Any:
-        """Call a model with it."""
+        """Call a model with these arguments."""
         return model(*self.args, **self.kwargs)
 
 
 def are_several(batches: Any) -> bool:
     """Whether something is several inputs, such as a data loader, and not those of one call.
 
-    A list is one, a tuple is not: that is the arguments of one call, as of all functions.
+    A list is several, a tuple is not: it holds the arguments of one call, as everywhere.
 
     Example:
         >>> are_several([1, 2]), are_several((1, 2)), are_several({"x": 1})
@@ -80,15 +92,80 @@ def are_several(batches: Any) -> bool:
 
 
 def calls_of(batches: Any) -> Iterator[Call]:
-    """Yield the calls that inputs, or an iterable of inputs, mean.
-
-    Raises:
-        InputError: see `Call.of`.
-    """
+    """Yield the call of inputs, or the calls of an iterable of inputs."""
     if are_several(batches):
         yield from map(Call.of, batches)
     else:
         yield Call.of(batches)
+
+
+def own_copy(call: Call, *, keeps_graph: bool = False) -> Call:
+    """Return a call with copies of its arguments, which the model may write to.
+
+    Args:
+        call: the call.
+        keeps_graph: whether tensors that require gradients stay as they are, so that gradients
+            reach them.
+
+    Raises:
+        InputError: an argument cannot be copied.
+    """
+    memo: dict[int, Any] = {}
+    for tensor in take_apart((call.args, dict(call.kwargs)))[1]:
+        if isinstance(tensor, Tensor) and tensor.requires_grad and keeps_graph:
+            memo[id(tensor)] = tensor
+        elif isinstance(tensor, Tensor) and not tensor.is_leaf:  # which copy.deepcopy refuses
+            memo[id(tensor)] = tensor.detach().clone().requires_grad_(tensor.requires_grad)
+    try:
+        return Call(*copy.deepcopy((call.args, dict(call.kwargs)), memo))
+    except Exception as error:
+        raise InputError(
+            "the model is called many times, each time with a copy of the inputs, and they cannot "
+            f"be copied ({type(error).__name__}: {error})"
+        ) from error
+
+
+def differentiable(call: Call) -> Call:
+    """Have the floating point tensors in a call require gradients; they may be written to."""
+    shape, found = take_apart((call.args, dict(call.kwargs)))
+    made: dict[int, Tensor] = {}
+    for i, value in enumerate(found):
+        if isinstance(value, Tensor) and value.is_floating_point() and not value.requires_grad:
+            if id(value) not in made:
+                made[id(value)] = value.requires_grad_().clone()
+            found[i] = made[id(value)]
+    return Call(*assemble(shape, found))
+
+
+def seen_in(model: BendedModule, call: Call, where: Any, **options: Any) -> Any:
+    """Return the values of nodes in a call, as `BendedModule.get_activations` does."""
+    return model.get_activations(
+        where, args=call.args, kwargs=dict(call.kwargs), allow_none=True, **options
+    )
+
+
+def rows_of(value: Any, path: str, name: str, made: Any = None) -> Tensor:
+    """Return a value of shape (examples, ..., size), or the (examples, size) made of it.
+
+    Args:
+        value: of a node.
+        path: of the node, for the error.
+        name: the option that makes rows of values.
+        made: what a function of the user's returned for the value; None where there is none.
+
+    Raises:
+        InputError: it has another shape, or no floating point numbers.
+    """
+    if made is not None:
+        if not isinstance(made, Tensor) or made.dim() != 2:
+            raise InputError(f"{name}= has to return (examples, size), not {describe(made)}")
+        return made
+    if not isinstance(value, Tensor) or value.dim() < 2 or not value.is_floating_point():
+        raise InputError(
+            f"{path} gives {describe(value)}, and a tensor of floating point numbers with an axis "
+            "of examples is wanted; of a container, name a part: 'path|sub_0'"
+        )
+    return value
 
 
 def bended_of(model: Callable[..., Any]) -> BendedModule:

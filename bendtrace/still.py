@@ -1,11 +1,10 @@
-"""Running a model, and leaving it and the random generators as they were."""
+"""Running a model, and restoring it and the random generators afterwards."""
 
 from __future__ import annotations
 
 import random
 import sys
 from collections.abc import Callable
-from types import TracebackType
 from typing import Any, Self
 
 import torch
@@ -15,13 +14,16 @@ __all__ = ["Still"]
 
 
 class Still:
-    """Puts the random generators and the buffers of a model back, as often as is asked for.
+    """Restores the random generators and the buffers of a model, as often as it is asked to.
 
-    Also a context manager, at whose end they are as they were at its beginning. Attributes that a
-    model's forward assigns in Python are not looked after.
+    Also a context manager, which restores them at its end. Attributes that a model's forward
+    assigns in Python are not restored.
 
     Args:
-        model: what is run.
+        model: the model that is run.
+        modes: whether to restore the training mode of each module as well.
+        loader: a data loader that is run through; its random generators, and those of its
+            samplers, are restored as well.
 
     Example:
         >>> import torch
@@ -32,12 +34,17 @@ class Still:
         0
     """
 
-    def __init__(self, model: Callable[..., Any]) -> None:
+    def __init__(
+        self, model: Callable[..., Any], *, modes: bool = False, loader: Any = None
+    ) -> None:
+        modules = list(model.modules()) if isinstance(model, nn.Module) else []
+        self._modes = [(module, module.training) for module in modules] if modes else []
         self._buffers = [
             (module, name, buffer, None if buffer is None else buffer.detach().clone())
-            for module in (model.modules() if isinstance(model, nn.Module) else ())
+            for module in modules
             for name, buffer in module._buffers.items()
         ]
+        self._generators = [(made, made.get_state()) for made in _generators(loader)]
         self._random = random.getstate()
         numpy = sys.modules.get("numpy")
         self._numpy = None if numpy is None else numpy.random.get_state()
@@ -45,7 +52,11 @@ class Still:
         self._cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
 
     def rewind(self) -> None:
-        """Put them back."""
+        """Restore them."""
+        for generator, state in self._generators:
+            generator.set_state(state)
+        for module, mode in self._modes:
+            module.training = mode
         random.setstate(self._random)
         if self._numpy is not None:
             sys.modules["numpy"].random.set_state(self._numpy)
@@ -63,12 +74,7 @@ class Still:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.rewind()
 
 
@@ -77,3 +83,13 @@ def _alike(one: Tensor, other: Tensor) -> bool:
     return one.shape == other.shape and bool(
         torch.equal(one, other) or ((one == other) | (one.isnan() & other.isnan())).all()
     )
+
+
+def _generators(loader: Any) -> list[torch.Generator]:
+    """Return the random generators that a loader draws from, apart from the global ones."""
+    holders = [loader]
+    for name in ("sampler", "batch_sampler"):
+        holder = getattr(loader, name, None)
+        holders += [holder, getattr(holder, "sampler", None)]
+    found = {id(made): made for made in (getattr(holder, "generator", None) for holder in holders)}
+    return [made for made in found.values() if isinstance(made, torch.Generator)]

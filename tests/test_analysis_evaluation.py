@@ -362,7 +362,7 @@ def test_batches_can_be_anything_if_it_is_said_what_is_in_them() -> None:
         assert bits(found.results) == bits(expected.results)
     one = AnalyserEvaluation("act", RunningMean(), loader=[x, x + 1], max_batches=1)
     assert bits(one.evaluate(model).results) == bits(expected.results)
-    with pytest.raises(InputError, match="tuple of 3: say by inputs="):
+    with pytest.raises(InputError, match="tuple of 3: say with inputs="):
         AnalyserEvaluation("act", RunningMean(), loader=triple).evaluate(model)
 
 

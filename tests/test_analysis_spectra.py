@@ -23,10 +23,9 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrizations, parametrize, prune
 
 import bendtrace as bt
-from bendtrace.analysis.classes import PerClassAnalyser
-from bendtrace.analysis.ranks import Rank
-from bendtrace.analysis.singular_values import spectrum
-from bendtrace.analysis.spectra import CovarianceSpectrum, power_law
+from bendtrace.analysis.composed import PerClassAnalyser
+from bendtrace.analysis.matrices import spectrum
+from bendtrace.analysis.spectra import CovarianceSpectrum, Rank, power_law
 from bendtrace.analysis.weights import LayerWeightRank, weight_ranks
 from bendtrace.errors import InputError
 from tests.promise import state
@@ -734,9 +733,9 @@ def test_where_says_which_weights() -> None:
     ):
         assert list(weight_ranks(model, where)) == expected
         assert list(weight_ranks(bt.BendedModule(model), where)) == expected
-    with pytest.raises(InputError, match=r"'layer.1' means no weight; did you mean"):
+    with pytest.raises(InputError, match=r"'layer.1' matches no weight; did you mean"):
         weight_ranks(model, "layer.1")
-    with pytest.raises(InputError, match="means no weight"):
+    with pytest.raises(InputError, match="matches no weight"):
         weight_ranks(model, nn.Conv2d)
     with pytest.raises(InputError, match="only be told from a run"):
         weight_ranks(model, bt.node_selector.Activations.ReLU.last())

@@ -226,7 +226,7 @@ def test_nodes_that_another_process_names_otherwise_are_not_mixed(
     with pytest.raises(bt.BendtraceError, match="no such luck"):
         bt.harvest(bt.BendedModule(Either()), data, where=where, **options)
     broken.clear()
-    with pytest.raises(InputError, match="the one that a process comes by first"):
+    with pytest.raises(InputError, match="the one that a process runs first"):
         bt.harvest(bt.BendedModule(Either()), data, where=where, **options)
 
 
@@ -282,5 +282,5 @@ def test_an_outcome_of_another_kind_is_refused(tmp_path: Path) -> None:
     found = bt.harvest(Either(), data, where=(), out=tmp_path, progress=False)
     assert len(found.took("x.sum() > 0", True)) == 2
     for wrong in (0, "yes"):
-        with pytest.raises(InputError, match="no outcome is of the kind"):
+        with pytest.raises(InputError, match="none is of the kind"):
             found.took("x.sum() > 0", wrong)  # type: ignore[arg-type]

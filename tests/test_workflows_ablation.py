@@ -274,7 +274,7 @@ def test_passes_have_means_of_their_own() -> None:
     looped = bt.BendedModule(_looped)
     with (
         ablate(looped, "sub", "mean", reference=torch.tensor([[2.0]])),
-        pytest.raises(SiteError, match="no run on the reference came by pass 2 of 'sub'"),
+        pytest.raises(SiteError, match="no run on the reference reached pass 2 of 'sub'"),
     ):
         looped(torch.tensor([[2.0]]) + torch.tensor([[0.0], [9.0]]))
 
@@ -387,7 +387,7 @@ def test_references_leave_the_model_as_it_is() -> None:
         ({"seed": 1.5}, "seed="),
         ({"at": "inside"}, "at="),
         ({"head": 0}, "heads="),
-        ({"heads": 4, "head": 4}, "head=4 is none of 4"),
+        ({"heads": 4, "head": 4}, "no head=4 among 4"),
         ({"channels": "1"}, "channels="),
         ({"where": "blocks.9"}, "blocks"),
     ],
@@ -407,7 +407,7 @@ def test_what_does_not_fit_is_told_of_in_the_call() -> None:
         ({"channels": 9}, "axis 1 has size 5, and no position 9"),
         ({"heads": 3}, "no multiple of 3"),
         ({"how": torch.ones(7)}, r"cannot put shape \(7,\)"),
-        ({"how": lambda value: value[0]}, r"has to give a tensor of shape"),
+        ({"how": lambda value: value[0]}, r"has to return a tensor of shape"),
         ({"how": "mean", "over": 4}, "has no axis 4"),
         ({"how": 1j}, "cannot put torch.complex64"),
     ):

@@ -248,7 +248,7 @@ def test_what_one_run_does_not_come_by_raises_or_is_nan() -> None:
     inputs = inputs_of_halving(model)
     clean, corrupted = inputs["up", 1], inputs["down", 1]
     metric = lambda out: out[0, 0]  # noqa: E731
-    with pytest.raises(SiteError, match="'up': the corrupted run did not come by it"):
+    with pytest.raises(SiteError, match="'up': the corrupted run did not reach it"):
         attribution_patching(model, clean, corrupted, ["start", "up"], metric)
     found = attribution_patching(model, clean, corrupted, ["start", "up"], metric, missing="nan")
     assert found.total.isnan().tolist() == [False, True]

@@ -161,7 +161,7 @@ def test_a_node_not_come_by_has_no_latents() -> None:
         assert spliced.latent.shape == (2, 20)
         spliced(-x)
         assert spliced.latents == {}
-        with pytest.raises(InputError, match="no call came by"):
+        with pytest.raises(InputError, match="no call reached a node"):
             spliced.latent  # noqa: B018
 
 

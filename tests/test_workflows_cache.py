@@ -303,7 +303,7 @@ def test_a_module_called_output_is_not_taken_for_what_its_parent_gives() -> None
             return self.output(x) * 2
 
     model, x = nn.Sequential(Layer()), torch.ones(1, 2)
-    with pytest.raises(NodePathError, match="is a module, and also what '0' gives"):
+    with pytest.raises(NodePathError, match="is a module, and also the output of '0'"):
         run_with_cache(model, x, "0.output")
     _, cache = run_with_cache(model, x, ["0", "0.output.output"])
     out = model(x).detach()
@@ -314,7 +314,7 @@ def test_a_module_called_output_is_not_taken_for_what_its_parent_gives() -> None
 
 
 def test_a_function_that_says_no_to_all_gets_a_warning() -> None:
-    with pytest.warns(NeverFiredWarning, match="means"):
+    with pytest.warns(NeverFiredWarning, match="reached no node of names_filter"):
         _, cache = run_with_cache(made(Transformer), tokens(), lambda name: name == "no name")
     assert not cache
 
@@ -464,12 +464,12 @@ def test_names_without_an_equal_say_why(name: str) -> None:
         "blocks.0.attn.hook_result": "W_O", "blocks.1.hook_q_input": "one tensor",
         "blocks.0.attn.hook_attn_scores": "-inf", "blocks.0.ln1.hook_scale": "scale",
         "hook_pos_embed": "wpe|rotations", "blocks.0.attn.hook_rot_q": "rotat",
-        "hook_tokens": "given",
+        "hook_tokens": "input of the model",
     }.items():  # fmt: skip
         with pytest.raises(NodePathError, match=f"no equal in this model: .*({why})"):
             run_with_cache(bended, batch, hook)
     if name == "llama":
-        with pytest.raises(NodePathError, match="before it is multiplied"):
+        with pytest.raises(NodePathError, match="before the product with its weights"):
             run_with_cache(bended, batch, "blocks.0.ln1.hook_normalized")
     with pytest.raises(NodePathError, match=r"no node 'blocks.9.hook_resid_pre'"):
         run_with_cache(bended, batch, "blocks.9.hook_resid_pre")

@@ -160,7 +160,7 @@ def test_what_a_noisy_run_does_not_come_by_raises_or_is_nan() -> None:
     model = halving()
     x = inputs_of_halving(model)["up", 1]
     options: dict[str, Any] = {"where": "start", "noise": 2.0, "std": 1.0, "samples": 6}
-    with pytest.raises(SiteError, match=r"'up'.*corrupted run did not come by it"):
+    with pytest.raises(SiteError, match=r"'up'.*corrupted run did not reach it"):
         causal_tracing(model, x, [0, 1], "up", _total, positions=[0], **options)
     found = causal_tracing(
         model, x, [0, 1], ["start", "up"], _total, positions=[0], missing="nan", **options

@@ -189,7 +189,7 @@ def test_the_end_may_draw_and_count_but_the_model_and_the_generator_stay() -> No
         ({"unembed": 3}, "takes names of modules"),
         ({"unembed": [3]}, "takes names of modules"),
         ({"unembed": ["ln_f"]}, "makes \\(2, 5, 8\\)"),
-        ({"sites": "blocks.0.up"}, "cannot take what"),
+        ({"sites": "blocks.0.up"}, "cannot take the output"),
         ({"sites": "tokens"}, "floating point"),
         ({"output": lambda out: out.shape}, "logits are wanted"),
         ({"sites": lambda node: False}, "none of the sites"),
@@ -366,7 +366,7 @@ def test_what_cannot_be_trained_with_is_refused() -> None:
     for options in ({"epochs": 0}, {"lr": 0.0}, {"every": 0}):
         with pytest.raises(InputError, match="at least 1"):
             lens.fit(batches(1), **options)
-    with pytest.raises(InputError, match="once only"):
+    with pytest.raises(InputError, match="only once"):
         lens.fit(iter(batches()), epochs=2)
     with pytest.raises(InputError, match="no batches"):
         lens.fit([])

@@ -239,12 +239,12 @@ def test_what_one_of_the_runs_does_not_come_by_raises_or_is_nan() -> None:
     inputs = inputs_of_halving(model)
     bended = bt.BendedModule(model)
     clean, corrupted = inputs["up", 0], inputs["down", 0]
-    with pytest.raises(SiteError, match=r"'up'.*the corrupted run did not come by it") as raised:
+    with pytest.raises(SiteError, match=r"'up'.*the corrupted run did not reach it") as raised:
         activation_patching(bended, clean, corrupted, ["start", "up"], _total)
     assert raised.value.site == "up"
-    with pytest.raises(SiteError, match=r"'sigmoid'.*the clean run did not come by it"):
+    with pytest.raises(SiteError, match=r"'sigmoid'.*the clean run did not reach it"):
         activation_patching(bended, clean, corrupted, "sigmoid", _total)
-    with pytest.raises(SiteError, match="no run came by 'step'"):
+    with pytest.raises(SiteError, match="no run reached 'step'"):
         activation_patching(bended, clean, corrupted, "step", _total)
     found = activation_patching(
         bended, clean, corrupted, ["up", "start", "sigmoid"], _total, missing="nan"
@@ -264,7 +264,7 @@ def test_passes_that_differ_in_number_are_told_of() -> None:
             x = torch.tanh(x) / 2
         return x * 2
 
-    with pytest.raises(SiteError, match="came up 2 times in the clean run and 1 times"):
+    with pytest.raises(SiteError, match="ran 2 times in the clean run and 1 times"):
         activation_patching(
             looped, torch.full((1, 9), 9.0), torch.full((1, 2), 0.8), "tanh", torch.sum
         )
@@ -509,7 +509,7 @@ def test_a_call_with_containers_and_a_part_of_what_a_node_gives() -> None:
         ({"positions": "all"}, "positions="),
         ({"axis": "1"}, "axis="),
         ({"heads": 0}, "heads="),
-        ({"heads": 2, "head": 2}, "head=2 is none of 2"),
+        ({"heads": 2, "head": 2}, "no head=2 among 2"),
         ({"head": 1}, "heads="),
         ({"at": "both"}, "at="),
         ({"sites": []}, "sites= is empty"),

@@ -437,7 +437,7 @@ def test_what_is_not_there_is_told_of() -> None:
     assert none.values.item() == none.corrupted
     assert none.edges.item() == 0
     own = bended.interject("tanh", lambda value: value * 2)
-    with pytest.raises(SiteError, match="something inserted"):
+    with pytest.raises(SiteError, match="an insertion in the model"):
         path_patching(bended, X, Y, "a", "b", _first, paths="all")
     assert bended.insertions == (own,)
 
@@ -447,13 +447,13 @@ def test_runs_that_differ_raise_or_are_nan() -> None:
     inputs = inputs_of_halving(model)
     clean, base = inputs["up", 1], inputs["down", 1]
     metric = lambda out: out[0, 0]  # noqa: E731
-    with pytest.raises(SiteError, match="'relu': relu: the corrupted run did not come by it"):
+    with pytest.raises(SiteError, match="'relu': relu: the corrupted run did not reach it"):
         path_patching(model, clean, base, "relu", "down", metric, paths="all")
     found = path_patching(
         model, clean, base, ["relu", "start"], "down", metric, paths="all", missing="nan"
     )
     assert found.values.isnan().flatten().tolist() == [True, False]
-    with pytest.raises(SiteError, match="did not come by 'up'"):
+    with pytest.raises(SiteError, match="did not reach 'up'"):
         path_patching(model, clean, base, "start", "up", metric, paths="all")
 
 

@@ -72,9 +72,9 @@ def test_what_does_not_fit_is_refused() -> None:
         (model, [(tokens(), torch.zeros(3))], "blocks.0", {}, "2 rows for the 3 labels"),
         (model, [(tokens(), torch.zeros(2))], "tokens", {}, "floating point"),
         (model, labelled(), "blocks.0", {"reduce": "max"}, "reduce="),
-        (model, labelled(), "blocks.0", {"reduce": lambda v, c: v}, "samples, size"),
+        (model, labelled(), "blocks.0", {"reduce": lambda v, c: v}, "examples, size"),
         (bended, [(torch.ones(1, 2), label), (-torch.ones(1, 2), label)], ["tanh", "exp"], {},
-         "by the path that they take"),
+         "by their paths"),
     ]  # fmt: skip
     for what, loader, where, options, message in cases:
         with pytest.raises(InputError, match=message):

@@ -262,7 +262,7 @@ def test_dropout_in_training_is_as_it_was_drawn() -> None:
         ({"index": slice(3, 3)}, bt.errors.InputError, "means no element"),
         ({"of": "y"}, bt.errors.InputError, "no input is called 'y'; there are input"),
         ({"node": "nothing"}, bt.errors.NodePathError, "no node 'nothing'"),
-        ({"node": 3}, bt.errors.InputError, "told by a name"),
+        ({"node": 3}, bt.errors.InputError, "given by a name"),
     ],
 )
 def test_what_is_no_field_is_refused(options: dict[str, Any], error: Any, message: str) -> None:

@@ -1,4 +1,4 @@
-"""Analysers: statistics of what comes by at nodes, in memory that does not grow.
+"""Analysers: statistics of the values of nodes, in memory that does not grow.
 
 >>> import torch, bendtrace as bt
 >>> statistics = bt.analysis.FeatureStatistics(keep=-1)
@@ -10,11 +10,13 @@
 """
 
 from bendtrace.analysis.analyser import Analyser, Batch
-from bendtrace.analysis.classes import PerClassAnalyser, PerClassVersusAnalyser
-from bendtrace.analysis.dead import DeadReLU
+from bendtrace.analysis.composed import AnalyserList, PerClassAnalyser, PerClassVersusAnalyser
 from bendtrace.analysis.evaluation import AnalyserEvaluation, Evaluated
 from bendtrace.analysis.features import (
+    DeadReLU,
     FeatureStatistics,
+    GradientAccumulation,
+    GradientAnalyser,
     RunningCovariance,
     RunningHistogram,
     RunningMean,
@@ -24,17 +26,12 @@ from bendtrace.analysis.features import (
     RunningVariance,
     UnitAnalyser,
 )
-from bendtrace.analysis.gradients import GradientAccumulation, GradientAnalyser
-from bendtrace.analysis.lists import AnalyserList
+from bendtrace.analysis.matrices import Spectrum, spectrum
 from bendtrace.analysis.probes import LinearProbe
-from bendtrace.analysis.ranks import Rank
-from bendtrace.analysis.singular_values import Spectrum, spectrum
-from bendtrace.analysis.spectra import CovarianceSpectrum, PowerLaw, power_law
-from bendtrace.analysis.streaming.extremes import MinMax, TopK
-from bendtrace.analysis.streaming.histogram import Histogram
-from bendtrace.analysis.streaming.moments import Covariance, Mean, Moments, Tally, Variance
-from bendtrace.analysis.streaming.quantile import Quantiles
-from bendtrace.analysis.streaming.statistic import Count, Statistic
+from bendtrace.analysis.spectra import CovarianceSpectrum, PowerLaw, Rank, power_law
+from bendtrace.analysis.streaming.moments import Covariance, Mean, Moments, Variance
+from bendtrace.analysis.streaming.orders import Histogram, MinMax, Quantiles, TopK
+from bendtrace.analysis.streaming.statistic import Count, Statistic, Tally
 from bendtrace.analysis.weights import LayerWeightRank, WeightRank, weight_ranks
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""The base of analysers: interjections that add up what nodes give, over many batches."""
+"""The base of analysers: interjections that summarise the outputs of nodes over many batches."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from bendtrace.analysis.streaming.statistic import decoded, encoded, merge_states
-from bendtrace.analysis.tables import data_frame, plain_results
-from bendtrace.analysis.values import parts_of
+from bendtrace.analysis.values import data_frame, parts_of, plain_results
 from bendtrace.errors import InputError
 from bendtrace.interject.interjection import Inputs, Interjection, NodePass
 
@@ -30,11 +29,11 @@ _lock = threading.RLock()
 
 @dataclass(frozen=True)
 class Batch:
-    """What is known of the samples of a value besides the value.
+    """The targets and the numbers of the samples of a value.
 
     Attributes:
         targets: (batch, ...), the labels; None where none were given.
-        samples: (batch,), which samples of the data set they are; None where it was not said.
+        samples: (batch,), their numbers in the data set; None where none were given.
 
     Example:
         >>> import torch, bendtrace as bt
@@ -48,7 +47,7 @@ class Batch:
     samples: Tensor | None = None
 
     def select(self, chosen: Tensor) -> Batch:
-        """Return what is known of some of the samples.
+        """Return the same for some of the samples.
 
         Args:
             chosen: (batch,) of bool, or their positions.
@@ -60,20 +59,20 @@ class Batch:
 
 
 class Analyser(Interjection):
-    """Adds up what nodes give, over as many batches as there are.
+    """Summarises the outputs of nodes, over any number of batches.
 
     One analyser may be inserted at any number of nodes, whose results it keeps apart by their
-    paths, and works without any model, too: `analyser.update("anything", value)`. What it holds
-    does not grow with the number of batches, and can be merged with what another one holds.
+    paths, and works without any model, too: `analyser.update("anything", value)`. Its state does
+    not grow with the number of batches, and can be merged with that of another analyser.
 
-    Subclasses say three things: `start` gives the state for a node, `update_state` takes in a
-    value, `result` says what came out. A state is a `Statistic`, or a dict or list of such; then
-    merging, copying, pickling and saving need nothing more. What the constructor was given is
+    Subclasses define three methods: `start` returns the state for a node, `update_state` takes in
+    a value, `result` returns the results. A state is a `Statistic`, or a dict or list of such; then
+    merging, copying, pickling and saving need nothing more. The arguments of the constructor are
     kept in attributes of the same names: two analysers are merged only if these agree.
 
-    The value of a node that gives a tuple, a mapping or a dataclass is taken apart, and its
-    tensors have results of their own, under their paths: `max|values`, `lstm.output|sub_0`. The
-    first dimension of a tensor counts samples.
+    Of an output that is a tuple, a mapping or a dataclass, each tensor has results of its own,
+    under its path: `max|values`, `lstm.output|sub_0`. The first dimension of a tensor counts
+    samples.
 
     Args:
         per_pass: whether each pass of a node that runs several times in a call has results of its
@@ -82,7 +81,7 @@ class Analyser(Interjection):
     Attributes:
         enabled: while False, nothing is seen, and nothing that is kept changes.
         needs_targets: whether it is an error to see a value without targets.
-        levels: what the keys of nested results are, from the outside.
+        levels: the kinds of the keys of nested results, from the outside.
 
     Example:
         >>> import re, torch, bendtrace as bt
@@ -114,7 +113,7 @@ class Analyser(Interjection):
         self._states: dict[str, Any] = {}
         self._calls: dict[str, int] = {}
 
-    _name: ClassVar[str] = "Analyser"  # what the class is called, whatever variant it is
+    _name: ClassVar[str] = "Analyser"  # the name of the class
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         if "_name" not in vars(cls) and not cls.__name__.startswith("_"):
@@ -124,15 +123,15 @@ class Analyser(Interjection):
         if not said and cls.__module__.startswith(_OURS):
             cls.self_contained = True
 
-    # What subclasses say
+    # Defined by subclasses
 
     @property
     def levels(self) -> tuple[str, ...]:
-        """What the keys of the results are, from the outside: the nodes, and what follows."""
+        """The kinds of the keys of the results, from the outside: the nodes, and others."""
         return ("node",)
 
     def start(self, key: str) -> Any:
-        """Return the state of a node that nothing was seen of so far.
+        """Return the state of a node without any values.
 
         Args:
             key: path of the node.
@@ -140,40 +139,40 @@ class Analyser(Interjection):
         raise NotImplementedError
 
     def update_state(self, state: Any, value: Tensor, batch: Batch) -> None:
-        """Take a value in.
+        """Take in a value.
 
-        It is called without gradients, without autocast, and outside of inference mode. What it
-        raises as `InputError` is raised with the path of the node before it.
+        It is called without gradients, without autocast, and outside of inference mode. The message
+        of an `InputError` that it raises is preceded by the path of the node.
 
         Args:
-            state: what `start` has returned; it is changed.
+            state: the state that `start` returned; it is changed.
             value: (batch, ...), or of no dimensions; not a copy, so it is neither changed nor kept.
             batch: the targets and the numbers of its samples.
         """
         raise NotImplementedError
 
     def result(self, state: Any) -> dict[Any, Any]:
-        """Return what came out at a node: numbers and tensors by name. The state stays as it is."""
+        """Return the results at a node: numbers and tensors by name. The state stays as it is."""
         raise NotImplementedError
 
     def merge_state(self, state: Any, other: Any) -> None:
         """Add the state of another analyser to a state, which is changed."""
         merge_states(state, other)
 
-    # What is known of the batch
+    # The present batch
 
     @property
     def targets(self) -> Tensor | None:
-        """The labels of the batch that comes next, (batch, ...). They stay until others are set."""
+        """The labels of the next batch, (batch, ...). They stay until others are set."""
         return self._targets
 
     @targets.setter
     def targets(self, targets: Any) -> None:
-        self._targets = _per_sample(targets, "targets")
+        self._told("_targets", _per_sample(targets, "targets"))
 
     @property
     def samples(self) -> Tensor | None:
-        """Which samples of the data set are in the batch that comes next, (batch,)."""
+        """The numbers of the next batch's samples in the data set, (batch,)."""
         return self._samples
 
     @samples.setter
@@ -183,15 +182,18 @@ class Analyser(Interjection):
             raise InputError(
                 f"samples= are whole numbers, (batch,); got {found.dtype}, {tuple(found.shape)}"
             )
-        self._samples = found
+        self._told("_samples", found)
+
+    def _told(self, name: str, found: Tensor | None) -> None:
+        setattr(self, name, found)
 
     @contextmanager
     def batch(self, targets: Any = None, samples: Any = None) -> Iterator[Self]:
-        """Set targets and numbers of samples for the calls within, and put back the ones before.
+        """Set targets and numbers of samples for the calls within, and restore the ones before.
 
         Args:
             targets: (batch, ...), labels.
-            samples: (batch,), which samples of the data set they are.
+            samples: (batch,), their numbers in the data set.
 
         Example:
             >>> import torch, bendtrace as bt
@@ -211,12 +213,12 @@ class Analyser(Interjection):
     # Seeing
 
     def after(self, at: NodePass, inputs: Inputs, output: Any) -> None:
-        """Take in what a node gave."""
+        """Take in the output of a node."""
         if not self.enabled:
             return
         path = at.path or "output"
         if at.path and at.module is not None and not isinstance(output, Tensor):
-            path = f"{path}.output"  # as the parts of what a module gives are called
+            path = f"{path}.output"  # the prefix of the parts of a module's output
         self.update(path, output, number=at.number)
 
     def update(
@@ -231,14 +233,14 @@ class Analyser(Interjection):
         """Take in a value. Nothing happens while not `enabled`.
 
         Args:
-            key: what its results are kept under, such as a node path.
+            key: the name that its results are kept under, such as a node path.
             value: a tensor, or a container of tensors.
             targets: (batch, ...), its labels; None for those that are set.
-            samples: (batch,), which samples of the data set it holds; None for those that are set.
-            number: which pass it is, counted from 0. With `per_pass` it is in the key, from 1.
+            samples: (batch,), their numbers in the data set; None for those that are set.
+            number: the number of the pass, from 0. With `per_pass` it is in the key, from 1.
 
         Raises:
-            InputError: it does not fit what was seen under this key so far, or lacks targets.
+            InputError: it does not fit the values under this key so far, or lacks targets.
         """
         if not self.enabled:
             return
@@ -266,25 +268,25 @@ class Analyser(Interjection):
         self._calls[path] = self._calls.get(path, 0) + 1
 
     def reset(self) -> None:
-        """Forget all that was seen. Settings, targets and `enabled` stay."""
+        """Forget all values. Settings, targets and `enabled` stay."""
         self._states.clear()
         self._calls.clear()
 
-    # What came out
+    # Results
 
     @property
     def calls(self) -> dict[str, int]:
-        """How many values were seen under each key: fewer than batches if a node was skipped."""
+        """The number of values under each key: fewer than batches if a node was skipped."""
         return dict(self._calls)
 
     @property
     def results(self) -> dict[str, dict[Any, Any]]:
-        """What came out, by node path and name: numbers and tensors."""
+        """The results, by node path and name: numbers and tensors."""
         with torch.no_grad():
             return _ByPath({path: self.result(state) for path, state in self._states.items()})
 
     def to_dict(self) -> dict[str, dict[Any, Any]]:
-        """Return the results with numbers, and lists of numbers, in the place of tensors."""
+        """Return the results with numbers, and lists of numbers, instead of tensors."""
         return {path: plain_results(found) for path, found in self.results.items()}
 
     def to_pandas(self, *, per_unit: bool = False) -> pandas.DataFrame:
@@ -299,11 +301,11 @@ class Analyser(Interjection):
         """
         return data_frame(self.results, self.levels, per_unit=per_unit)
 
-    # Copies, and what others have seen
+    # Copies, and other analysers
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What it was made with, by name."""
+        """The arguments that it was made with, by name."""
         return {
             name: value
             for name, value in vars(self).items()
@@ -311,7 +313,7 @@ class Analyser(Interjection):
         }
 
     def merge(self, other: Self) -> None:
-        """Add what another analyser has seen, as if this one had seen it.
+        """Add the values of another analyser, as if this one had seen them.
 
         Args:
             other: of the same class, with the same settings; it stays as it is.
@@ -336,16 +338,23 @@ class Analyser(Interjection):
     def _check_alike(self, other: Any) -> None:
         if type(other) is not type(self):
             raise InputError(f"a {type(other).__name__} cannot be merged into a {self.label}")
-        mine, theirs = self.settings, other.settings
+        self._check_settings(
+            self.settings,
+            other.settings,
+            "the other",
+            "only such with the same settings can be merged",
+        )
+
+    def _check_settings(self, mine: Any, theirs: Any, whose: str, why: str) -> None:
         for name in mine.keys() | theirs.keys():
             if not _same(mine.get(name), theirs.get(name)):
                 raise InputError(
-                    f"this {self.label} has {name}={mine.get(name)!r}, the other "
-                    f"{theirs.get(name)!r}: only such with the same settings can be merged"
+                    f"this {self.label} has {name}={mine.get(name)!r}, {whose} has "
+                    f"{theirs.get(name)!r}: {why}"
                 )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what was seen, as containers of tensors and numbers.
+        """Return the state, as containers of tensors and numbers.
 
         `torch.save` writes it, and `torch.load` reads it without `weights_only=False`.
         """
@@ -357,10 +366,10 @@ class Analyser(Interjection):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Forget all that was seen, and take over what another analyser has seen.
+        """Forget all values, and take over the state of another analyser.
 
         Args:
-            state: what its `state_dict` returned.
+            state: the result of its `state_dict`.
 
         Raises:
             InputError: it is of another kind, or has other settings. Nothing has changed then.
@@ -368,12 +377,8 @@ class Analyser(Interjection):
         if state.get("analyser") != self._name:
             raise InputError(f"this is the state of a {state.get('analyser')}, not {self.label}")
         settings = {name: _noted(value) for name, value in self.settings.items()}
-        for name in settings.keys() | state["settings"].keys():
-            if not _same(settings.get(name), state["settings"].get(name)):
-                raise InputError(
-                    f"this {self.label} has {name}={settings.get(name)!r}, the state is of one "
-                    f"with {state['settings'].get(name)!r}"
-                )
+        why = "make an analyser with the same settings"
+        self._check_settings(settings, state["settings"], "the state", why)
         states = {path: decoded(plain) for path, plain in state["states"]}
         self._states, self._calls = states, dict(state["calls"])
 
@@ -399,7 +404,7 @@ class Analyser(Interjection):
 
 
 class _ByPath(dict[str, dict[Any, Any]]):
-    """Results by node path, which says what there is where something else is asked for."""
+    """Results by node path, with the known paths in the error for another one."""
 
     def __missing__(self, key: object) -> Any:
         known = ", ".join(map(repr, list(self)[:_SHOWN])) or "nothing yet"
@@ -461,7 +466,7 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def _noted(value: Any) -> Any:
-    """Return a setting in a form that can be saved: itself, or what it is called."""
+    """Return a setting in a form that can be saved: itself, or its name."""
     if value is None or isinstance(value, (bool, int, float, str, Tensor)):
         return value
     if isinstance(value, (list, tuple)):

@@ -1,8 +1,9 @@
-"""Analysers in the course of training: run over a data set from time to time, or alongside."""
+"""Analysers during training: run over a data set at intervals, or on the training batches."""
 
 from __future__ import annotations
 
 import itertools
+import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -13,13 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from bendtrace.analysis.analyser import Analyser
-from bendtrace.analysis.native_hooks import watched_natively
-from bendtrace.analysis.tables import data_frame
-from bendtrace.analysis.untouched import untouched
+from bendtrace.analysis.values import data_frame
 from bendtrace.calls import Call
 from bendtrace.errors import InputError, NeverFiredWarning
+from bendtrace.interject.interjection import Inputs, NodePass
 from bendtrace.interject.structure import take_apart
 from bendtrace.module import BendedModule
+from bendtrace.still import Still
 
 if TYPE_CHECKING:
     import pandas
@@ -29,11 +30,11 @@ __all__ = ["AnalyserEvaluation", "Evaluated"]
 
 @dataclass(frozen=True)
 class Evaluated:
-    """What an analyser found at one time in training.
+    """The results of an analyser at one time in training.
 
     Attributes:
-        step: how many steps of training there had been.
-        epoch: how many epochs of it had been finished.
+        step: the number of steps of training by then.
+        epoch: the number of finished epochs by then.
         results: `analyser.results` then.
 
     Example:
@@ -55,44 +56,43 @@ class Evaluated:
 
 
 class AnalyserEvaluation:
-    """Has an analyser look at a model while it is trained, and keeps what it found each time.
+    """Has an analyser look at a model while it is trained, and keeps the results of each time.
 
-    With a `loader`, the model is run over it every so many steps or epochs, in eval mode, and put
-    back as it was: training modes, buffers, random generators (those of the loader, too). Without,
-    the analyser looks at the batches that the model is trained on, and at nothing else, as they
-    are run; its results then are those of the steps since the last time. Either way, training goes
-    on bit by bit as it would without.
+    With a `loader`, the model runs over it every few steps or epochs, in eval mode, and is restored
+    afterwards: training modes, buffers, random generators (those of the loader, too). Without one,
+    the analyser looks at the batches that the model is trained on, as they run; its results are
+    those of the steps since the last time. Either way, training is bit for bit what it would be
+    without.
 
-    It is used in a loop of one's own by `attached`, `step` and `end_epoch`, in Lightning as the
-    callback `lightning()`, in a Hugging Face `Trainer` as the callback `hugging_face()`, and by
-    itself as `evaluate(model)`.
+    Use `attached`, `step` and `end_epoch` in a loop of your own, the callback `lightning()` in
+    Lightning, the callback `hugging_face()` in a Hugging Face `Trainer`, and `evaluate(model)`
+    anywhere.
 
     Args:
         where: at which nodes, as for `BendedModule.interject`.
-        analyser: what looks at them; a list of several is an `AnalyserList`. Each time it begins
-            from nothing.
+        analyser: the analyser; for several, an `AnalyserList`. Each time it begins from nothing.
         loader: the batches to look at; None for those of the training.
-        every: after every how manieth step or epoch.
+        every: after how many steps or epochs.
         unit: `"epoch"` or `"step"`.
-        of: which model is looked at, as a function of the one that is trained: one that is a part
-            of it, such as `lambda module: module.net`; None for itself.
-        inputs: what the model is called with, as a function of the batch, in one of the forms that
+        of: a function from the trained model to the part to look at, such as
+            `lambda module: module.net`; None for the model itself.
+        inputs: a function from the batch to the inputs of the model, in one of the forms that
             `Call.of` takes. None: of a pair the first, all of a mapping as keyword arguments, else
             the batch itself.
         targets: the targets, as a function of the batch. None: of a pair the second, `labels` of a
             mapping, else none.
         loss: a function of the output and the batch, whose gradients are taken, for analysers that
             look at gradients over a loader; `.grad` of the parameters stays as it is.
-        max_batches: how many batches of the loader to take.
-        allow_none: whether it is right that no node is meant by `where`.
+        max_batches: the number of batches of the loader to take.
+        allow_none: whether `where` may match no node.
 
     Attributes:
-        history: what was found, an `Evaluated` for each time.
-        steps: how many steps of training there have been.
-        epochs: how many epochs have been finished.
+        history: the results, an `Evaluated` for each time.
+        steps: the number of steps of training so far.
+        epochs: the number of finished epochs.
 
     Raises:
-        InputError: something given makes no sense.
+        InputError: an argument makes no sense.
 
     Example:
         >>> import torch, bendtrace as bt
@@ -158,7 +158,7 @@ class AnalyserEvaluation:
     # Over a loader
 
     def evaluate(self, model: Callable[..., Any] | None = None) -> Evaluated:
-        """Run over the loader now, and note what was found.
+        """Run over the loader now, and note the results.
 
         Args:
             model: the model; None for the one that this is attached to.
@@ -175,7 +175,7 @@ class AnalyserEvaluation:
         bended = self._as_bended(model)
         analyser = self.analyser
         with ExitStack() as kept:
-            kept.enter_context(untouched(bended, self.loader))
+            kept.enter_context(Still(bended, modes=True, loader=self.loader))
             kept.enter_context(_ready(analyser))
             bended.eval()
             analyser.reset()
@@ -211,15 +211,15 @@ class AnalyserEvaluation:
 
     @contextmanager
     def attached(self, model: Callable[..., Any]) -> Iterator[AnalyserEvaluation]:
-        """Be there while a model is trained.
+        """Look at a model while it is trained.
 
         Args:
-            model: the model that is trained. Without a loader it is looked at where it is: at any
-                node of a `BendedModule`; of another module at calls of modules, by hooks, and under
-                their qualified names.
+            model: the model that is trained. Without a loader the analyser can look at any node of
+                a `BendedModule`; of another module at the calls of its submodules, by hooks, and
+                under their qualified names.
 
         Raises:
-            InputError: this is attached already, or `where` cannot be looked at in this model.
+            InputError: this is attached already, or `where` matches nothing in this model.
         """
         self.begin(model)
         try:
@@ -245,19 +245,19 @@ class AnalyserEvaluation:
             made = model.interject(self.where, self.analyser, allow_none=self._allow_none)
             stack.callback(made.remove)
         elif isinstance(model, nn.Module):
-            watched = watched_natively(model, self.where, self.analyser, self._allow_none)
+            watched = _watched_natively(model, self.where, self.analyser, self._allow_none)
             self._passes = stack.enter_context(watched)
         else:
             raise InputError(f"{model!r} is no module: wrap it, BendedModule(model)")
 
     def at_end(self, callback: Callable[[], Any]) -> None:
-        """Have something called by `end`; for callbacks."""
+        """Have `end` call a function; for callbacks."""
         if self._attached is None:
             raise InputError("this is attached to no model")
         self._attached.callback(callback)
 
     def end(self) -> None:
-        """Do what `attached` does at its end; for callbacks. Doing so twice is no error."""
+        """Do what `attached` does at its end; for callbacks. A second call does nothing."""
         stack, self._attached, self._model = self._attached, None, None
         self._bended = None
         if stack is not None:
@@ -265,10 +265,10 @@ class AnalyserEvaluation:
 
     @contextmanager
     def step(self, batch: Any = None) -> Iterator[None]:
-        """Be around one step of training: forward, backward, optimizer.
+        """Surround one step of training: forward, backward, optimizer.
 
         Args:
-            batch: the batch, which the targets are taken from.
+            batch: the batch that the targets are in.
         """
         self.begin_step(batch)
         try:
@@ -289,7 +289,7 @@ class AnalyserEvaluation:
             self.analyser.enabled = True
 
     def came_by(self, batch: Any) -> None:
-        """Take the targets from a batch that training has come to; for callbacks."""
+        """Take the targets from the next batch of training; for callbacks."""
         if self.loader is None and self.analyser.enabled:
             self.analyser.targets = self._targets(batch)
 
@@ -318,7 +318,7 @@ class AnalyserEvaluation:
         if self.loader is None and not self.analyser.calls and not self._allow_none:
             warnings.warn(
                 f"{self.analyser.label} at {self.where!r} was never called since the last time: "
-                "steps have to be inside of `evaluation.step(batch)`, and come by there",
+                "steps have to be inside of `evaluation.step(batch)`, and reach that node",
                 NeverFiredWarning,
                 stacklevel=4,
             )
@@ -334,7 +334,7 @@ class AnalyserEvaluation:
         Raises:
             ImportError: Lightning is not installed.
         """
-        from bendtrace.analysis.in_lightning import lightning_callback
+        from bendtrace.analysis.callbacks import lightning_callback
 
         return lightning_callback(self)
 
@@ -344,7 +344,7 @@ class AnalyserEvaluation:
         Raises:
             ImportError: transformers is not installed.
         """
-        from bendtrace.analysis.in_transformers import trainer_callback
+        from bendtrace.analysis.callbacks import trainer_callback
 
         return trainer_callback(self)
 
@@ -353,7 +353,7 @@ class AnalyserEvaluation:
     def to_pandas(self, *, per_unit: bool = False) -> pandas.DataFrame:
         """Return the history as a table, with a row for each time and node (and class, ...).
 
-        Times have a number, counted from 0, and the epoch and step that they were at.
+        Each time has a number, counted from 0, and its epoch and step.
 
         Args:
             per_unit: see `Analyser.to_pandas`.
@@ -378,8 +378,68 @@ class AnalyserEvaluation:
 
 
 @contextmanager
+def _watched_natively(
+    model: nn.Module, where: Any, analyser: Analyser, allow_none: bool
+) -> Iterator[dict[str, int]]:
+    """Have an analyser look at the calls of a plain module's submodules, without any tracing.
+
+    Args:
+        model: the model.
+        where: qualified names of modules, modules, classes of modules, compiled expressions that
+            match a part of a qualified name, or several of these.
+        analyser: the analyser, whose paths are the qualified names.
+        allow_none: whether `where` may match no module.
+
+    Yields:
+        How often each was called so far; clear it where a new call of the model begins.
+    """
+    if "backward" in analyser._forms():
+        raise InputError(
+            f"{analyser.label} looks at gradients, which hooks of modules do not tell apart by "
+            "call: train the model as a BendedModule"
+        )
+    found: dict[str, nn.Module] = {}
+    for item in where if isinstance(where, (list, tuple, set, frozenset)) else [where]:
+        matching = dict(_matching(model, item))
+        if not matching and not allow_none:
+            raise InputError(
+                f"the model has no module {item!r}. In a plain module calls of modules can be "
+                "looked at; for all else train it as a BendedModule"
+            )
+        found.update(matching)
+    passes: dict[str, int] = {}
+
+    def hook(name: str) -> Any:
+        def look(module: nn.Module, args: Any, output: Any) -> None:
+            number = passes.get(name, 0)
+            passes[name] = number + 1
+            analyser.after(NodePass(name, number, module), Inputs(()), output)
+
+        return look
+
+    with ExitStack() as stack:
+        begun = model.register_forward_pre_hook(lambda *_: passes.clear(), prepend=True)
+        stack.callback(begun.remove)
+        for name, module in found.items():
+            stack.callback(module.register_forward_hook(hook(name)).remove)
+        yield passes
+
+
+def _matching(model: nn.Module, item: Any) -> Iterator[tuple[str, nn.Module]]:
+    for name, module in model.named_modules():
+        if isinstance(item, str):
+            matches = item in (name, name.replace(".", "_"))
+        elif isinstance(item, re.Pattern):
+            matches = item.search(name) is not None
+        else:
+            matches = isinstance(module, item) if isinstance(item, type) else module is item
+        if matches:
+            yield name, module
+
+
+@contextmanager
 def _ready(analyser: Analyser, is_training: bool = False) -> Iterator[None]:
-    """Put back at the end what is set of an analyser, and have it in eval mode if it has one."""
+    """Restore the settings of an analyser at the end; until then it is in eval mode."""
     before = analyser.enabled, analyser.targets, analyser.samples
     modes = [(item, item.training) for item in _inside(analyser) if hasattr(item, "training")]
     try:
@@ -405,8 +465,8 @@ def _inputs_in(batch: Any) -> Any:
     if type(batch) in (tuple, list):
         if len(batch) > 2 or not batch:
             raise InputError(
-                f"a batch is a {type(batch).__name__} of {len(batch)}: say by inputs= what of it "
-                "the model is called with"
+                f"a batch is a {type(batch).__name__} of {len(batch)}: say with inputs= which part "
+                "of it the model takes"
             )
         return batch[0]
     return batch

@@ -1,23 +1,28 @@
-"""Statistics of the features that nodes give, one analyser for each kind."""
+"""Statistics of the outputs and gradients of nodes, one analyser for each kind."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from bendtrace._checks import required_int
 from bendtrace.analysis.analyser import Analyser, Batch
-from bendtrace.analysis.streaming.extremes import MinMax, TopK
-from bendtrace.analysis.streaming.histogram import Histogram, even_edges
-from bendtrace.analysis.streaming.moments import Covariance, Moments, Tally
-from bendtrace.analysis.streaming.quantile import Quantiles
-from bendtrace.analysis.values import Keep, check_keep, rows_of
+from bendtrace.analysis.streaming.moments import Covariance, Moments
+from bendtrace.analysis.streaming.orders import Histogram, MinMax, Quantiles, TopK, even_edges
+from bendtrace.analysis.streaming.statistic import Tally
+from bendtrace.analysis.values import Keep, accumulator, check_keep, rows_of
 from bendtrace.errors import InputError
+from bendtrace.interject.interjection import Interjection, NodePass
 
 __all__ = [
+    "DeadReLU",
     "FeatureStatistics",
+    "GradientAccumulation",
+    "GradientAnalyser",
     "RunningCovariance",
     "RunningHistogram",
     "RunningMean",
@@ -26,11 +31,32 @@ __all__ = [
     "RunningTopK",
     "RunningVariance",
     "UnitAnalyser",
+    "gradients_of",
+    "see_gradients",
 ]
 
 
+def see_gradients(
+    self: Analyser, at: NodePass, grad_input: tuple[Any, ...], grad_output: tuple[Any, ...]
+) -> None:
+    """Take in the gradients of a node that `of` names: the `backward` of gradient analysers."""
+    if not self.enabled:
+        return
+    path, grads = at.path or "output", grad_output
+    if gradients_of(self) == "input":
+        path, grads = f"{path}.input", grad_input
+    self.update(path, grads[0] if len(grads) == 1 else grads, number=at.number)
+
+
+def gradients_of(analyser: Any) -> str:
+    """Return the gradients that an analyser takes: those of `"output"` or `"input"`."""
+    while not hasattr(analyser, "of"):  # a wrapper, or a list of those that look at the same
+        analyser = analyser.analyser if hasattr(analyser, "analyser") else analyser[0]
+    return str(analyser.of)
+
+
 class UnitAnalyser(Analyser):
-    """An analyser of units: of what lies along some dimensions of a value.
+    """An analyser of units: of the entries along some dimensions of a value.
 
     Args:
         keep: the dimension whose entries are units with results of their own: 1 for the channels
@@ -60,20 +86,44 @@ class UnitAnalyser(Analyser):
         super().__init__(per_pass=per_pass)
         self.keep = check_keep(keep)
 
+    def start(self, key: str) -> Any:
+        """Return the statistic of a node."""
+        return self._new()
 
-class FeatureStatistics(UnitAnalyser):
+    def update_state(self, state: Any, value: Tensor, batch: Batch) -> None:
+        """Take in a value."""
+        state.update(rows_of(value, self.keep))
+
+    def result(self, state: Any) -> dict[Any, Any]:
+        """Return the number of rows, and the results of the statistic, by name."""
+        return {"count": state.count, **self._found(state)}
+
+    def _new(self) -> Any:
+        raise NotImplementedError
+
+    def _found(self, state: Any) -> Any:
+        return state.result()
+
+
+class _Corrected(UnitAnalyser):
+    def __init__(self, *, keep: Keep = 1, correction: int = 1, per_pass: bool = False) -> None:
+        super().__init__(keep=keep, per_pass=per_pass)
+        self.correction = required_int("correction", correction, 0)
+
+
+class FeatureStatistics(_Corrected):
     """Mean, variance, smallest and largest value, and sparsity of each unit.
 
-    The results are `count` (rows that were taken together), `mean`, `var`, `std`, `min`, `max`,
-    `sparsity` (the part of values that are 0), `nonfinite` (how many are nan or infinite) and, if
-    wanted, `skew` and `kurtosis`. They are those of all values at once, in float64 up to rounding;
+    The results are `count` (the number of rows), `mean`, `var`, `std`, `min`, `max`, `sparsity`
+    (the fraction of values that are 0), `nonfinite` (how many are nan or infinite) and, if wanted,
+    `skew` and `kurtosis`. They are those of all values at once, in float64 up to rounding;
     `min` and `max` are exact, in the dtype of the values. A nan makes those of its unit nan.
 
     Args:
         keep: which dimensions have results of their own: see `UnitAnalyser`.
         higher: whether skewness and (excess) kurtosis are wanted, as `scipy.stats` defines them.
-        correction: what is taken from the count for the variance: 1 as in `torch.var`, 0 as in
-            `numpy.var`.
+        correction: subtracted from the count in the divisor of the variance: 1 as in `torch.var`, 0
+            as in `numpy.var`.
         per_pass: see `Analyser`.
 
     Example:
@@ -97,21 +147,18 @@ class FeatureStatistics(UnitAnalyser):
         correction: int = 1,
         per_pass: bool = False,
     ) -> None:
-        super().__init__(keep=keep, per_pass=per_pass)
+        super().__init__(keep=keep, correction=correction, per_pass=per_pass)
         self.higher = higher
-        self.correction = _checked_correction(correction)
 
-    def start(self, key: str) -> Any:
-        """Return the statistics of a node."""
+    def _new(self) -> Any:
+        order = 4 if self.higher else 2
         return {
-            "moments": Moments(4 if self.higher else 2),
-            "extremes": MinMax(),
-            "zero": Tally(),
+            "moments": Moments(order, self.correction), "extremes": MinMax(), "zero": Tally(),
             "nonfinite": Tally(),
-        }
+        }  # fmt: skip
 
     def update_state(self, state: Any, value: Tensor, batch: Batch) -> None:
-        """Take a value in."""
+        """Take in a value."""
         rows = rows_of(value, self.keep)
         state["moments"].update(rows)
         state["extremes"].update(rows)
@@ -120,20 +167,13 @@ class FeatureStatistics(UnitAnalyser):
 
     def result(self, state: Any) -> dict[Any, Any]:
         """Return the statistics by name."""
-        moments = state["moments"]
-        variance = moments.variance(self.correction)
-        found = {
-            "count": moments.count,
-            "mean": moments.mean,
-            "var": variance,
-            "std": variance.sqrt(),
-            **state["extremes"].result(),
-            "sparsity": state["zero"].result().double() / moments.count,
-            "nonfinite": state["nonfinite"].result(),
-        }
-        if self.higher:
-            found |= {"skew": moments.skewness, "kurtosis": moments.kurtosis}
-        return found
+        found = state["moments"].result()
+        higher = {name: found.pop(name) for name in ("skew", "kurtosis") if name in found}
+        zeros, nonfinite = state["zero"].result().double(), state["nonfinite"].result()
+        return {
+            **found, "std": found["var"].sqrt(), **state["extremes"].result(),
+            "sparsity": zeros / found["count"], "nonfinite": nonfinite, **higher,
+        }  # fmt: skip
 
 
 class RunningMean(UnitAnalyser):
@@ -152,20 +192,11 @@ class RunningMean(UnitAnalyser):
         {'fc': {'count': 2, 'mean': [2.0, 5.0]}}
     """
 
-    def start(self, key: str) -> Any:
-        """Return the mean of a node."""
+    def _new(self) -> Any:
         return Moments(1)
 
-    def update_state(self, state: Any, value: Tensor, batch: Batch) -> None:
-        """Take a value in."""
-        state.update(rows_of(value, self.keep))
 
-    def result(self, state: Any) -> dict[Any, Any]:
-        """Return `count` and `mean`."""
-        return {"count": state.count, "mean": state.mean}
-
-
-class RunningVariance(UnitAnalyser):
+class RunningVariance(_Corrected):
     """Mean and variance of each unit: `count`, `mean`, `var`.
 
     Args:
@@ -181,27 +212,14 @@ class RunningVariance(UnitAnalyser):
         {'fc': {'count': 2, 'mean': [2.0], 'var': [1.0]}}
     """
 
-    def __init__(self, *, keep: Keep = 1, correction: int = 1, per_pass: bool = False) -> None:
-        super().__init__(keep=keep, per_pass=per_pass)
-        self.correction = _checked_correction(correction)
-
-    def start(self, key: str) -> Any:
-        """Return the moments of a node."""
-        return Moments(2)
-
-    def update_state(self, state: Any, value: Tensor, batch: Batch) -> None:
-        """Take a value in."""
-        state.update(rows_of(value, self.keep))
-
-    def result(self, state: Any) -> dict[Any, Any]:
-        """Return `count`, `mean` and `var`."""
-        return {"count": state.count, "mean": state.mean, "var": state.variance(self.correction)}
+    def _new(self) -> Any:
+        return Moments(2, self.correction)
 
 
-class RunningCovariance(UnitAnalyser):
+class RunningCovariance(_Corrected):
     """Mean and covariance matrix of the units: `count`, `mean`, `covariance`.
 
-    Units of several dimensions are taken as flat. Memory grows with the square of their number.
+    Units of several dimensions are flattened. Memory grows with the square of their number.
 
     Args:
         keep: which dimensions are units: see `UnitAnalyser`.
@@ -216,21 +234,11 @@ class RunningCovariance(UnitAnalyser):
         [[2.0, 4.0], [4.0, 8.0]]
     """
 
-    def __init__(self, *, keep: Keep = 1, correction: int = 1, per_pass: bool = False) -> None:
-        super().__init__(keep=keep, per_pass=per_pass)
-        self.correction = _checked_correction(correction)
-
-    def start(self, key: str) -> Any:
-        """Return the covariance of a node."""
+    def _new(self) -> Any:
         return Covariance(self.correction)
 
-    def update_state(self, state: Any, value: Tensor, batch: Batch) -> None:
-        """Take a value in."""
-        state.update(rows_of(value, self.keep))
-
-    def result(self, state: Any) -> dict[Any, Any]:
-        """Return `count`, `mean` (units,) and `covariance` (units, units)."""
-        return {"count": state.count, "mean": state.mean, "covariance": state.result()}
+    def _found(self, state: Any) -> dict[str, Any]:
+        return {"mean": state.mean, "covariance": state.result()}
 
 
 class RunningMinMax(UnitAnalyser):
@@ -248,17 +256,8 @@ class RunningMinMax(UnitAnalyser):
         {'embedding.input': {'count': 4, 'min': 2, 'max': 9}}
     """
 
-    def start(self, key: str) -> Any:
-        """Return the extremes of a node."""
+    def _new(self) -> Any:
         return MinMax()
-
-    def update_state(self, state: Any, value: Tensor, batch: Batch) -> None:
-        """Take a value in."""
-        state.update(rows_of(value, self.keep))
-
-    def result(self, state: Any) -> dict[Any, Any]:
-        """Return `count`, `min` and `max`."""
-        return {"count": state.count, **state.result()}
 
 
 class RunningQuantile(UnitAnalyser):
@@ -293,25 +292,15 @@ class RunningQuantile(UnitAnalyser):
         per_pass: bool = False,
     ) -> None:
         super().__init__(keep=keep, per_pass=per_pass)
-        Quantiles(size).at(ranks)  # which says what is wrong with them
+        Quantiles(size).at(ranks)  # raises if they are wrong
         self.ranks = tuple(map(float, ranks))
         self.size = size
 
-    def start(self, key: str) -> Any:
-        """Return the quantiles of a node."""
+    def _new(self) -> Any:
         return Quantiles(self.size)
 
-    def update_state(self, state: Any, value: Tensor, batch: Batch) -> None:
-        """Take a value in."""
-        state.update(rows_of(value, self.keep))
-
-    def result(self, state: Any) -> dict[Any, Any]:
-        """Return `count`, `quantiles` and `rank_error`."""
-        return {
-            "count": state.count,
-            "quantiles": state.at(self.ranks),
-            "rank_error": state.rank_error,
-        }
+    def _found(self, state: Any) -> dict[str, Any]:
+        return {"quantiles": state.at(self.ranks), "rank_error": state.rank_error}
 
 
 class RunningHistogram(UnitAnalyser):
@@ -321,8 +310,8 @@ class RunningHistogram(UnitAnalyser):
 
     Args:
         edges: (bins + 1,), ascending; or how many bins of equal width.
-        low: where the lowest of so many bins begins.
-        high: where the highest of them ends.
+        low: the beginning of the lowest bin, for a number of bins.
+        high: the end of the highest one.
         keep: which dimensions have results of their own: see `UnitAnalyser`.
         per_pass: see `Analyser`.
 
@@ -355,17 +344,8 @@ class RunningHistogram(UnitAnalyser):
             raise InputError("edges say where the bins begin and end: leave out low= and high=")
         self.edges = Histogram(edges).edges
 
-    def start(self, key: str) -> Any:
-        """Return the histogram of a node."""
+    def _new(self) -> Any:
         return Histogram(self.edges)
-
-    def update_state(self, state: Any, value: Tensor, batch: Batch) -> None:
-        """Take a value in."""
-        state.update(rows_of(value, self.keep))
-
-    def result(self, state: Any) -> dict[Any, Any]:
-        """Return the counts."""
-        return {"count": state.count, **state.result()}
 
 
 class RunningTopK(UnitAnalyser):
@@ -375,9 +355,9 @@ class RunningTopK(UnitAnalyser):
     where in its sample a value is, counted along the dimensions that are not kept. Of equal values
     those of the smaller sample number come first, then those of the smaller position.
 
-    Which samples of the data set are in a batch is what `samples` was set to; if to None, they are
-    counted as they come by at the node. At a node that some batches do not come by, and for
-    merging the results of several workers, set it.
+    `samples` of the analyser numbers the samples of a batch; if it is None, they are counted at the
+    node. Set it for nodes that some batches do not reach, and to merge the results of several
+    workers.
 
     Args:
         k: how many.
@@ -408,17 +388,16 @@ class RunningTopK(UnitAnalyser):
         per_pass: bool = False,
     ) -> None:
         super().__init__(keep=keep, per_pass=per_pass)
-        TopK(k)  # which says what is wrong with it
+        TopK(k)  # raises if it is wrong
         self.k = k
         self.largest = largest
         self.once = once
 
-    def start(self, key: str) -> Any:
-        """Return the largest values of a node, and how many samples there were."""
+    def _new(self) -> Any:
         return {"top": TopK(self.k, largest=self.largest), "seen": Tally()}
 
     def update_state(self, state: Any, value: Tensor, batch: Batch) -> None:
-        """Take a value in."""
+        """Take in a value."""
         value = value.reshape(1) if value.dim() == 0 else value
         many = value.shape[0]
         samples = batch.samples
@@ -465,7 +444,155 @@ class RunningTopK(UnitAnalyser):
         return {"count": state["seen"].count, **state["top"].result()}
 
 
-def _checked_correction(correction: Any) -> int:
-    if type(correction) is not int or correction < 0:
-        raise InputError(f"correction={correction!r}: a whole number from 0 on")
-    return correction
+class DeadReLU(UnitAnalyser):
+    """Which units are never active over all the data: those of a ReLU, or any other activation.
+
+    A unit is active where its value is above the threshold; a nan counts as active, since such a
+    unit is not silent but broken. The results are `count` (rows), `active` (for how many of them
+    each unit was, int64), `dead` (whether it never was), `dead_count` and `dead_share`. What was
+    never seen is not dead.
+
+    Args:
+        threshold: 0 for a ReLU; a little above 0 for GELU and the like.
+        keep: which dimensions are units: see `UnitAnalyser`. With 1 a channel of a convolution is
+            dead if it is so at all positions, with `"units"` each position counts for itself.
+        per_pass: see `Analyser`.
+
+    Raises:
+        InputError: the threshold is no number.
+
+    Example:
+        >>> import torch, bendtrace as bt
+        >>> bended = bt.BendedModule(torch.nn.ReLU())
+        >>> dead = bt.analysis.DeadReLU()
+        >>> with bended.interject("relu", dead):
+        ...     for x in (torch.tensor([[1.0, -1.0]]), torch.tensor([[-2.0, -3.0]])):
+        ...         _ = bended(x)
+        >>> dead.to_dict()["relu"]["active"], dead.to_dict()["relu"]["dead"]
+        ([1, 0], [False, True])
+    """
+
+    def __init__(self, *, threshold: float = 0.0, keep: Keep = 1, per_pass: bool = False) -> None:
+        super().__init__(keep=keep, per_pass=per_pass)
+        if not isinstance(threshold, (int, float)) or math.isnan(threshold):
+            raise InputError(f"threshold={threshold!r}: a number that active values are above")
+        self.threshold = threshold
+
+    def _new(self) -> Any:
+        return Tally()
+
+    def update_state(self, state: Any, value: Tensor, batch: Batch) -> None:
+        """Take in a value."""
+        state.update(~(rows_of(value, self.keep) <= self.threshold))
+
+    def _found(self, state: Any) -> dict[str, Any]:
+        active = state.result()
+        dead = (active == 0) & (state.count > 0)
+        count = int(dead.sum())
+        share = count / dead.numel() if dead.numel() else 0.0
+        return {"active": active, "dead": dead, "dead_count": count, "dead_share": share}
+
+
+class GradientAnalyser(UnitAnalyser):
+    """An analyser of the gradients that pass through nodes, instead of their outputs.
+
+    Of a node with several outputs (or inputs) that have a gradient, each has results of its own:
+    `lstm|sub_0` for the first tensor among them. A call whose backward pass does not reach the
+    node, or that ran without gradients, is not seen; an unused output has no gradient.
+
+    Args:
+        of: `"output"`, the gradients of outputs; or `"input"`, of inputs, under `fc.input`. These
+            are the gradients through this execution of the node alone.
+        keep: which dimensions have results of their own: see `UnitAnalyser`.
+        per_pass: see `Analyser`.
+
+    Raises:
+        InputError: `of` is neither.
+
+    Example:
+        >>> import torch, bendtrace as bt
+        >>> class Largest(bt.analysis.GradientAnalyser):
+        ...     def start(self, key):
+        ...         return bt.analysis.MinMax()
+        ...     def update_state(self, state, value, batch):
+        ...         state.update(value.abs())
+        ...     def result(self, state):
+        ...         return {"largest": state.result()["max"]}
+        >>> bended, largest = bt.BendedModule(lambda x: (torch.exp(x) * 3).sum()), Largest()
+        >>> with bended.interject("exp", largest):
+        ...     bended(torch.zeros(2, 1, requires_grad=True)).backward()
+        >>> largest.to_dict()
+        {'exp': {'largest': [3.0]}}
+    """
+
+    after = Interjection.after  # so that it is not called there
+
+    def __init__(
+        self,
+        *,
+        of: Literal["output", "input"] = "output",
+        keep: Keep = 1,
+        per_pass: bool = False,
+    ) -> None:
+        super().__init__(keep=keep, per_pass=per_pass)
+        if of not in ("output", "input"):
+            raise InputError(f'of={of!r}: gradients are those of the "output" or the "input"')
+        self.of = of
+
+    backward = see_gradients
+
+
+class GradientAccumulation(GradientAnalyser):
+    """The sum of the gradients at each node, and the norms of those of each sample.
+
+    The results are `count` (samples), `sum` and `mean_abs` of each unit (over all samples and
+    positions), and `norm_mean`, `norm_std`, `norm_min`, `norm_max`: of the Euclidean norm of the
+    gradient of each sample, over all dimensions but the first. All are added up in float64.
+
+    A loss that is a mean over the batch has gradients that are smaller by the size of the batch.
+    It is inserted as any analyser; see `GradientAnalyser` for which gradients are seen.
+
+    Args:
+        of: see `GradientAnalyser`.
+        keep: which dimensions have sums of their own: see `UnitAnalyser`; `"units"` for the sum
+            over samples alone.
+        per_pass: see `Analyser`.
+
+    Example:
+        >>> import torch, bendtrace as bt
+        >>> bended = bt.BendedModule(lambda x: (torch.exp(x) * torch.tensor([1.0, 3.0])).sum())
+        >>> gradients = bt.analysis.GradientAccumulation()
+        >>> with bended.interject("exp", gradients, allow_none=True):
+        ...     for _ in range(2):
+        ...         bended(torch.zeros(1, 2, requires_grad=True)).backward()
+        >>> gradients.to_dict()["exp"]["sum"], gradients.to_dict()["exp"]["norm_mean"]
+        ([2.0, 6.0], 3.1622776601683795)
+    """
+
+    def _new(self) -> Any:
+        return {
+            "units": Moments(1), "absolute": Moments(1), "norms": Moments(2), "extremes": MinMax(),
+        }  # fmt: skip
+
+    def update_state(self, state: Any, value: Tensor, batch: Batch) -> None:
+        """Take in the gradient of a value."""
+        rows = accumulator(rows_of(value, self.keep))
+        state["units"].update(rows)
+        state["absolute"].update(rows.abs())
+        each = accumulator(value.reshape(1) if value.dim() == 0 else value)
+        norms = each.reshape(each.shape[0], math.prod(each.shape[1:])).norm(dim=1)
+        state["norms"].update(norms)
+        state["extremes"].update(norms)
+
+    def result(self, state: Any) -> dict[Any, Any]:
+        """Return sums and norms by name."""
+        norms, extremes = state["norms"], state["extremes"].result()
+        return {
+            "count": norms.count,
+            "sum": state["units"].total,
+            "mean_abs": state["absolute"].mean,
+            "norm_mean": norms.mean,
+            "norm_std": norms.variance().sqrt(),
+            "norm_min": extremes["min"],
+            "norm_max": extremes["max"],
+        }

@@ -1,33 +1,28 @@
-"""Features as matrices of samples by features, and sums of their products."""
+"""Features as matrices of samples by features: their products, ranks, and linear maps of them."""
 
 from __future__ import annotations
 
 import math
-from typing import Any, Self
+from dataclasses import dataclass
+from typing import Self
 
 import torch
 from torch import Tensor
 
+from bendtrace._checks import required_number
 from bendtrace.analysis.streaming.moments import Covariance
 from bendtrace.analysis.streaming.statistic import Statistic
 from bendtrace.analysis.values import Keep, rows_of
 from bendtrace.errors import InputError
 
-__all__ = [
-    "Products",
-    "Rows",
-    "as_matrix",
-    "check_features",
-    "check_positive",
-    "check_squares",
-    "chosen_features",
-    "epsilon",
-    "in_double",
-]
+_EPS = torch.finfo(torch.float64).eps
+# From which part of the total variance on a penalty makes the equations well-conditioned enough for
+# the quick way, which otherwise gives one of many solutions where features depend on each other.
+_SAFE = 1e-8
 
 
 def as_matrix(value: Tensor, keep: Keep) -> Tensor:
-    """Return what a node gave as a matrix, samples by features.
+    """Return a value as a matrix, samples by features.
 
     Args:
         value: (batch, ...); a number is one sample with one feature.
@@ -45,7 +40,7 @@ def as_matrix(value: Tensor, keep: Keep) -> Tensor:
 
 
 def epsilon(dtype: torch.dtype) -> float:
-    """Return how exact features of a dtype are: its machine epsilon, at most that of float32.
+    """Return the precision of features of a dtype: its machine epsilon, at most that of float32.
 
     Half precision counts as float32, and numbers that are not floating as float64.
     """
@@ -59,11 +54,7 @@ def in_double(rows: Tensor) -> Tensor:
 
 
 def check_squares(rows: Tensor) -> None:
-    """Refuse rows whose squares float64 cannot hold: a rank of them would be wrong.
-
-    Raises:
-        InputError: the largest value is too large, or too small.
-    """
+    """Refuse rows whose squares float64 cannot hold: a rank of them would be wrong."""
     if rows.dtype != torch.float64 or not rows.numel():
         return  # all finite values of other types have squares in float64
     largest = float(rows.detach().abs().nan_to_num(0.0, 0.0, 0.0).max())
@@ -78,10 +69,10 @@ _LEAST, _GREATEST = 1e-140, 1e140
 
 
 class Products(Covariance):
-    """Number, mean and sum of products of rows, in float64, and how exact the rows were.
+    """Number, mean and sum of products of rows, in float64, and the precision of the rows.
 
     Attributes:
-        eps: how exact the rows were: see `epsilon`.
+        eps: the precision of the rows: see `epsilon`.
 
     Example:
         >>> products = Products()
@@ -102,19 +93,15 @@ class Products(Covariance):
         return None if self._shift is None else len(self._shift)
 
     def update(self, rows: Tensor) -> None:
-        """Take in rows, (n, d).
-
-        Raises:
-            InputError: there is another number of features than before.
-        """
+        """Take in rows, (n, d)."""
         check_width(self.width, rows.shape[1])
         check_squares(rows)
-        # Not added up in float32 on devices without float64: ranks need what it leaves out.
+        # Not added up in float32 on devices without float64: ranks need that precision.
         super().update(in_double(rows))
         self.eps = max(self.eps, epsilon(rows.dtype))
 
     def merge(self, other: Self) -> None:
-        """Add what others have taken in."""
+        """Add the rows of another one."""
         super().merge(other)
         self.eps = max(self.eps, other.eps)
 
@@ -132,17 +119,7 @@ class Products(Covariance):
 
 
 class Rows(Statistic):
-    """All rows, up to a number of them.
-
-    Args:
-        limit: how many there may be.
-
-    Attributes:
-        count: how many there are.
-        kept: the rows, in pieces.
-        width: how many features they have; None while nothing came.
-        eps: how exact they are: see `epsilon`.
-    """
+    """All rows, up to a number of them."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
@@ -152,20 +129,12 @@ class Rows(Statistic):
         self.eps = 0.0
 
     def update(self, rows: Tensor) -> None:
-        """Take in rows, (n, d), which are copied.
-
-        Raises:
-            InputError: there are too many, or they have another number of features than before.
-        """
+        """Take in rows, (n, d), which are copied."""
         self._check(rows)
         self._add(rows.detach().clone(), epsilon(rows.dtype))
 
     def merge(self, other: Self) -> None:
-        """Add the rows of others.
-
-        Raises:
-            InputError: there are too many, or they have another number of features.
-        """
+        """Add the rows of another one."""
         if other.width is not None:
             rows = other.result()
             self._check(rows)
@@ -225,9 +194,327 @@ def check_features(features: int, limit: int, instead: str) -> None:
         )
 
 
-def check_positive(name: str, number: Any, *, or_none: bool = False) -> None:
-    """Raise an `InputError` if something is no whole number from 1 on."""
-    if or_none and number is None:
-        return
-    if type(number) is not int or number < 1:
-        raise InputError(f"{name} has to be a whole number from 1 on, not {number!r}")
+@dataclass(frozen=True, eq=False)
+class Spectrum:
+    """Singular values of a matrix of samples by features, and its ranks of several kinds.
+
+    All measures leave out the singular values that count as zero.
+
+    Attributes:
+        singular_values: float64, on the CPU, in descending order; as many as the smaller side of
+            the matrix.
+        samples: number of rows.
+        features: number of columns.
+        tolerance: singular values up to it count as zero.
+
+    Example:
+        >>> import torch, bendtrace as bt
+        >>> found = bt.analysis.spectrum(torch.tensor([[3.0, 0.0], [0.0, 4.0], [0.0, 0.0]]))
+        >>> found
+        Spectrum(3 samples x 2 features, rank=2, largest=4, smallest=3)
+        >>> found.stable_rank  # (9 + 16) / 16
+        1.5625
+    """
+
+    singular_values: Tensor
+    samples: int
+    features: int
+    tolerance: float
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether the matrix had neither NaN nor infinity in it; all measures are NaN otherwise."""
+        return bool(self.singular_values.isfinite().all())
+
+    @property
+    def rank(self) -> float:
+        """How many singular values are above the tolerance: a whole number, or NaN."""
+        return len(self._kept) if self.is_finite else math.nan
+
+    @property
+    def normalized_rank(self) -> float:
+        """The rank, as a part of the largest that a matrix of this shape can have."""
+        largest = min(self.samples, self.features)
+        return self.rank / largest if largest else math.nan
+
+    @property
+    def effective_rank(self) -> float:
+        """Exponential of the entropy of the singular values, which are scaled to a sum of 1.
+
+        Roy and Vetterli, "The effective rank: a measure of effective dimensionality" (2007).
+        Between 1 and the rank; 0 for a matrix of zeros.
+        """
+        if not len(self._kept):
+            return self.rank
+        parts = self._kept / self._kept.sum()
+        return math.exp(-float((parts * parts.log()).sum()))
+
+    @property
+    def stable_rank(self) -> float:
+        """Squared Frobenius norm over the squared spectral norm.
+
+        Rudelson and Vershynin, "Sampling from large matrices" (2007). Between 1 and the rank; 0 for
+        a matrix of zeros.
+        """
+        if not len(self._kept):
+            return self.rank
+        return float((self._kept / self._kept[0]).square().sum())
+
+    @property
+    def participation_ratio(self) -> float:
+        """Squared sum of the eigenvalues of the covariance over the sum of their squares.
+
+        The eigenvalues are the squared singular values, up to a factor that cancels. Gao et al., "A
+        theory of multineuronal dimensionality, dynamics and measurement" (2017). Between 1 and the
+        rank; 0 for a matrix of zeros.
+        """
+        if not len(self._kept):
+            return self.rank
+        squared = (self._kept / self._kept[0]).square()
+        return float(squared.sum().square() / squared.square().sum())
+
+    def measures(self) -> dict[str, float]:
+        """Return the measures by name, each of which is an attribute as well."""
+        names = (
+            "rank", "normalized_rank", "effective_rank", "stable_rank", "participation_ratio",
+        )  # fmt: skip
+        return {name: getattr(self, name) for name in names}
+
+    @property
+    def _kept(self) -> Tensor:
+        if not self.is_finite:
+            return self.singular_values[:0]
+        return self.singular_values[self.singular_values > self.tolerance]
+
+    def __repr__(self) -> str:
+        size = f"{self.samples} samples x {self.features} features"
+        if not len(self.singular_values):
+            return f"Spectrum({size})"
+        first, last = self.singular_values[0], self.singular_values[-1]
+        return f"Spectrum({size}, rank={self.rank}, largest={first:.4g}, smallest={last:.4g})"
+
+
+def resolution(samples: int, features: int) -> float:
+    """Return up to which part of the largest a singular value is lost in a float64 Gram matrix.
+
+    A Gram matrix holds the squares, with an error of about `max(samples, features)` times the
+    machine epsilon, relative to the largest of them.
+    """
+    return math.sqrt(max(samples, features, 1) * _EPS)
+
+
+def centring_error(samples: int, features: int, mean: Tensor) -> float:
+    """Return the largest singular value that rounding can cause when the mean is subtracted.
+
+    A matrix all of whose rows are the mean has the singular value `sqrt(samples) * |mean|`; of that
+    the machine epsilon of float64, times the larger side, may be left.
+    """
+    return max(samples, features) * _EPS * math.sqrt(samples) * float(mean.norm())
+
+
+def default_rtol(samples: int, features: int, eps: float) -> float:
+    """Return which part of the largest singular value the tolerance is.
+
+    The number of features times `eps`, the machine epsilon of their dtype (that of float32 for half
+    precision), and at least what a float64 Gram matrix resolves, so that it makes no difference
+    from which matrix the rank is found. `numpy.linalg.matrix_rank` takes the larger side of the
+    matrix in place of the number of features: for a stream of samples that would grow without
+    end, and with it what counts as zero.
+    """
+    return max(features * eps, resolution(samples, features))
+
+
+def spectrum(
+    matrix: Tensor,
+    *,
+    centred: bool = False,
+    rtol: float | None = None,
+    atol: float = 0.0,
+    eps: float | None = None,
+) -> Spectrum:
+    """Return the singular values of a matrix, computed in float64.
+
+    Args:
+        matrix: samples by features.
+        centred: whether the mean of each feature is subtracted first. Rounding errors of that
+            count as zero (see `centring_error`).
+        rtol: singular values up to this part of the largest count as zero. None: see
+            `default_rtol`; 0 if there is an `atol`.
+        atol: singular values up to this count as zero, in the units of the features.
+        eps: the precision of the matrix; None for the machine epsilon of its dtype.
+
+    Raises:
+        InputError: it is no matrix of real numbers, or a tolerance is negative.
+
+    Example:
+        >>> import torch, bendtrace as bt
+        >>> matrix = torch.ones(5, 3)
+        >>> bt.analysis.spectrum(matrix).rank, bt.analysis.spectrum(matrix, centred=True).rank
+        (1, 0)
+    """
+    if matrix.dim() != 2 or matrix.is_complex():
+        raise InputError(
+            f"a real matrix is needed, not {matrix.dtype} of shape {tuple(matrix.shape)}"
+        )
+    check_tolerances(rtol, atol)
+    rows = matrix.detach().to("cpu", torch.float64)
+    samples, features = rows.shape
+    eps = epsilon(matrix.dtype) if eps is None else eps
+    least = 0.0
+    if centred and len(rows):
+        mean = rows.mean(0)
+        rows = rows - mean
+        least = centring_error(samples, features, mean)
+    finite = bool(rows.isfinite().all())
+    values = torch.linalg.svdvals(rows) if finite else _unknown(min(samples, features))
+    return _spectrum(values, samples, features, rtol, atol, eps, least)
+
+
+def spectrum_of_gram(
+    gram: Tensor,
+    *,
+    samples: int,
+    features: int,
+    eps: float,
+    rtol: float | None = None,
+    atol: float = 0.0,
+    least: float = 0.0,
+) -> Spectrum:
+    """Return the singular values of a matrix from a matrix of the inner products of its columns.
+
+    Args:
+        gram: float64, symmetric: of the columns (features x features) or the rows (samples x
+            samples) of the matrix.
+        samples: the number of rows of the matrix.
+        features: the number of its columns.
+        eps: the machine epsilon of its dtype.
+        rtol: as for `spectrum`.
+        atol: as for `spectrum`.
+        least: singular values up to this count as zero, whatever the tolerances are.
+
+    Raises:
+        InputError: a tolerance is below what the Gram matrix resolves (see `resolution`).
+
+    Example:
+        >>> import torch
+        >>> x = torch.tensor([[3.0, 0.0], [0.0, 4.0], [0.0, 0.0]], dtype=torch.float64)
+        >>> spectrum_of_gram(x.T @ x, samples=3, features=2, eps=2.2e-16).singular_values
+        tensor([4., 3.], dtype=torch.float64)
+    """
+    check_tolerances(rtol, atol)
+    smaller = min(samples, features)
+    if not bool(gram.isfinite().all()):
+        return _spectrum(_unknown(smaller), samples, features, rtol, atol, eps, least)
+    # Rounding puts eigenvalues that are zero a little above or below it.
+    squares = torch.linalg.eigvalsh(gram.to("cpu", torch.float64)).flip(0).clamp(min=0)
+    found = _spectrum(squares[:smaller].sqrt(), samples, features, rtol, atol, eps, least)
+    largest = float(squares[0].sqrt()) if len(squares) else 0.0
+    finest = resolution(samples, features) * largest
+    if found.tolerance < finest:
+        raise InputError(
+            f"singular values up to {found.tolerance:.2g} are to count as zero, but a Gram matrix "
+            f"of {samples} samples and {features} features, the largest of whose singular values "
+            f"is {largest:.4g}, does not tell those up to {finest:.2g} from zero: raise rtol or "
+            "atol, or use mode='a'"
+        )
+    return found
+
+
+def spectrum_of_products(
+    products: Products, *, centred: bool, rtol: float | None = None, atol: float = 0.0
+) -> Spectrum:
+    """Return the singular values of the matrix whose rows went into sums of products."""
+    size = (products.count, products.width or 0)
+    return spectrum_of_gram(
+        products.centred if centred else products.uncentred,
+        samples=size[0], features=size[1], eps=products.eps, rtol=rtol, atol=atol,
+        least=centring_error(*size, products.mean) if centred and products.count else 0.0,
+    )  # fmt: skip
+
+
+def check_tolerances(rtol: float | None, atol: float) -> None:
+    """Refuse tolerances that are negative, or no numbers."""
+    required_number("rtol", rtol, or_none=True)
+    required_number("atol", atol)
+
+
+def _spectrum(
+    values: Tensor,
+    samples: int,
+    features: int,
+    rtol: float | None,
+    atol: float,
+    eps: float,
+    least: float,
+) -> Spectrum:
+    if rtol is None:
+        rtol = 0.0 if atol else default_rtol(samples, features, eps)
+    largest = float(values[0]) if len(values) else 0.0
+    tolerance = max(atol, rtol * largest, least)
+    return Spectrum(values, samples, features, tolerance)
+
+
+def _unknown(number: int) -> Tensor:
+    return torch.full((number,), math.nan, dtype=torch.float64)
+
+
+def ridge(
+    sums: Products, outputs: int, alpha: float = 1.0, *, bias: bool = True
+) -> tuple[Tensor, Tensor]:
+    """Return the linear map with the least squared error, plus `alpha` times its squared weights.
+
+    The bias is not penalised, as in scikit-learn's `Ridge`. With `alpha=0` it is that of least
+    squares; of several the one with the smallest weights, as `numpy.linalg.lstsq` has it.
+
+    It is solved by the normal equations in float64, whose condition number is the square of that of
+    the features: with `alpha=0`, directions of features whose singular values are less than about
+    1e-6 of the largest count as having none.
+
+    Args:
+        sums: of rows that are features and, after them, targets.
+        outputs: how many of the columns are targets.
+        alpha: weight of the penalty.
+        bias: whether the map has a bias.
+
+    Returns:
+        The weight, (outputs, features), and the bias, (outputs,), which is 0 without one; float64.
+
+    Raises:
+        InputError: there are no rows, or features or targets that are not finite; or `alpha` is
+            negative.
+
+    Example:
+        >>> sums = Products()
+        >>> sums.update(torch.tensor([[0.0, 1.0], [1.0, 3.0], [2.0, 5.0]]))
+        >>> ridge(sums, 1, alpha=0)
+        (tensor([[2.]], dtype=torch.float64), tensor([1.], dtype=torch.float64))
+    """
+    required_number("alpha", alpha, finite=True)
+    if not sums.count or sums.width is None:
+        raise InputError("nothing was taken in: show batches, with targets, in training mode")
+    products = sums.centred if bias else sums.uncentred
+    if not bool(products.isfinite().all()):
+        raise InputError("features or targets were not finite, so there is no solution")
+    features = sums.width - outputs
+    inner, mixed = products[:features, :features], products[:features, features:]
+    weight = _solved(inner, mixed, float(alpha), max(sums.count, features)).T.contiguous()
+    mean = sums.mean
+    shift = (
+        mean[features:] - weight @ mean[:features] if bias else torch.zeros_like(mean[features:])
+    )
+    return weight, shift
+
+
+def _solved(inner: Tensor, mixed: Tensor, alpha: float, size: int) -> Tensor:
+    if alpha > _SAFE * float(inner.trace()):
+        shifted = inner + alpha * torch.eye(len(inner), dtype=inner.dtype, device=inner.device)
+        factor = torch.linalg.cholesky(shifted)
+        found: Tensor = torch.cholesky_solve(mixed, factor)
+        return found
+    values, vectors = torch.linalg.eigh(inner)
+    # The same as for ranks: below the resolution of a Gram matrix.
+    zero = size * torch.finfo(torch.float64).eps * values[-1:].clamp(min=0)
+    kept = values > zero
+    scale = torch.where(kept, 1 / torch.where(kept, values + alpha, 1.0), 0.0)
+    solution: Tensor = vectors @ (scale[:, None] * (vectors.T @ mixed))
+    return solution

@@ -1,4 +1,4 @@
-"""One linear probe: its map, its optimizer, what waits for it, and its scores."""
+"""One linear probe: its map, its optimizer, its waiting batches, and its scores."""
 
 from __future__ import annotations
 
@@ -11,26 +11,149 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from bendtrace.analysis.matrices import Products, check_width
-from bendtrace.analysis.scores import ClassScores, ValueScores
+from bendtrace.analysis.streaming.moments import Moments
 from bendtrace.analysis.streaming.statistic import Statistic, decoded, encoded
 from bendtrace.errors import InputError
 
-__all__ = ["Probe"]
+__all__ = ["ClassScores", "Probe", "ValueScores"]
+
+
+class ClassScores(Statistic):
+    """Loss, accuracy, accuracy among the best k, and accuracy for each class.
+
+    Args:
+        classes: how many classes there are.
+        top_k: for which numbers k to count targets that are among the k largest predictions.
+
+    Example:
+        >>> scores = ClassScores(2)
+        >>> predicted, targets = torch.tensor([[2.0, 0.0], [1.0, 0.0]]), torch.tensor([0, 1])
+        >>> scores.add(predicted, targets, loss=1.4)
+        >>> scores.result()["accuracy"], scores.result()["class_accuracy"]
+        (0.5, tensor([1., 0.], dtype=torch.float64))
+    """
+
+    def __init__(self, classes: int, top_k: tuple[int, ...] = ()) -> None:
+        self.top_k = tuple(top_k)
+        self.count = 0
+        self.loss = 0.0
+        self.among = [0] * len(self.top_k)
+        self.seen = torch.zeros(classes, dtype=torch.int64)
+        self.correct = torch.zeros(classes, dtype=torch.int64)
+
+    def add(self, predictions: Tensor, targets: Tensor, loss: float) -> None:
+        """Take in predictions.
+
+        Args:
+            predictions: (n, classes), the largest of which is the predicted class.
+            targets: (n,), numbers of classes.
+            loss: summed over the samples.
+        """
+        classes = len(self.seen)
+        is_right = predictions.argmax(1) == targets
+        self.seen += torch.bincount(targets, minlength=classes).cpu()
+        self.correct += torch.bincount(targets[is_right], minlength=classes).cpu()
+        if self.top_k:
+            best = predictions.topk(max(self.top_k), dim=1).indices == targets[:, None]
+            for i, k in enumerate(self.top_k):
+                self.among[i] += int(best[:, :k].sum())
+        self.loss += loss
+        self.count += len(targets)
+
+    def merge(self, other: Self) -> None:
+        """Add the scores of others."""
+        self.count += other.count
+        self.loss += other.loss
+        self.among = [mine + theirs for mine, theirs in zip(self.among, other.among, strict=True)]
+        self.seen += other.seen
+        self.correct += other.correct
+
+    def result(self) -> dict[str, Any]:
+        """Return the scores by name; NaN for those of no samples."""
+        return {
+            "samples": self.count,
+            "loss": _part(self.loss, self.count),
+            "accuracy": _part(int(self.correct.sum()), self.count),
+            **{
+                f"top_{k}_accuracy": _part(among, self.count)
+                for k, among in zip(self.top_k, self.among, strict=True)
+            },
+            "class_accuracy": self.correct.double() / self.seen,  # 0 / 0 is NaN
+            "class_samples": self.seen.clone(),
+        }
+
+
+class ValueScores(Statistic):
+    """Loss, mean squared error, and the coefficient of determination of each output.
+
+    R2 is 1 minus the sum of squared errors over that of deviations of the targets from their mean,
+    and the mean of it over the outputs, as in scikit-learn's `r2_score`: of constant targets it is
+    1 where there are no errors, else 0, and NaN for less than two samples.
+
+    Example:
+        >>> scores = ValueScores(1)
+        >>> scores.add(torch.tensor([[1.0], [3.0]]), torch.tensor([[0.0], [4.0]]), loss=2.0)
+        >>> scores.result()["mse"], scores.result()["r2"]
+        (1.0, 0.75)
+    """
+
+    def __init__(self, outputs: int) -> None:
+        self.loss = 0.0
+        self.squares = torch.zeros(outputs, dtype=torch.float64)
+        self.targets = Moments()
+
+    def add(self, predictions: Tensor, targets: Tensor, loss: float) -> None:
+        """Take in predictions and targets, (n, outputs) each, and the loss summed over them."""
+        truth = targets.to("cpu", torch.float64)
+        self.squares += (predictions.to("cpu", torch.float64) - truth).square().sum(0)
+        self.targets.update(truth)
+        self.loss += loss
+
+    def merge(self, other: Self) -> None:
+        """Add the scores of others."""
+        self.targets.merge(other.targets)
+        self.squares += other.squares
+        self.loss += other.loss
+
+    def result(self) -> dict[str, Any]:
+        """Return the scores by name; NaN for those of no samples."""
+        count = self.targets.count
+        r2 = self._determination(count)
+        return {
+            "samples": count,
+            "loss": _part(self.loss, count),
+            "mse": _part(float(self.squares.mean()), count),
+            "r2": float(r2.mean()),
+            "output_mse": self.squares / count,
+            "output_r2": r2,
+        }
+
+    def _determination(self, count: int) -> Tensor:
+        if count < 2:
+            return torch.full_like(self.squares, math.nan)
+        spread = self.targets.variance(correction=0) * count
+        is_constant = spread == 0
+        found = 1 - self.squares / torch.where(is_constant, 1.0, spread)
+        return torch.where(is_constant, (self.squares == 0).double(), found)
+
+
+def _part(total: float, count: int) -> float:
+    return total / count if count else math.nan
 
 
 class Probe(Statistic):
-    """What there is at one node.
+    """The state of one node.
 
     Attributes:
         linear: the map; None before features were seen, or before it is solved.
-        optimizer: None until it is asked for.
-        optimizer_state: what the optimizer is to begin with; None if with nothing.
+        optimizer: None until it is needed.
+        optimizer_state: the state that the optimizer begins with.
         waiting: features and targets of the next step.
-        steps: how many were made.
+        steps: the number of steps so far.
         loss: that of the last one.
         sums: of products of features and targets, for a closed form.
-        outputs: how many there are; 1 while that is not known.
-        scores: None since it last changed.
+        outputs: the number of outputs; 1 while that is not known.
+        scores: None since the map last changed.
     """
 
     def __init__(self) -> None:
@@ -91,7 +214,7 @@ class Probe(Statistic):
             raise InputError(f"targets of {outputs} values, but of {self.outputs} before")
 
     def taken(self) -> tuple[Tensor, Tensor]:
-        """Return what waits as one batch, which waits no more."""
+        """Return the waiting batches as one batch, and forget them."""
         waiting, self.waiting = self.waiting, []
         if len(waiting) == 1:
             features, targets = waiting[0]
@@ -103,16 +226,8 @@ class Probe(Statistic):
             features, targets = features.to(weight), targets.to(weight.device)
         return features, targets
 
-    def changed(self) -> None:
-        """Forget the scores, which were those of another map."""
-        self.scores = None
-
     def merge(self, other: Self) -> None:
-        """Add what another one has taken in: sums before they are solved, scores of equal maps.
-
-        Raises:
-            InputError: the maps are not the same, or only one is solved.
-        """
+        """Add another one: sums before they are solved, scores of equal maps."""
         if (self.linear is None) != (other.linear is None):
             raise InputError("one probe has a map, the other has none yet")
         if self.linear is None:
@@ -145,7 +260,7 @@ class Probe(Statistic):
         return {} if self.scores is None else self.scores.result()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all of it but what waits, as containers of tensors and numbers."""
+        """Return all but the waiting batches, as containers of tensors and numbers."""
         linear = None
         if self.linear is not None:
             linear = {
@@ -165,7 +280,7 @@ class Probe(Statistic):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Hold what another held."""
+        """Take over the state of another one."""
         Probe.__init__(self)
         if state["linear"] is not None:
             self.set(state["linear"]["weight"], state["linear"].get("bias"))

@@ -1,4 +1,4 @@
-"""Linear probes: what can be read off at nodes by a linear map, at many of them at once."""
+"""Linear probes at many nodes at once."""
 
 from __future__ import annotations
 
@@ -11,11 +11,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import Optimizer
 
+from bendtrace._checks import required_int, required_number
 from bendtrace.analysis.analyser import Analyser, Batch
-from bendtrace.analysis.matrices import as_matrix, check_features, check_positive
-from bendtrace.analysis.probe import Probe
-from bendtrace.analysis.ridge import check_alpha, ridge
-from bendtrace.analysis.scores import ClassScores, ValueScores
+from bendtrace.analysis.matrices import (
+    as_matrix,
+    check_features,
+    ridge,
+)
+from bendtrace.analysis.probe import ClassScores, Probe, ValueScores
 from bendtrace.analysis.values import Keep, check_keep
 from bendtrace.errors import InputError
 from bendtrace.history.copies import lazily_copied
@@ -44,8 +47,8 @@ class LinearProbe(Analyser):
     `num_classes`, else values of a regression, `(batch,)` or `(batch, outputs)`. Where positions
     are samples of their own (`keep` without `pool`) there is one for each position.
 
-    What several passes of a node give, and what several calls of the model give before a
-    `train_step()`, is one batch. A node that a call does not come by has no step. A batch without
+    The values of several passes of a node, and of several calls of the model before a
+    `train_step()`, are one batch. A node that a call does not reach has no step. A batch without
     any samples, or with targets all of which are `ignore_index`, makes none either.
 
     Results are, at each node, the scores since the probe last changed, or `reset()`: `samples`,
@@ -54,13 +57,13 @@ class LinearProbe(Analyser):
     last one.
 
     Args:
-        num_classes: how many classes there are; None for a regression.
-        optimizer: called with the parameters of each probe: `torch.optim.Adam`, which it is if
-            nothing is said, or `functools.partial(torch.optim.SGD, lr=0.1)`.
+        num_classes: the number of classes; None for a regression.
+        optimizer: a function from the parameters of each probe to an optimizer:
+            `torch.optim.Adam`, the default, or `functools.partial(torch.optim.SGD, lr=0.1)`.
         closed_form: there is no training step; sums of products are kept instead, from which
             `solve(alpha)` finds the map with the least squares. Of classes it is that of targets
             of 1 and -1. These probes are float64, and can be merged before they are solved.
-        criterion: a function of predictions and targets that gives the mean loss. None: cross
+        criterion: a function of predictions and targets that returns the mean loss. None: cross
             entropy for classes, mean squared error for a regression.
         keep: which dimensions are features: `"units"` for all but the first, 1 for channels, -1
             for the last, or several; each position in the others is a sample of its own.
@@ -71,11 +74,11 @@ class LinearProbe(Analyser):
         ignore_index: targets of this class do not count.
         seed: the probes are initialised as `nn.Linear` after `torch.manual_seed(seed)`, each of
             them. The global random numbers are not touched.
-        max_features: how many features there may be with `closed_form`, targets included.
+        max_features: the limit of features with `closed_form`, targets included.
         per_pass: whether each pass of a node has a probe of its own.
 
     Raises:
-        InputError: one of these makes no sense.
+        InputError: an argument makes no sense.
 
     Example:
         >>> import torch, bendtrace as bt
@@ -114,17 +117,16 @@ class LinearProbe(Analyser):
         per_pass: bool = False,
     ) -> None:
         super().__init__(per_pass=per_pass)
-        check_positive("num_classes", num_classes, or_none=True)
-        check_positive("max_features", max_features)
-        if type(seed) is not int:
-            raise InputError(f"seed has to be a whole number, not {seed!r}")
+        required_int("num_classes", num_classes, 1, or_none=True)
+        required_int("max_features", max_features, 1)
+        required_int("seed", seed)
         for name, function in (("optimizer", optimizer), ("criterion", criterion)):
             if function is not None and not callable(function):
                 raise InputError(f"{name} has to be a function, not {function!r}")
         if closed_form and (optimizer is not None or criterion is not None):
             raise InputError("with closed_form there is neither an optimizer nor a criterion")
         if keep == "units" and pool:
-            raise InputError("with pool, keep= says which dimensions are not positions: 1, or -1")
+            raise InputError("with pool, keep= names the dimensions without positions: 1, or -1")
         self.num_classes = num_classes
         self.optimizer = None if closed_form else optimizer or torch.optim.Adam
         self.closed_form = closed_form
@@ -140,7 +142,7 @@ class LinearProbe(Analyser):
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What it was made with, by name; functions by what they are called."""
+        """The arguments that it was made with, by name; functions by their names."""
         found = super().settings
         for name in ("optimizer", "criterion"):
             found[name] = _called(found[name])
@@ -230,7 +232,7 @@ class LinearProbe(Analyser):
         with torch.autocast(features.device.type, enabled=False):
             found = optimizer.step(loss)  # type: ignore[arg-type]
         _clear(linear)
-        probe.changed()
+        probe.scores = None
         probe.steps += 1
         probe.loss = torch.as_tensor(found).detach()
         return probe.loss
@@ -251,7 +253,7 @@ class LinearProbe(Analyser):
         """
         if not self.closed_form:
             raise InputError("probes are solved with LinearProbe(..., closed_form=True) alone")
-        check_alpha(alpha)
+        required_number("alpha", alpha, finite=True)
         solved = {}
         for path, probe in self._states.items():
             try:
@@ -263,16 +265,16 @@ class LinearProbe(Analyser):
         for path, (weight, bias) in solved.items():
             probe = self._states[path]
             probe.set(weight, bias if self.bias else None)
-            probe.changed()
+            probe.scores = None
 
-    # What the base asks for
+    # As an analyser
 
     def start(self, key: str) -> Probe:
-        """Return what there is of a probe before its features are known."""
+        """Return a probe whose features are not known yet."""
         return Probe()
 
     def update_state(self, state: Probe, value: Tensor, batch: Batch) -> None:
-        """Have features wait, add them up, or score what the probe says of them."""
+        """Have features wait, add them up, or score the predictions for them."""
         assert batch.targets is not None  # since they are needed
         features, samples = self._features(value)
         targets, outputs = self._targets_for(batch.targets, samples)
@@ -454,7 +456,7 @@ def _checked_top(top_k: Any, classes: int | None) -> tuple[int, ...]:
 
 
 def _called(function: Any) -> str | None:
-    """Return what a function is called, with what is given to it."""
+    """Return the name of a function, with the arguments of a partial one."""
     if function is None:
         return None
     if isinstance(function, functools.partial):

@@ -1,4 +1,4 @@
-"""Eigenvalues of the covariance of features, and how they decay."""
+"""Ranks and spectra of the features at nodes, over a data set."""
 
 from __future__ import annotations
 
@@ -9,53 +9,208 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bendtrace._checks import required_int
 from bendtrace.analysis.analyser import Analyser, Batch
 from bendtrace.analysis.matrices import (
     Products,
+    Rows,
+    Spectrum,
     as_matrix,
+    centring_error,
     check_features,
-    check_positive,
+    check_squares,
+    check_tolerances,
     chosen_features,
+    in_double,
+    spectrum,
+    spectrum_of_gram,
+    spectrum_of_products,
 )
-from bendtrace.analysis.singular_values import check_tolerances, spectrum_of_products
 from bendtrace.analysis.values import Keep, check_keep
 from bendtrace.errors import InputError
 
-__all__ = ["CovarianceSpectrum", "PowerLaw", "power_law"]
+__all__ = ["CovarianceSpectrum", "PowerLaw", "Rank", "power_law"]
+
+_MODES = ("aTa", "aaT", "a")
 
 
-class CovarianceSpectrum(Analyser):
-    """Eigenvalues of the covariance matrix of the features at nodes, over all samples that came by.
+class _Spectral(Analyser):
+    """Looks at features as the rows of one matrix."""
+
+    def __init__(
+        self,
+        *,
+        keep: Keep,
+        rtol: float | None,
+        atol: float,
+        max_features: int,
+        subset: int | None,
+        seed: int,
+        per_pass: bool,
+    ) -> None:
+        super().__init__(per_pass=per_pass)
+        check_tolerances(rtol, atol)
+        required_int("max_features", max_features, 1)
+        required_int("subset", subset, 1, or_none=True)
+        self.keep = check_keep(keep)
+        self.rtol = rtol
+        self.atol = atol
+        self.max_features = max_features
+        self.subset = subset
+        self.seed = seed
+
+    def _rows(self, value: Tensor, instead: str | None) -> Tensor:
+        rows = chosen_features(as_matrix(value, self.keep), self.subset, self.seed)
+        if instead is not None:
+            check_features(rows.shape[1], self.max_features, instead)
+        return rows
+
+
+class Rank(_Spectral):
+    """The numerical rank of the features at nodes, over all samples.
+
+    Let A be the matrix of all samples by features. `mode` says how its rank is computed:
+
+    - `"aTa"`: from the features x features matrix of the inner products of its columns, a sum in
+      float64. Memory does not grow with the samples.
+    - `"aaT"`: from the samples x samples matrix of those of its rows. All samples are kept.
+    - `"a"`: from its singular values. All samples are kept.
+
+    All modes give the same rank: a singular value of A counts as zero up to a tolerance that is
+    the same for all of them, `rtol` times the largest one. The default of `rtol` is the number of
+    features times the machine epsilon of their dtype, at least what a Gram matrix in float64
+    resolves, which is about 1e-6 for 10,000 samples. Only `"a"` resolves smaller ones.
+
+    Besides `rank`, results have its part of the largest possible one, the effective rank (Roy and
+    Vetterli 2007), the stable rank (Rudelson and Vershynin 2007), the participation ratio (Gao et
+    al. 2017), and the numbers of samples and features; see `Spectrum`. They are NaN where a
+    feature was.
+
+    Args:
+        mode: see above.
+        centred: whether the mean of each feature is subtracted first, as in the covariance matrix.
+        keep: which dimensions are features: `"units"` for all but the first, 1 for channels, -1
+            for the last, or several; each position in the others is a sample of its own.
+        rtol: singular values of A up to this part of the largest count as zero.
+        atol: singular values of A up to this count as zero; without an `rtol` it alone decides.
+        max_samples: how many samples may be kept in the modes that keep them.
+        max_features: the limit of features in the mode `"aTa"`; memory is its square.
+        subset: the number of features to look at, if there are more; `seed` chooses them.
+        seed: of that choice. The global random numbers are not touched.
+        per_pass: whether each pass of a node has results of its own.
+
+    Raises:
+        InputError: an argument makes no sense.
+
+    Example:
+        >>> import torch, bendtrace as bt
+        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 3), torch.nn.Linear(3, 6))
+        >>> bended, rank = bt.BendedModule(model), bt.analysis.Rank()
+        >>> with bended.interject("1", rank):
+        ...     for _ in range(4):
+        ...         _ = bended(torch.randn(16, 8))
+        >>> rank.results["sub_1"]["rank"]  # of the bias and three directions
+        4
+    """
+
+    def __init__(
+        self,
+        mode: str = "aTa",
+        *,
+        centred: bool = False,
+        keep: Keep = "units",
+        rtol: float | None = None,
+        atol: float = 0.0,
+        max_samples: int = 8192,
+        max_features: int = 16384,
+        subset: int | None = None,
+        seed: int = 0,
+        per_pass: bool = False,
+    ) -> None:
+        super().__init__(
+            keep=keep, rtol=rtol, atol=atol, max_features=max_features, subset=subset, seed=seed,
+            per_pass=per_pass,
+        )  # fmt: skip
+        if mode not in _MODES:
+            raise InputError(f"mode is one of {', '.join(map(repr, _MODES))}, not {mode!r}")
+        required_int("max_samples", max_samples, 1)
+        self.mode = mode
+        self.centred = centred
+        self.max_samples = max_samples
+
+    def start(self, key: str) -> Products | Rows:
+        """Return sums of products, or rows that are kept."""
+        return Products() if self.mode == "aTa" else Rows(self.max_samples)
+
+    def update_state(self, state: Products | Rows, value: Tensor, batch: Batch) -> None:
+        """Take in features."""
+        rows = self._rows(value, "subset=, or mode='aaT'" if self.mode == "aTa" else None)
+        if self.mode == "aaT":
+            check_squares(rows)
+        state.update(rows)
+
+    def result(self, state: Products | Rows) -> dict[Any, Any]:
+        """Return the ranks by name."""
+        found = self._spectrum(state)
+        return {**found.measures(), "samples": found.samples, "features": found.features}
+
+    @property
+    def spectra(self) -> dict[str, Spectrum]:
+        """The singular values, by node path."""
+        return {path: self._spectrum(state) for path, state in self._states.items()}
+
+    def _spectrum(self, state: Products | Rows) -> Spectrum:
+        if isinstance(state, Products):
+            return spectrum_of_products(state, centred=self.centred, rtol=self.rtol, atol=self.atol)
+        rows = in_double(state.result())
+        if self.mode == "a":
+            return spectrum(
+                rows, centred=self.centred, rtol=self.rtol, atol=self.atol, eps=state.eps
+            )
+        least = 0.0
+        if self.centred and len(rows):
+            mean = rows.mean(0)
+            least = centring_error(rows.shape[0], rows.shape[1], mean)
+            rows = rows - mean
+        return spectrum_of_gram(
+            rows @ rows.T,
+            samples=rows.shape[0], features=rows.shape[1], eps=state.eps,
+            rtol=self.rtol, atol=self.atol, least=least,
+        )  # fmt: skip
+
+
+class CovarianceSpectrum(_Spectral):
+    """Eigenvalues of the covariance matrix of the features at nodes, over all samples.
 
     The covariance is added up in float64, in memory that does not grow with the samples.
     Results are
 
     - `eigenvalues`: (d,) float64, in descending order; those that rounding has put below zero are
       zero. NaN where a feature was, or where there are not more samples than `correction`.
-    - `explained`: (d,), which part of the total variance each of them is.
+    - `explained`: (d,), the fraction of the total variance of each of them.
     - `total_variance`: their sum.
-    - `rank`, `effective_rank`, `participation_ratio`: see `Spectrum`; here the centred matrix of
-      samples by features is meant.
-    - `samples`, `features`: how many there were.
+    - `rank`, `effective_rank`, `participation_ratio`: see `Spectrum`; here of the centred
+      matrix of samples by features.
+    - `samples`, `features`: their numbers.
     - with `fit`: `exponent` and `r_squared` of a `power_law` through the eigenvalues that do not
       count as zero.
 
     Args:
         keep: which dimensions are features: `"units"` for all but the first, 1 for channels, -1
             for the last, or several; each position in the others is a sample of its own.
-        correction: what is taken from the number of samples to divide by: 1 as in `numpy.cov`, 0.
+        correction: subtracted from the number of samples in the divisor: 1 as `numpy.cov`, or 0.
         fit: whether to fit a power law: True for all eigenvalues, or the first and the last one to
             use, counted from 1, such as `(11, 500)`.
         rtol: singular values of the centred matrix up to this part of the largest count as zero,
             see `Rank`.
         atol: singular values of it up to this count as zero.
         max_features: how many features there may be; memory is the square of it.
-        subset: look at so many of the features only, if there are more; which ones `seed` says.
-        seed: seed of their choice. The global random numbers are not touched.
+        subset: the number of features to look at, if there are more; `seed` chooses them.
+        seed: of that choice. The global random numbers are not touched.
         per_pass: whether each pass of a node has results of its own.
 
     Raises:
-        InputError: one of these makes no sense.
+        InputError: an argument makes no sense.
 
     Example:
         >>> import torch, bendtrace as bt
@@ -79,22 +234,12 @@ class CovarianceSpectrum(Analyser):
         seed: int = 0,
         per_pass: bool = False,
     ) -> None:
-        super().__init__(per_pass=per_pass)
-        check_tolerances(rtol, atol)
-        check_positive("max_features", max_features)
-        check_positive("subset", subset, or_none=True)
-        if type(correction) is not int or correction < 0:
-            raise InputError(f"correction has to be a whole number from 0 on, not {correction!r}")
-        if not isinstance(fit, bool):
-            fit = _checked_range(fit)
-        self.keep = check_keep(keep)
-        self.correction = correction
-        self.fit = fit
-        self.rtol = rtol
-        self.atol = atol
-        self.max_features = max_features
-        self.subset = subset
-        self.seed = seed
+        super().__init__(
+            keep=keep, rtol=rtol, atol=atol, max_features=max_features, subset=subset, seed=seed,
+            per_pass=per_pass,
+        )  # fmt: skip
+        self.correction = required_int("correction", correction, 0)
+        self.fit = fit if isinstance(fit, bool) else _checked_range(fit)
 
     def start(self, key: str) -> Products:
         """Return sums of products."""
@@ -102,12 +247,10 @@ class CovarianceSpectrum(Analyser):
 
     def update_state(self, state: Products, value: Tensor, batch: Batch) -> None:
         """Take in features."""
-        rows = chosen_features(as_matrix(value, self.keep), self.subset, self.seed)
-        check_features(rows.shape[1], self.max_features, "or subset=")
-        state.update(rows)
+        state.update(self._rows(value, "or subset="))
 
     def result(self, state: Products) -> dict[Any, Any]:
-        """Return the eigenvalues, and what follows from them."""
+        """Return the eigenvalues, and the measures of them, by name."""
         divisor = state.count - self.correction
         features = state.width or 0
         products = state.centred

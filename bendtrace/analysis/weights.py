@@ -1,12 +1,13 @@
-"""Ranks and spectra of weights: no run of the model is needed."""
+"""Ranks and spectra of weights, which need no run of the model."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, Self
 
@@ -20,8 +21,7 @@ from torch.nn.utils.weight_norm import WeightNorm
 
 from bendtrace._rewriting import _unrun
 from bendtrace.analysis.analyser import Analyser
-from bendtrace.analysis.matrices import epsilon
-from bendtrace.analysis.singular_values import Spectrum, check_tolerances
+from bendtrace.analysis.matrices import Spectrum, check_tolerances, epsilon
 from bendtrace.analysis.streaming.statistic import Statistic
 from bendtrace.errors import InputError
 from bendtrace.interject.interjection import Inputs, NodePass
@@ -37,10 +37,10 @@ class WeightRank:
     """The spectrum of one weight.
 
     Attributes:
-        name: what the weight is called: `layers.0.weight`.
+        name: the name of the weight: `layers.0.weight`.
         module: the class of the module that it belongs to; "" where that is not known.
         shape: shape of the weight.
-        groups: how many matrices it is, along the first axis; 1 but for grouped convolutions.
+        groups: the number of matrices along the first axis; 1 but for grouped convolutions.
         spectrum: the singular values, `samples` x `features` being rows x columns of the matrix.
         shared_with: other names of the same parameter.
 
@@ -77,11 +77,7 @@ class WeightRank:
         spectrum = self.spectrum
         values = spectrum.singular_values
         return {
-            "rank": spectrum.rank,
-            "normalized_rank": spectrum.normalized_rank,
-            "effective_rank": spectrum.effective_rank,
-            "stable_rank": spectrum.stable_rank,
-            "participation_ratio": spectrum.participation_ratio,
+            **spectrum.measures(),
             "spectral_norm": float(values[0]) if len(values) else 0.0,
             "frobenius_norm": float(values.norm()),
             "rows": spectrum.samples,
@@ -99,17 +95,16 @@ def weight_ranks(
 ) -> dict[str, WeightRank]:
     """Return rank and spectrum of the weights of a model, by name.
 
-    Each weight is taken as the matrix that it multiplies with: `(out, in)` of linear layers and of
+    Each weight counts as the matrix that it multiplies with: `(out, in)` of linear layers and of
     embeddings, `(out, in * kernel)` of convolutions. A convolution of several groups is the
     block-diagonal matrix of them, that of a transposed one has `(in, out * kernel)`. Other
     parameters are flattened from their second axis on; those of one axis are left out.
 
-    Weights that are computed are taken as the next call of the module would compute them:
-    parametrizations, `weight_norm`, `spectral_norm` and pruning of either kind. Nothing of the
-    model changes, neither the vectors that `spectral_norm` keeps nor the random numbers. What
-    they are computed from is listed if it is asked for by name. Of layers with low-rank adapters
-    (those of PEFT) the base weight and the factors are listed, and what each adapter adds, as
-    `name.delta.adapter`.
+    Computed weights are those that the next call of the module would compute: parametrizations,
+    `weight_norm`, `spectral_norm` and pruning of either kind. Nothing of the model changes, neither
+    the vectors of `spectral_norm` nor the random numbers. Their sources are listed if `where` names
+    them. Of layers with low-rank adapters (those of PEFT) the base weight and the factors are
+    listed, and the product that each adapter adds, as `name.delta.adapter`.
 
     Args:
         model: a module; or weights by name, such as a state dict.
@@ -123,7 +118,7 @@ def weight_ranks(
 
     Returns:
         A `WeightRank` for each. One parameter with several names is there once, under the first
-        that is meant.
+        that matches.
 
     Raises:
         InputError: there is no such weight, one cannot be read, or a tolerance is negative.
@@ -145,8 +140,8 @@ def weight_ranks(
 class LayerWeightRank(Analyser):
     """Ranks and spectra of weights over the steps of a training.
 
-    `measure(model)` takes them down, without any run. Inserted at nodes, it takes down the weights
-    of the modules that are called there, once for each `step`, under the paths of the nodes.
+    `measure(model)` records them, without any run. Inserted at nodes, it records the weights of the
+    modules that are called there, once for each `step`, under the paths of the nodes.
 
     Results have, for each weight and each step, what `WeightRank.to_dict` returns. They grow with
     the number of steps, by the singular values.
@@ -156,7 +151,7 @@ class LayerWeightRank(Analyser):
         atol: as for `weight_ranks`.
 
     Attributes:
-        step: which step it is: what results are kept under. Set it as training goes on.
+        step: the number of the step that results are kept under. Set it as training goes on.
 
     Raises:
         InputError: a tolerance is negative.
@@ -182,7 +177,7 @@ class LayerWeightRank(Analyser):
 
     @property
     def step(self) -> int:
-        """Which step it is."""
+        """The number of the step."""
         return self._step
 
     @step.setter
@@ -193,7 +188,7 @@ class LayerWeightRank(Analyser):
 
     @property
     def levels(self) -> tuple[str, ...]:
-        """What the keys of the results are."""
+        """The kinds of the keys of the results."""
         return ("weight", "training_step")
 
     def measure(
@@ -203,13 +198,12 @@ class LayerWeightRank(Analyser):
         *,
         step: int | None = None,
     ) -> None:
-        """Take the weights of a model down. Nothing happens while not `enabled`.
+        """Record the weights of a model. Nothing happens while not `enabled`.
 
         Args:
             model: as for `weight_ranks`.
             where: as for `weight_ranks`.
-            step: which step it is; None for `self.step`. What was taken down of that step before
-                is replaced.
+            step: the number of the step; None for `self.step`. Its earlier record is replaced.
 
         Raises:
             InputError: as for `weight_ranks`.
@@ -222,7 +216,7 @@ class LayerWeightRank(Analyser):
         self._take_down("", found)
 
     def after(self, at: NodePass, inputs: Inputs, output: Any) -> None:
-        """Take the weights of the module down that was called, unless that was done already."""
+        """Record the weights of a called module, unless that was done already."""
         if not self.enabled or at.module is None:
             return
         if (at.path, self._step) in self._taken:
@@ -232,7 +226,7 @@ class LayerWeightRank(Analyser):
         self._taken.add((at.path, self._step))
 
     def reset(self) -> None:
-        """Forget all that was taken down."""
+        """Forget all records."""
         super().reset()
         self._taken.clear()
 
@@ -241,13 +235,13 @@ class LayerWeightRank(Analyser):
         return _History()
 
     def update_state(self, state: _History, value: Tensor, batch: Any) -> None:
-        """Take a weight down that is given as it is."""
+        """Record a weight."""
         weight = _Weight("weight", None, "", lambda: value, None)
         found = _ranked(weight, _checked(weight, value), self.rtol, self.atol)
         state.found[self._step] = found.to_dict()
 
     def result(self, state: _History) -> dict[Any, Any]:
-        """Return what was taken down, by step."""
+        """Return the records, by step."""
         return state.result()
 
     def _take_down(self, prefix: str, ranks: Mapping[str, WeightRank]) -> None:
@@ -258,13 +252,13 @@ class LayerWeightRank(Analyser):
 
 
 class _History(Statistic):
-    """What was taken down of one weight, by step."""
+    """The records of one weight, by step."""
 
     def __init__(self) -> None:
         self.found: dict[int, dict[str, Any]] = {}
 
     def merge(self, other: Self) -> None:
-        """Add what others have taken down; of one step it has to be the same."""
+        """Add the records of another one; those of one step have to be the same."""
         for step in self.found.keys() & other.found.keys():
             mine, theirs = self.found[step]["singular_values"], other.found[step]["singular_values"]
             if not torch.equal(mine.view(torch.int64), theirs.view(torch.int64)):  # NaN too
@@ -272,7 +266,7 @@ class _History(Statistic):
         self.found = dict(sorted({**other.found, **self.found}.items()))
 
     def result(self) -> dict[int, dict[str, Any]]:
-        """Return it."""
+        """Return them."""
         return {step: dict(found) for step, found in sorted(self.found.items())}
 
 
@@ -281,10 +275,8 @@ class _Weight:
     """A weight that can be read.
 
     Attributes:
-        name: what it is called.
         owner: the module that it belongs to; None in a state dict.
         inside: qualified name of that module.
-        read: gives the tensor.
         key: equal for two names of the same weight.
         is_part: whether another weight is computed from it.
         shared_with: its other names.
@@ -319,21 +311,28 @@ def _ranked(weight: _Weight, tensor: Tensor, rtol: float | None, atol: float) ->
 
 
 def _chosen(model: Any, where: Any) -> list[tuple[_Weight, Tensor]]:
-    """Return the weights that are meant, and what they are."""
+    """Return the chosen weights, and their tensors."""
     root = model.model if isinstance(model, BendedModule) else model
     if isinstance(root, nn.Module):
         weights = list(_weights_of(root))
     elif isinstance(root, Mapping):
-        weights = [_given(name, tensor) for name, tensor in root.items()]
+        weights = [
+            _Weight(str(name), None, "", partial(_itself, tensor), id(tensor))
+            for name, tensor in root.items()
+        ]
+        for name, tensor in root.items():
+            if not isinstance(tensor, Tensor):
+                raise InputError(f"{name!r} is no tensor, but a {type(tensor).__name__}")
     else:
         raise InputError(f"only modules, and mappings of tensors, have weights; {root!r} has none")
-    named = _named(where)
-    meant = [weight for weight in weights if not weight.is_part]
+    items = where if isinstance(where, (list, tuple, set, frozenset)) else [where]
+    named = {item for item in items if isinstance(item, str)}
+    chosen = [weight for weight in weights if not weight.is_part]
     if where is not None:
-        names = {weight.name for item in _items(where) for weight in _said(item, weights, root)}
-        meant = [weight for weight in weights if weight.name in names]
+        names = {weight.name for item in items for weight in _matching(item, weights, root)}
+        chosen = [weight for weight in weights if weight.name in names]
     first: dict[object, _Weight] = {}
-    for weight in meant:
+    for weight in chosen:
         known = first.setdefault(weight.key, weight)
         others = [w.name for w in weights if w.key == weight.key and w.name != known.name]
         first[weight.key] = replace(known, shared_with=tuple(others))
@@ -348,32 +347,24 @@ def _chosen(model: Any, where: Any) -> list[tuple[_Weight, Tensor]]:
     return found
 
 
-def _items(where: Any) -> Iterable[Any]:
-    return where if isinstance(where, (list, tuple, set, frozenset)) else [where]
-
-
-def _named(where: Any) -> set[str]:
-    return {item for item in _items(where) if isinstance(item, str)}
-
-
-def _said(where: Any, weights: list[_Weight], root: Any) -> list[_Weight]:
-    """Return the weights that one item of `where` means."""
+def _matching(where: Any, weights: list[_Weight], root: Any) -> list[_Weight]:
+    """Return the weights that one item of `where` matches."""
+    own = [weight for weight in weights if not weight.is_part]
+    found: list[_Weight] = []
     if isinstance(where, re.Pattern):
-        found = [w for w in weights if where.search(w.name) and not w.is_part]
+        found = [weight for weight in own if where.search(weight.name)]
     elif isinstance(where, str) and (named := [w for w in weights if w.name == where]):
         return named
     elif isinstance(root, nn.Module):
         selector = outside(where, root, ())
         if selector.looks_ahead or selector.needs_output:
-            raise InputError(f"{selector!r} can only be told from a run, and weights need none")
+            raise InputError(f"{selector!r} needs a run, and weights have none")
         modules = {node.module_path for node in _unrun(root) if selector.matches(node)}
-        found = [w for w in weights if not w.is_part and _is_inside(w.inside, modules)]
-    else:
-        found = []
+        found = [weight for weight in own if _is_inside(weight.inside, modules)]
     if not found:
         text = where if isinstance(where, str) else getattr(where, "pattern", "")
-        known = [weight.name for weight in weights if not weight.is_part]
-        raise InputError(f"{describe_where(where)} means no weight; {near_misses(text, known)}")
+        hint = near_misses(text, [weight.name for weight in own])
+        raise InputError(f"{describe_where(where)} matches no weight; {hint}")
     return found
 
 
@@ -383,12 +374,6 @@ def _is_inside(name: str, modules: set[str]) -> bool:
             return False
         name = name.rpartition(".")[0]
     return True
-
-
-def _given(name: Any, tensor: Any) -> _Weight:
-    if not isinstance(tensor, Tensor):
-        raise InputError(f"{name!r} is no tensor, but a {type(tensor).__name__}")
-    return _Weight(str(name), None, "", lambda: tensor, id(tensor))
 
 
 def _weights_of(root: nn.Module) -> Iterator[_Weight]:
@@ -406,16 +391,15 @@ def _weights_of(root: nn.Module) -> Iterator[_Weight]:
         for name, parameter in module._parameters.items():
             if parameter is not None:
                 is_part = id(module) in parts or name in sources
-                yield _Weight(
-                    prefix + name, module, inside, _reader(parameter), id(parameter), is_part
-                )
+                read = partial(_itself, parameter)
+                yield _Weight(prefix + name, module, inside, read, id(parameter), is_part)
         for adapter, read in _adapters(module):
             name = f"{prefix}delta.{adapter}"
             yield _Weight(name, None, inside, read, (id(module), "delta", adapter))
 
 
-def _reader(parameter: Tensor) -> Callable[[], Tensor]:
-    return lambda: parameter
+def _itself(parameter: Tensor) -> Tensor:
+    return parameter
 
 
 def _computed(module: nn.Module) -> dict[str, Callable[[], Tensor]]:
@@ -425,41 +409,30 @@ def _computed(module: nn.Module) -> dict[str, Callable[[], Tensor]]:
     if isinstance(parametrizations, nn.ModuleDict):
         for name, chain in parametrizations.items():
             if isinstance(chain, ParametrizationList):
-                found[name] = _parametrized(chain)
+                found[name] = partial(_parametrized, chain)
     # The attribute itself is as old as the last call.
     for hook in module._forward_pre_hooks.values():
         if isinstance(hook, WeightNorm):
-            found[hook.name] = _of_hook(hook.compute_weight, module)
+            found[hook.name] = partial(hook.compute_weight, module)
         elif isinstance(hook, SpectralNorm):
-            found[hook.name] = _spectrally_normed(hook, module)
+            found[hook.name] = partial(_spectrally_normed, hook, module)
         elif isinstance(hook, BasePruningMethod):
-            found[hook._tensor_name] = _of_hook(hook.apply_mask, module)
+            found[hook._tensor_name] = partial(hook.apply_mask, module)
     return found
 
 
-def _parametrized(chain: ParametrizationList) -> Callable[[], Tensor]:
-    def read() -> Tensor:
-        # Some write to their buffers whenever they are looked at, as spectral_norm does.
-        buffers = {name: buffer.clone() for name, buffer in chain.named_buffers()}
-        return functional_call(chain, buffers, ())  # type: ignore[no-any-return]
-
-    return read
+def _parametrized(chain: ParametrizationList) -> Tensor:
+    # Some write to their buffers whenever they are read, as spectral_norm does.
+    buffers = {name: buffer.clone() for name, buffer in chain.named_buffers()}
+    return functional_call(chain, buffers, ())  # type: ignore[no-any-return]
 
 
-def _of_hook(compute: Callable[[nn.Module], Tensor], module: nn.Module) -> Callable[[], Tensor]:
-    return lambda: compute(module)
-
-
-def _spectrally_normed(hook: SpectralNorm, module: nn.Module) -> Callable[[], Tensor]:
-    def read() -> Tensor:
-        # It writes to the vectors, and looks for nothing else.
-        kept = {f"{hook.name}_{end}": getattr(module, f"{hook.name}_{end}") for end in "uv"}
-        copies = {name: vector.clone() for name, vector in kept.items()}
-        source = {f"{hook.name}_orig": getattr(module, f"{hook.name}_orig")}
-        stand_in: Any = SimpleNamespace(**copies, **source)
-        return hook.compute_weight(stand_in, do_power_iteration=module.training)
-
-    return read
+def _spectrally_normed(hook: SpectralNorm, module: nn.Module) -> Tensor:
+    # It writes to the vectors, and reads nothing else.
+    vectors = {f"{hook.name}_{end}": getattr(module, f"{hook.name}_{end}").clone() for end in "uv"}
+    source = {f"{hook.name}_orig": getattr(module, f"{hook.name}_orig")}
+    copy: Any = SimpleNamespace(**vectors, **source)
+    return hook.compute_weight(copy, do_power_iteration=module.training)
 
 
 def _adapters(module: nn.Module) -> Iterator[tuple[str, Callable[[], Tensor]]]:
@@ -469,11 +442,7 @@ def _adapters(module: nn.Module) -> Iterator[tuple[str, Callable[[], Tensor]]]:
         return
     for factors in ("lora_A", "lora_embedding_A"):
         for adapter in getattr(module, factors, {}):
-            yield adapter, _of_adapter(delta, adapter)
-
-
-def _of_adapter(delta: Callable[[str], Tensor], adapter: str) -> Callable[[], Tensor]:
-    return lambda: delta(adapter)
+            yield adapter, partial(delta, adapter)
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from functools import cached_property
+from html import escape
 from typing import Any
 
 from bendtrace.differences.changes import FlowChange, LayerChange, ModuleChange, Parting
@@ -202,6 +203,10 @@ class Difference:
         if path is not None:
             picture.save(path, format)
         return picture
+
+    def _repr_html_(self) -> str:
+        picture = self.draw().svg if self else ""
+        return f"<pre>{escape(str(self))}</pre>{picture}"
 
     def __repr__(self) -> str:
         if not self:

@@ -11,10 +11,9 @@ Harvest of 4 samples in 1 shard
 
 from __future__ import annotations
 
-from bendtrace.harvesting.column import Column
+from bendtrace.harvesting.column import Column, Taken
 from bendtrace.harvesting.harvest import harvest
 from bendtrace.harvesting.paths import Condition, Path
 from bendtrace.harvesting.reading import Harvest
-from bendtrace.harvesting.taken import Taken
 
 __all__ = ["Column", "Condition", "Harvest", "Path", "Taken", "harvest"]

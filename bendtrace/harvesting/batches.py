@@ -1,4 +1,4 @@
-"""The batches of a loader: which are this process's own, and which samples are in them."""
+"""The batches of a loader, and the samples in them."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ class Batch(NamedTuple):
     """One batch of the loader.
 
     Attributes:
-        number: how many batches come before it, of all that the loader gives.
-        is_loaded: whether there is a content; not for one that was passed over.
-        content: what the loader gave.
-        indices: a checksum of which items of the data set; 0 where the loader does not tell.
-        size: how many these are; None where the loader does not tell.
+        number: how many batches of the loader come before it.
+        is_loaded: whether it has a content, and was not skipped.
+        content: the batch itself.
+        indices: a checksum of the indices of its items; 0 where the loader does not tell.
+        size: the number of its items; None where the loader does not tell.
     """
 
     number: int
@@ -43,12 +43,12 @@ class Batch(NamedTuple):
 def batches_of(loader: Iterable[Any], wanted: Callable[[int], bool]) -> Iterator[Batch]:
     """Yield the batches of a loader.
 
-    A `DataLoader` of items that can be asked for by number does not load those that are not
-    wanted; they come without their content. Others load all.
+    A `DataLoader` of items with indices does not load those that are not wanted; they have no
+    content. Others load all.
 
     Args:
-        loader: anything that gives batches.
-        wanted: says for the number of a batch whether it is; asked once for each, in order.
+        loader: an iterable of batches.
+        wanted: whether the batch of a number is wanted; called once for each, in order.
     """
     if not _is_picking(loader):
         for number, content in enumerate(loader):
@@ -142,12 +142,7 @@ def _checksum(indices: list[Any]) -> int:
 
 
 def size_of(batch: Any, axis: int = 0) -> int | None:
-    """Return how many samples a batch has, by its first tensor; None if there is none.
-
-    Args:
-        batch: as the loader gave it.
-        axis: which axis of the tensor counts the samples.
-    """
+    """Return the number of samples of a batch, by an axis of its first tensor; None without one."""
     for tensor in _tensors(batch):
         if -tensor.dim() <= axis < tensor.dim():
             return int(tensor.shape[axis])
@@ -158,20 +153,17 @@ def ids_of(batch: Any, said: Any, start: int, size: int | None) -> Ids:
     """Return the ids of the samples of a batch.
 
     Args:
-        batch: as the loader gave it.
+        batch: the batch.
         said: None for running numbers; a key of the batch, or a function of it.
         start: the first of the running numbers.
-        size: how many samples there are.
-
-    Raises:
-        InputError: there are no such ids, or how many cannot be told.
+        size: the number of samples.
     """
     if said is None:
         if size is None:
             raise InputError(
-                "how many samples a batch has is told by its first tensor, and there is none in "
-                f"this {type(batch).__name__}: say so with ids=, a key of the batch or a function "
-                "of it that gives one id for each sample"
+                "the number of samples of a batch is that of its first tensor, and there is none "
+                f"in this {type(batch).__name__}: give ids=, a key of the batch or a function of "
+                "it that returns one id for each sample"
             )
         return range(start, start + size)
     found = said(batch) if callable(said) else part_of(batch, said, "ids")
@@ -194,11 +186,7 @@ def _plain(item: Any) -> Any:
 
 
 def part_of(batch: Any, key: Any, option: str) -> Any:
-    """Return a part of a batch.
-
-    Raises:
-        InputError: there is none.
-    """
+    """Return a part of a batch, which an option names."""
     if isinstance(batch, Call):
         batch = batch.kwargs if isinstance(key, str) else batch.args
     try:
@@ -211,7 +199,7 @@ def part_of(batch: Any, key: Any, option: str) -> Any:
 
 
 def mark_of(batch: Any) -> int:
-    """Return a checksum of all tensors of a batch, to know it again by."""
+    """Return a checksum of all tensors of a batch, to recognise it."""
     found = 0
     for tensor in _tensors(batch):
         if tensor.layout is torch.strided and not tensor.is_quantized:

@@ -1,4 +1,4 @@
-"""Collecting what nodes give in the calls of a model, batch by batch."""
+"""Collecting the outputs of nodes in the calls of a model, batch by batch."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from bendtrace.harvesting.paths import Path, PathNames
 from bendtrace.harvesting.settings import Settings
 from bendtrace.history.copies import copied
 from bendtrace.interject.gates import of_this_run
+from bendtrace.interject.group import InsertionGroup
 from bendtrace.interject.insertion import Insertion
 from bendtrace.interject.interjection import Inputs, Interjection, NodePass
 from bendtrace.interject.passes import Passes
@@ -24,15 +25,16 @@ from bendtrace.recording.recorder import Recording
 
 __all__ = ["Collector"]
 
-_OUTPUT = "output"  # what the node of the whole model is called, as in the trees of paths
+_OUTPUT = "output"  # the node of the whole model, as in the trees of paths
 
 
 class _Watch(Interjection):
-    """Hands over what a node gives."""
+    """Hands over the output of a node."""
 
     observes = True
     late = True
-    # What it calls is given the value, and works on that alone.
+    label = "harvest"
+    # The functions that it calls work on the value alone.
     self_contained = True
 
     def __init__(self, collector: Collector, rule: _Rule | None) -> None:
@@ -40,26 +42,19 @@ class _Watch(Interjection):
         self._rule = rule
         self._thread = threading.get_ident()
 
-    @property
-    def label(self) -> str:
-        """What reports call it."""
-        return "harvest"
-
     def after(self, at: NodePass, inputs: Inputs, output: Any) -> None:
-        """Hand it over."""
         if self._rule is not None and threading.get_ident() == self._thread:
             self._collector.take(at, self._rule, output)
 
 
 class _Watched(Insertion):
-    """An insertion that says which path a call took."""
+    """An insertion that reports the path of each call."""
 
     told: Callable[[Recording], None] | None = None
     last: Recording | None = None
-    has_met = False  # once is all that is asked for, and this is called for each batch
+    has_met = False  # only the first time counts, and this is called for each batch
 
     def ran(self, recording: Recording) -> None:
-        """Say so, once for each call."""
         if recording is not self.last:
             super().ran(recording)
             self.last = recording
@@ -70,22 +65,21 @@ class _Watched(Insertion):
                 self.told(recording)
 
     def fired(self, at: NodePass, changed: bool) -> None:
-        """Note that it was called."""
         if not self.has_met:
             self.has_met = True
             super().fired(at, changed)
 
 
 class _Rule:
-    """What is made of the values of a node.
+    """How the values of a node become rows.
 
     Attributes:
-        asked: what the node was asked for by, if that is text.
-        takes_all: whether a value is taken as it is.
+        asked: the text that the node was requested by, if it was text.
+        takes_all: whether a value is stored as it is.
         axis: the axis that counts the samples, None if there is none.
-        made_axis: that axis of what `change` gives.
-        change: what is called with the value; None to take it as it is.
-        wants_batch: whether that is called with the batch as well.
+        made_axis: that axis of the result of `change`.
+        change: reduces the value; None to store it as it is.
+        wants_batch: whether `change` takes the batch as well.
     """
 
     def __init__(self, settings: Settings, said: Any) -> None:
@@ -163,16 +157,16 @@ def _named(name: str, axis: int | None, feature_axis: int) -> Callable[[Tensor],
 
 
 class Collector:
-    """Insertions that copy what nodes give to the shard that is being filled.
+    """Insertions that copy the outputs of nodes to the shard that is being filled.
 
     Args:
         bended: the model.
-        settings: what is wanted.
+        settings: the options of the harvest.
         several: whether the model may be called several times for a batch.
 
     Attributes:
         filling: the shard.
-        places: where in the source the nodes are that were met, by path.
+        places: the places of the reached nodes in the source, by path.
     """
 
     def __init__(self, bended: BendedModule, settings: Settings, several: bool = True) -> None:
@@ -195,73 +189,65 @@ class Collector:
         self._kept: dict[tuple[str, int], tuple[_Rule, Tensor]] = {}
         self._batch: Any = None
         self._size = 0
-        self._insertions = self._made()
+        self._group = self._insert()
 
-    def _made(self) -> list[Insertion]:
-        board = self._bended._board
-        made: list[Insertion] = []
+    def _insert(self) -> InsertionGroup:
+        group = InsertionGroup(self._bended)
         for said in self._settings.where or (_OUTPUT,):
             rule = _Rule(self._settings, said) if self._settings.where else None
-            drawn = board.make(said, _Watch(self, rule), allow_none=self._settings.allow_none)
-            if self._settings.passes is not None and any(want.passes for want in drawn.wants):
-                raise InputError(f"{said!r} names passes: give them either there or with passes=")
-            watched = _Watched(
-                board, drawn.where, drawn.wants, drawn.what, drawn.passes, drawn.allow_none
+            made = group.make(
+                said, _Watch(self, rule), allow_none=self._settings.allow_none, kind=_Watched
             )
-            watched.is_checked = drawn.is_checked
-            made.append(watched)
-        assert isinstance(made[0], _Watched)
-        made[0].told = self._ran
-        return made
+            if self._settings.passes is not None and any(want.passes for want in made.wants):
+                raise InputError(f"{said!r} names passes: give them either there or with passes=")
+        first = group.insertions[0]
+        assert isinstance(first, _Watched)
+        first.told = self._ran
+        return group
 
     def __enter__(self) -> Collector:
-        self._bended._board.add(*self._insertions)
+        self._group.put_in()
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._bended._board.remove(*self._insertions)
+        self._group.remove()
 
     def warn_of_unmet(self) -> None:
-        """Warn of what no batch came by."""
+        """Warn of the nodes that no batch reached."""
         if self._settings.where:
-            for insertion in self._insertions:
+            for insertion in self._group.insertions:
                 insertion.warn_if_never_fired(2)
 
     # Batches
 
     def begin(self, batch: Any, size: int) -> None:
-        """Be ready for the calls of a batch.
-
-        Args:
-            batch: as the loader gave it.
-            size: how many samples it has.
-        """
+        """Begin a batch of some number of samples."""
         self._batch, self._size = batch, size
         self._runs = []
         if self._most:
             self._before, self._most = {}, {}
 
     def end(self) -> Path:
-        """Finish what was collected of a batch, and return which path it took."""
+        """End the batch, and return its path."""
         if self._waits:
             self._finish_passes()
         self._batch = None
         return self._names.of(self._runs)
 
     def drop(self) -> None:
-        """Forget what was collected of a batch."""
+        """Drop the batch."""
         self._kept = {}
         self._batch = None
         self.filling.drop_batch()
 
     def _ran(self, recording: Recording) -> None:
         self._runs.append(recording)
-        # The passes of the next call of the same batch go on from there.
+        # The passes of the next call of the same batch continue the count.
         if self._several:
             self._before.update(self._most)
 
     def take(self, at: NodePass, rule: _Rule, value: Any) -> None:
-        """Take what a node gave in a pass."""
+        """Take the output of a node in a pass."""
         if self._takes_all and rule.takes_all and not at.number and type(value) is Tensor:
             column = self.filling.columns.get(at.path)
             if column is not None and self.places.get(at.path) == at.place:
@@ -279,8 +265,7 @@ class Collector:
             with torch.no_grad():
                 self._kept[path, number] = rule, copied(rows.detach())
             return
-        key = path if self._is_single or not number else f"{path}:{number + 1}"
-        self._store(key, rule, rows)
+        self._store(path, number, rule, rows)
 
     def _finish_passes(self) -> None:
         kept, self._kept = self._kept, {}
@@ -299,12 +284,11 @@ class Collector:
                 rule = passes[0][0]
                 axis = 0 if rule.axis is None else 1
                 stacked = torch.stack([rows for _, rows in passes], axis)
-                self._store(path, rule, stacked)
+                self._store(path, 0, rule, stacked)
             return
         for (path, number), (rule, rows) in kept.items():
             if self._passes.admits(number, totals[path]):
-                key = path if self._is_single or not number else f"{path}:{number + 1}"
-                self._store(key, rule, rows)
+                self._store(path, number, rule, rows)
 
     def _made_of(self, at: NodePass, rule: _Rule, value: Any) -> Tensor:
         """Return the rows, along the first dimension; without samples the value."""
@@ -327,7 +311,8 @@ class Collector:
             )
         return value if axis == 0 else value.movedim(axis, 0)
 
-    def _store(self, key: str, rule: _Rule, rows: Tensor) -> None:
+    def _store(self, path: str, number: int, rule: _Rule, rows: Tensor) -> None:
+        key = path if self._is_single or not number else f"{path}:{number + 1}"
         dtype = self._settings.dtype
         if dtype is None or not rows.is_floating_point():
             dtype = rows.dtype
@@ -343,17 +328,12 @@ def _no_tensor(at: NodePass, rule: _Rule, value: Any) -> str:
     inside = f"{path}.output" if at.path and at.module is not None else path
     made = "" if rule.change is None else ", reduced,"
     what = f"{path!r}{made} gave {type(value).__name__}"
-    if isinstance(value, (tuple, list)) and rule.change is None:
+    if isinstance(value, (tuple, list, Mapping)) and rule.change is None:
+        part = next(iter(value), "key") if isinstance(value, Mapping) else "sub_0"
         return (
-            f"{what}, and what is stored are tensors: name a part, such as '{inside}|sub_0', or "
-            "pick one with reduce="
-        )
-    if isinstance(value, Mapping) and rule.change is None:
-        part = next(iter(value), "key")
-        return (
-            f"{what}, and what is stored are tensors: name a part, such as '{inside}|{part}', or "
+            f"{what}, and only tensors can be stored: name a part, such as '{inside}|{part}', or "
             "pick one with reduce="
         )
     if type(value) in (bool, int, float):
         return f"{what}, one for the whole batch: say so with batch_axis=None"
-    return f"{what}, and what is stored are tensors: make one with reduce="
+    return f"{what}, and only tensors can be stored: make one with reduce="

@@ -1,9 +1,10 @@
-"""What one node gave for the samples of a harvest, read from disk as far as it is looked at."""
+"""The rows of one node for the samples of a harvest, read from disk as far as they are used."""
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -11,41 +12,98 @@ import torch
 from torch import Tensor
 
 from bendtrace.errors import InputError
-from bendtrace.harvesting.shards import Held, Shard
-from bendtrace.harvesting.taken import Taken
+from bendtrace.harvesting.formats import Held
+from bendtrace.harvesting.shards import Shard
 
-__all__ = ["Column", "Piece"]
+__all__ = ["Column", "Piece", "Taken"]
+
+_SHOWN = 6
 
 
 class Piece(NamedTuple):
     """The rows of one batch.
 
     Attributes:
-        shard: where they are.
-        start: where their elements begin among those of the shard.
-        rest: the shape of each row.
-        rows: how many rows there are.
-        first: how many rows of the column come before.
-        position: how many samples come before the batch; for a row of the batch as a whole,
-            how many batches.
+        shard: the shard.
+        start: their first element among those of the shard.
+        shape: the shape of the rows together.
+        first: the number of rows of the column before them.
+        position: the number of samples before the batch; for a row of the batch as a whole, of
+            batches.
     """
 
     shard: Shard
     start: int
-    rest: tuple[int, ...]
-    rows: int
+    shape: torch.Size
     first: int
     position: int
 
+    @property
+    def rest(self) -> torch.Size:
+        """The shape of each row."""
+        return self.shape[1:]
 
-class Column:
-    """The rows that one node gave, as a sequence.
+    @property
+    def rows(self) -> int:
+        """The number of rows."""
+        return self.shape[0]
 
-    `column[3]` and `column[2:5]` read no more than that, and `tensor()` reads all. Tensors of
-    one batch lie in the memory of the file: they are private, and need no RAM while nobody looks.
+
+@dataclass(frozen=True)
+class Taken:
+    """The samples of all batches that took a path, or had some outcome of a branch.
+
+    A branch on a batch is a property of the batch; where `per_sample` is True, it is one of each
+    sample.
 
     Attributes:
-        name: the node, as in the files.
+        ids: the samples' ids.
+        positions: where they are in the harvest: int64 of shape (samples,).
+        batches: the numbers of the batches, counted from 0: int64 of shape (batches,).
+        per_sample: whether all these batches are of one sample.
+
+    Example:
+        >>> import tempfile, torch, bendtrace as bt
+        >>> def model(x):
+        ...     return x.exp() if x.sum() > 0 else x
+        >>> data = [torch.tensor([4.0]), torch.tensor([-0.5]), torch.tensor([2.0])]
+        >>> with tempfile.TemporaryDirectory() as directory:
+        ...     found = bt.harvest(model, data, where="exp", out=directory, progress=False)
+        ...     taken = found.took("x.sum() > 0", True)
+        ...     taken, taken.positions, taken.per_sample
+        ...     found["exp"][taken].shape
+        (<2 samples of 2 batches: 0, 2>, tensor([0, 2]), True)
+        torch.Size([2])
+    """
+
+    ids: list[Any]
+    positions: Tensor = field(repr=False, compare=False)
+    batches: Tensor = field(repr=False, compare=False)
+    per_sample: bool
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.ids)
+
+    def __contains__(self, sample: object) -> bool:
+        return sample in self.ids
+
+    def __repr__(self) -> str:
+        shown = ", ".join(map(repr, self.ids[:_SHOWN])) + ", ..." * (len(self.ids) > _SHOWN)
+        many = len(self.batches)
+        batches = f"{many} batch{'es' * (many != 1)}"
+        return f"<{len(self.ids)} sample{'s' * (len(self.ids) != 1)} of {batches}: {shown}>"
+
+
+class Column:
+    """The rows of one node, as a sequence.
+
+    `column[3]` and `column[2:5]` read no more than these rows, and `tensor()` reads all.
+
+    Attributes:
+        name: the name of the node in the files.
         dtype: of the elements.
         per_sample: whether there is a row for each sample, or one for each batch.
 
@@ -91,7 +149,7 @@ class Column:
     def positions(self) -> Tensor:
         """For each row its sample, counted from 0; for rows of batches the batch.
 
-        An int64 tensor of shape (rows,). Not all are there if the node was not always met.
+        An int64 tensor of shape (rows,). Some are missing if not all batches reached the node.
         """
         parts = [torch.arange(p.position, p.position + p.rows) for p in self._pieces]
         return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64)
@@ -107,7 +165,7 @@ class Column:
 
         Raises:
             IndexError: there is no such row, or a mask is of another length.
-            InputError: it is something else.
+            InputError: `which` is of another kind.
         """
         if isinstance(which, Taken):
             which = self._rows_of(which)
@@ -172,12 +230,12 @@ class Column:
         return made
 
     def _of(self, piece: Piece) -> Tensor:
-        """Return the rows of one batch, in the memory of the file: nobody may write to them."""
+        """Return the rows of one batch, in the memory of the file, which must not be written to."""
         if self._elements is None or self._elements[0] is not piece.shard:
             elements = self._opened(piece.shard).elements(self.name, self.dtype)
             self._elements = piece.shard, elements
-        shape = torch.Size((piece.rows, *piece.rest))
-        return self._elements[1][piece.start : piece.start + shape.numel()].view(shape)
+        stop = piece.start + piece.shape.numel()
+        return self._elements[1][piece.start : stop].view(piece.shape)
 
     def tensor(self) -> Tensor:
         """Read all rows, as one tensor of shape (rows, ...).

@@ -1,10 +1,9 @@
-"""A shard that is being filled: buffers for what nodes gave, and the index of its samples."""
+"""A shard that is being filled: buffers for the values of nodes, and the index of its samples."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
@@ -14,22 +13,21 @@ from bendtrace.errors import InputError
 from bendtrace.harvesting.batches import Ids
 from bendtrace.harvesting.paths import Path
 
-__all__ = ["Filling", "Rows", "contents", "require_place"]
+__all__ = ["Filling", "Record", "Rows", "require_place"]
 
 
 class Rows:
-    """What one node gave, for several batches, in a buffer that is used again and again.
+    """The rows of one node, for several batches, in a buffer that is used again and again.
 
     Args:
-        asked: what the node was asked for by, if that is text.
+        asked: the text that the node was requested by, if it was text.
         dtype: of the elements.
         per_sample: whether there is a row for each sample, or one for each batch.
-        room: for about how many bytes there is to be room.
+        room: the size of the buffer, about, in bytes.
 
     Attributes:
         shapes: for each batch that has rows, the shape of all of them.
-        batches: which batches of the shard these are.
-        nbytes: the bytes of all rows.
+        batches: the numbers of these batches in the shard.
     """
 
     def __init__(self, asked: str, dtype: torch.dtype, per_sample: bool, room: int) -> None:
@@ -38,7 +36,6 @@ class Rows:
         self.per_sample = per_sample
         self.shapes: list[torch.Size] = []
         self.batches: list[int] = []
-        self.nbytes = 0
         self._room = room
         self._buffer = torch.empty(0, dtype=dtype)
         self._rest: torch.Size | None = None  # the shape of the rows in the buffer
@@ -54,11 +51,7 @@ class Rows:
     def put_alike(self, value: Tensor, rows: int) -> bool:
         """Copy the rows of a batch if they are like those of the batch before; say whether.
 
-        For what is the case with nearly all batches; `put` is for all.
-
-        Args:
-            value: the rows.
-            rows: how many there have to be.
+        This is the fast path of nearly all batches; `put` is for all.
         """
         start = self._used
         stop = start + rows
@@ -75,11 +68,11 @@ class Rows:
         return True
 
     def put(self, value: Tensor, rows: int) -> Tensor:
-        """Copy the rows of a batch, which is not sure to stay; return the copy.
+        """Copy the rows of a batch that may be dropped; return the copy.
 
         Args:
             value: the rows.
-            rows: how many rows there will be in all, about.
+            rows: the number of rows of the whole shard, about.
         """
         stop = self._used + value.shape[0]
         self._shape = None
@@ -94,14 +87,14 @@ class Rows:
     def _make_room(self, rest: torch.Size, stop: int, rows: int) -> None:
         each = max(1, rest.numel() * self.dtype.itemsize)
         most = max(stop, min(rows, self._room // each), 2 * stop if self._used else 0)
-        # Memory that nobody writes to is none.
+        # Memory that is never written to costs nothing.
         grown = torch.empty((most, *rest), dtype=self.dtype)
         if self._used:
             grown[: self._used] = self._buffer[: self._used]
         self._buffer, self._rest, self._room_for = grown, rest, most
 
     def keep(self, batch: int) -> int:
-        """Have what was put last be sure to stay; return how many bytes it is."""
+        """Keep the rows that were put last; return their bytes."""
         pending = self._pending
         if pending is None:
             return 0
@@ -118,22 +111,21 @@ class Rows:
             self._used += self._rows
         self.shapes.append(shape)
         self.batches.append(batch)
-        self.nbytes += self._bytes
         return self._bytes
 
     @property
     def is_pending(self) -> bool:
-        """Whether something was put that is not sure to stay."""
+        """Whether there are rows that are not kept yet."""
         return self._pending is not None
 
     def drop(self) -> None:
-        """Forget what was put last."""
+        """Drop the rows that were put last."""
         self._pending = self._shape = None
 
     def clear(self) -> None:
-        """Forget all of it, but for the memory."""
+        """Drop all rows, but not the memory."""
         self.shapes, self.batches, self._others = [], [], {}
-        self.nbytes = self._used = 0
+        self._used = 0
         self._pending = self._shape = None
 
     @property
@@ -157,37 +149,39 @@ class Rows:
             parts.append(part.reshape(-1))
         return torch.cat(parts)
 
+    def row(self, batches: int) -> dict[str, Any]:
+        """Return the facts for the index of a shard with some number of batches."""
+        shape = self.shape
+        return {
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "asked": self.asked,
+            "per": "sample" if self.per_sample else "batch",
+            "batches": None if len(self.batches) == batches else self.batches,
+            "row": None if shape is None else list(shape[1:]),
+            "rows": [list(s[1:]) for s in self.shapes] if shape is None else None,
+        }
+
 
 @dataclass
-class Filling:
-    """A shard that is being filled.
+class Record:
+    """The part of a shard's index that is the same while it is filled and on disk.
 
     Attributes:
-        rows: how many samples close it.
-        room: how many bytes close it.
         number: of the shard, counted from 1.
-        columns: what was collected, by its key.
-        batches: numbers of the batches, of all that the loader gives.
-        sizes: how many samples each has.
-        ids: the ids of each batch's samples.
+        batches: numbers of the batches, of all batches of the loader.
+        sizes: the number of samples of each.
         taken: for each batch the name of its path.
-        paths: the paths.
-        places: where in the source the nodes are that were ever collected, by path.
+        paths: the paths by name.
+        places: the places of nodes in the source, by path.
         order: a checksum of the order of the data set up to the last batch.
-        mark: a checksum of the last batch.
-        changed: what of the model has changed while it ran.
-        draws: whether the model has drawn random numbers.
-        samples: how many samples it has.
-        nbytes: the bytes of what was collected.
+        mark: a checksum of the last batch; 0 if it was written to.
+        changed: the parts of the model that changed while it ran.
+        draws: whether the model drew random numbers.
     """
 
-    rows: int
-    room: int
     number: int = 1
-    columns: dict[str, Rows] = field(default_factory=dict)
     batches: list[int] = field(default_factory=list)
     sizes: list[int] = field(default_factory=list)
-    ids: list[Ids] = field(default_factory=list)
     taken: list[str] = field(default_factory=list)
     paths: dict[str, Path] = field(default_factory=dict)
     places: dict[str, str] = field(default_factory=dict)
@@ -195,23 +189,47 @@ class Filling:
     mark: int = 0
     changed: list[str] = field(default_factory=list)
     draws: bool = False
-    samples: int = 0
-    nbytes: int = 0
+
+
+class Filling(Record):
+    """A shard that is being filled.
+
+    Args:
+        rows: how many samples close it.
+        room: how many bytes close it.
+
+    Attributes:
+        columns: the rows, by key.
+        ids: the ids of each batch's samples.
+        samples: the number of samples.
+        nbytes: the bytes of all rows.
+    """
+
+    def __init__(self, rows: int, room: int) -> None:
+        self.columns: dict[str, Rows] = {}
+        self.rows = rows
+        self.room = room
+        self._begin(1)
+
+    def _begin(self, number: int) -> None:
+        super().__init__(number)
+        self.ids: list[Ids] = []
+        self.samples = self.nbytes = 0
 
     def add(
         self, key: str, asked: str, value: Tensor, per_sample: bool, dtype: torch.dtype
     ) -> None:
-        """Copy what was collected of the batch that is under way.
+        """Copy rows of the present batch.
 
         Args:
-            key: what it is called.
-            asked: what it was asked for by, if that is text.
+            key: their name.
+            asked: the text that they were requested by, if it was text.
             value: the rows, along the first dimension.
-            per_sample: whether these are the samples, or one for the batch.
-            dtype: what to store it as.
+            per_sample: whether there is one for each sample, or one for the batch.
+            dtype: the type to store them as.
 
         Raises:
-            InputError: it does not fit in with what was there before, or in the dtype.
+            InputError: they do not fit the rows of earlier batches, or the dtype.
         """
         column = self.columns.get(key)
         if column is None:
@@ -233,7 +251,7 @@ class Filling:
                 )
 
     def end_batch(self, number: int, ids: Ids, path: Path) -> None:
-        """Have the batch that is under way be a part of the shard."""
+        """Keep the present batch."""
         place, size = len(self.batches), len(ids)
         for column in self.columns.values():
             self.nbytes += column.keep(place)
@@ -244,38 +262,71 @@ class Filling:
         self.taken.append(path.name)
         self.paths[path.name] = path
 
-    def used(self) -> list[tuple[str, Rows]]:
-        """Return what was collected, in an order that depends on nothing but the names."""
+    def _used(self) -> list[tuple[str, Rows]]:
+        """Return the columns with rows, in the order of their names."""
         return sorted((key, column) for key, column in self.columns.items() if column.batches)
 
     def drop_batch(self) -> None:
-        """Forget the batch that is under way."""
+        """Drop the present batch."""
         for column in self.columns.values():
             column.drop()
 
     def clear(self, before: Filling) -> None:
         """Begin the shard after another one, in the same memory."""
         for key, column in before.columns.items():
-            if key not in self.columns:  # what a node gives is to be of one kind in all shards
+            if key not in self.columns:  # the values of a node are of one kind in all shards
                 self.columns[key] = Rows(column.asked, column.dtype, column.per_sample, self.room)
         for column in self.columns.values():
             column.clear()
-        self.batches, self.sizes, self.ids, self.taken, self.paths = [], [], [], [], {}
-        self.number, self.order, self.mark = before.number + 1, 0, 0
-        self.changed, self.draws, self.samples, self.nbytes = [], False, 0, 0
+        self._begin(before.number + 1)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return all tensors by their keys in the file, those of larger elements first."""
+        found: dict[str, Tensor] = {}
+        sizes = self.sizes
+        for key, column in self._used():
+            shape = column.shape
+            if shape is None:
+                rest = [shape[1:] for shape in column.shapes for _ in range(shape[0])]
+                found[f"{key}#shapes"], found[f"{key}#offsets"] = _shaped(rest)
+            found[key] = column.joined()
+            if len(column.batches) < len(sizes):
+                if column.per_sample:
+                    ends = torch.tensor([0, *sizes]).cumsum(0).tolist()
+                    rows = [n for b in column.batches for n in range(ends[b], ends[b + 1])]
+                else:
+                    rows = column.batches
+                found[f"{key}#rows"] = torch.tensor(rows, dtype=torch.int64)
+        listed = [item for ids in self.ids for item in ids]
+        if all(type(item) is int for item in listed):
+            found["index/id"] = torch.tensor(listed, dtype=torch.int64)
+        repeats = torch.tensor(sizes)
+        found["index/batch"] = torch.tensor(self.batches).repeat_interleave(repeats)
+        names = list(self.paths)
+        taken = torch.tensor([names.index(name) for name in self.taken])
+        found["index/path"] = taken.repeat_interleave(repeats)
+        return dict(sorted(found.items(), key=lambda item: -item[1].dtype.itemsize))
+
+    def row(self) -> dict[str, Any]:
+        """Return the index as plain values."""
+        listed = [item for ids in self.ids for item in ids]
+        paths = {name: [c.row() for c in path.conditions] for name, path in self.paths.items()}
+        shared = {item.name: getattr(self, item.name) for item in fields(Record)}
+        return {
+            **shared,
+            "paths": paths,
+            "columns": {key: column.row(len(self.batches)) for key, column in self._used()},
+            "ids": None if all(type(item) is int for item in listed) else listed,
+        }
 
 
 def require_place(key: str, known: str, place: str) -> None:
-    """Refuse two nodes of one name: names go by what a process comes by first.
-
-    Raises:
-        InputError: they are at different places in the source.
-    """
+    """Refuse two nodes of one name, at different places in the source."""
     if known != place:
         raise InputError(
-            f"{key!r} was the node at {known.partition(' < ')[0] or '?'} in what was harvested "
+            f"{key!r} was the node at {known.partition(' < ')[0] or '?'} in a harvest "
             f"before or by another process, and is the one at {place.partition(' < ')[0] or '?'} "
-            "here: of several nodes the one that a process comes by first has the plain name. Give "
+            "here: of several nodes the one that a process runs first has the plain name. Give "
             "a BendedModule that was called with the same inputs first, so that all have names"
         )
 
@@ -286,45 +337,13 @@ def _is_smaller(dtype: torch.dtype, given: torch.dtype) -> bool:
     return torch.finfo(dtype).max < torch.finfo(given).max
 
 
-def shaped(rest: Iterable[tuple[int, ...]]) -> tuple[Tensor, Tensor]:
-    """Return the shapes of rows as a table, and where each row begins in all their elements.
-
-    Args:
-        rest: the shapes.
+def _shaped(rest: list[torch.Size]) -> tuple[Tensor, Tensor]:
+    """Return the shapes of rows as a table, and where each row begins among all elements.
 
     Returns:
         int64 of shape (rows, most dimensions), filled up with -1, and int64 of shape (rows + 1,).
     """
-    listed = list(rest)
-    most = max(map(len, listed), default=0)
-    table = torch.tensor([[*s, *[-1] * (most - len(s))] for s in listed], dtype=torch.int64)
-    sizes = torch.tensor([0, *map(math.prod, listed)], dtype=torch.int64)
-    return table.reshape(len(listed), most), sizes.cumsum(0)
-
-
-def contents(filling: Filling) -> dict[str, Any]:
-    """Return all tensors of a shard by their keys in the file, those of larger elements first."""
-    found: dict[str, Tensor] = {}
-    sizes = filling.sizes
-    for key, column in filling.used():
-        shape = column.shape
-        if shape is None:
-            rest = [shape[1:] for shape in column.shapes for _ in range(shape[0])]
-            found[f"{key}#shapes"], found[f"{key}#offsets"] = shaped(rest)
-        found[key] = column.joined()
-        if len(column.batches) < len(sizes):
-            if column.per_sample:
-                ends = torch.tensor([0, *sizes]).cumsum(0).tolist()
-                rows = [n for b in column.batches for n in range(ends[b], ends[b + 1])]
-            else:
-                rows = column.batches
-            found[f"{key}#rows"] = torch.tensor(rows, dtype=torch.int64)
-    listed = [item for ids in filling.ids for item in ids]
-    if all(type(item) is int for item in listed):
-        found["index/id"] = torch.tensor(listed, dtype=torch.int64)
-    repeats = torch.tensor(sizes)
-    found["index/batch"] = torch.tensor(filling.batches).repeat_interleave(repeats)
-    names = list(filling.paths)
-    taken = torch.tensor([names.index(name) for name in filling.taken])
-    found["index/path"] = taken.repeat_interleave(repeats)
-    return dict(sorted(found.items(), key=lambda item: -item[1].dtype.itemsize))
+    most = max(map(len, rest), default=0)
+    table = torch.tensor([[*s, *[-1] * (most - len(s))] for s in rest], dtype=torch.int64)
+    sizes = torch.tensor([0, *map(math.prod, rest)], dtype=torch.int64)
+    return table.reshape(len(rest), most), sizes.cumsum(0)

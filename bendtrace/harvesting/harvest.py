@@ -4,27 +4,36 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
 from bendtrace.calls import bended_of
-from bendtrace.errors import InputError
+from bendtrace.errors import InputError, SaveError
 from bendtrace.harvesting.collecting import Collector
-from bendtrace.harvesting.filling import Filling
+from bendtrace.harvesting.filling import Filling, require_place
 from bendtrace.harvesting.formats import form_of
-from bendtrace.harvesting.progress import Progress
 from bendtrace.harvesting.reading import Harvest
 from bendtrace.harvesting.running import Run, refuse_repeats, total_of
-from bendtrace.harvesting.settings import Settings, flat
-from bendtrace.harvesting.shards import ShardFiles
-from bendtrace.harvesting.site import Site
-from bendtrace.harvesting.telling import fingerprint, told, told_insertion
-from bendtrace.harvesting.workers import Workers
-from bendtrace.harvesting.writer import Writer
+from bendtrace.harvesting.settings import Settings, fingerprint, flat, told, told_insertion
+from bendtrace.harvesting.shards import (
+    HARVEST,
+    INDEX,
+    SETTINGS,
+    ShardFiles,
+    is_ours,
+    read,
+    replace,
+    shards_in,
+)
+from bendtrace.harvesting.workers import Progress, Workers, Writer
 from bendtrace.module import BendedModule
+from bendtrace.storage.files import sync_directory, writing
+from bendtrace.storage.locks import DirectoryLock
 
 __all__ = ["harvest"]
 
@@ -53,22 +62,22 @@ def harvest(
     resume: bool = True,
     progress: bool = True,
 ) -> Harvest:
-    r"""Stream what nodes give for all batches of a data set to files.
+    r"""Stream the outputs of nodes for all batches of a data set to files.
 
-    A harvest that was interrupted is gone on with by the same call, and then is the same, bit by
-    bit, as one that was not. Runs under `torch.no_grad()`, in the mode that the model is in.
+    The same call resumes a harvest that was interrupted, and its files then are bit for bit those
+    of one that was not. Runs under `torch.no_grad()`, in the mode that the model is in.
 
     Args:
-        model: a module or function, or a `BendedModule`, whose insertions are called as always.
-        loader: gives the batches. A batch is what the model is called with: a tensor, a tuple or
-            list of positional arguments, a mapping of keyword arguments, or a `Call`. Otherwise
-            say so with `call=`.
-        where: which nodes: all that `BendedModule.interject` takes, or a list of these. Nothing,
-            `()`, stores only which path each batch took.
-        out: the directory. There must be nothing there, or the beginning of this very harvest.
-        reduce: what is made of a value: `"mean"`, `"max"` or `"last"` over all axes besides those
+        model: a module or function, or a `BendedModule`, whose insertions stay active.
+        loader: an iterable of batches. A batch is the inputs of a call: a tensor, a tuple or list
+            of positional arguments, a mapping of keyword arguments, or a `Call`; see `call` for
+            others.
+        where: the nodes: everything that `BendedModule.interject` takes, or a list of these. The
+            empty `()` stores only the path of each batch.
+        out: the directory, which has to be empty, or hold the beginning of this very harvest.
+        reduce: how values are reduced: `"mean"`, `"max"` or `"last"` over all axes besides those
             of samples and features; a function of the value, or of the value and the batch;
-            or a dict of these, by what `where` says.
+            or a dict of these, by the items of `where`.
         feature_axis: which axis `"mean"`, `"max"` and `"last"` keep: -1, or 1 where
             channels come first.
         passes: which passes of a node that is executed several times in a batch: numbers from 0,
@@ -76,36 +85,36 @@ def harvest(
             name of the node. None for all, which are called `relu`, `relu:2`, `relu:3`.
             `"stack"` puts them along a new axis after that of the samples.
         batch_axis: which axis of a value counts the samples; None for values that have none, which
-            are stored once for each batch; or a dict of these, by what `where` says.
-        dtype: what floating point numbers are stored as; None for what they are.
-        call: called as `call(bended, batch)` in place of the model, to call it.
-        ids: where the ids of samples are from: a key of the batch, or a function of the batch that
-            gives as many ints, or strings; None for running numbers from 0.
+            are stored once for each batch; or a dict of these, by the items of `where`.
+        dtype: the type to store floating point numbers as; None for their own.
+        call: a function that calls the model: `call(bended, batch)`.
+        ids: the ids of samples: a key of the batch, or a function of the batch that returns as many
+            ints, or strings; None for running numbers from 0.
         keep: parts of the batch to store besides: its keys, or a dict of names and keys or
             functions of the batch.
-        allow_none: whether it is right that some of `where` is never met.
-        seed: each batch begins with random numbers that depend on this and its number, and leaves
-            torch's generators as they were. None leaves them to the model.
+        allow_none: whether no batch may reach some of `where`.
+        seed: each batch begins with random numbers that depend on this and its number, and restores
+            torch's generators. None leaves the generators alone.
         shard_samples: how many samples close a shard, at the end of a batch.
         shard_bytes: how many bytes of values close one. Memory for about two such shards is held.
         format: `"safetensors"`, or `"zarr"`, which needs the extra `zarr`.
-        sharded: with several processes, whether the loader gives each of them its own part, and
-            `ids=` tells samples apart. If not, each process is given the same batches by its
-            loader, and takes every how-manieth.
-        check_weights: whether to compare the weights with those of the harvest that is gone on
-            with. The structure of the model and its training modes always are.
-        resume: whether to go on with a harvest that is there. If not, that is an error.
+        sharded: with several processes, whether the loader of each has its own part of the data,
+            and `ids=` tells samples apart. If not, all loaders have the same batches, and the
+            processes take turns.
+        check_weights: whether to compare the weights with those of the harvest that is resumed. The
+            structure of the model and its training modes are always compared.
+        resume: whether to resume a harvest that is there. If not, it is an error.
         progress: whether to show a progress bar.
 
     Returns:
         The `Harvest`, which reads the files.
 
     Raises:
-        InputError: something given makes no sense, or belongs to another harvest than the one that
-            is there; nothing has changed.
+        InputError: an argument makes no sense, or belongs to another harvest than the one that is
+            there; nothing has changed.
         SaveError: `out` is something else, or cannot be written to.
-        NodePathError: nothing is meant by `where`.
-        HarvestError: a batch has failed; names its samples. What was done before is kept.
+        NodePathError: an item of `where` matches no node.
+        HarvestError: a batch failed; it names the samples. The batches before it are kept.
 
     Example:
         >>> import tempfile, torch, bendtrace as bt
@@ -130,12 +139,12 @@ def harvest(
     if call is not None and not callable(call):
         raise InputError(f"call= is called with the model and a batch, and {call!r} cannot be")
     if not isinstance(loader, Iterable):
-        raise InputError(f"a loader gives batches one after the other; {loader!r} does not")
+        raise InputError(f"a loader is an iterable of batches, and {loader!r} is not")
     bended = bended_of(model)
     workers = Workers()
     directory = os.path.abspath(os.fspath(out))
     refuse_repeats(loader, workers, settings)
-    inserted = [told_insertion(i) for i in bended._board.insertions if not i.what.observes]
+    inserted = [told_insertion(i) for i in bended.insertions if not i.what.observes]
     with torch.inference_mode(False), torch.no_grad():
         about = {
             "settings": {**settings.told(), "call": told(call, whole=False), "inserted": inserted},
@@ -147,58 +156,35 @@ def harvest(
             raise InputError(
                 "the processes were given different settings, or models with different weights"
             )
-        site = Site(directory, about, check_weights, resume)
+        site = _Site(directory, about, check_weights, resume)
         with site.opened(workers) as is_complete:
             files = ShardFiles(directory, workers.rank, form)
-            if is_complete:
-                workers.together(lambda: _compared(bended, loader, settings, call, files, workers))
-            else:
-                workers.together(
-                    lambda: _gathered(bended, loader, settings, call, files, workers, progress)
-                )
+
+            def gather() -> None:
+                spare = Filling(settings.shard_samples, settings.shard_bytes)
+                collector = Collector(bended, settings, several=call is not None)
+                if not is_complete:
+                    files.clean()
+                with collector, Writer(files, spare) as writer:
+                    run = Run(bended, loader, settings, call, files, writer, collector, workers)
+                    if is_complete:  # compare the loader, as far as that needs no run
+                        with torch.random.fork_rng():
+                            run.compare()
+                        return
+                    shown = progress and workers.rank == 0
+                    with Progress(shown, total_of(loader, workers, settings), run.done) as bar:
+                        run.go(bar.advance)
+
+            workers.together(gather)
+            if not is_complete:
                 workers.first(site.complete)
     return Harvest.open(directory)
 
 
 def _checked(bended: BendedModule, settings: Settings, about: dict[str, Any]) -> str:
-    """Say what is wrong with `where` before anything is touched; return what is to be done."""
+    """Check `where` before anything is touched; return a description of the harvest."""
     Collector(bended, settings)
     return json.dumps(about, sort_keys=True)
-
-
-def _compared(
-    bended: BendedModule,
-    loader: Iterable[Any],
-    settings: Settings,
-    call: Callable[[BendedModule, Any], Any] | None,
-    files: ShardFiles,
-    workers: Workers,
-) -> None:
-    """Compare the loader with a harvest that is complete, as far as that needs no run."""
-    spare = Filling(settings.shard_samples, settings.shard_bytes)
-    collector = Collector(bended, settings, several=call is not None)
-    with torch.random.fork_rng(), collector, Writer(files, spare) as writer:
-        Run(bended, loader, settings, call, files, writer, collector, workers).compare()
-
-
-def _gathered(
-    bended: BendedModule,
-    loader: Iterable[Any],
-    settings: Settings,
-    call: Callable[[BendedModule, Any], Any] | None,
-    files: ShardFiles,
-    workers: Workers,
-    progress: bool,
-) -> None:
-    """Harvest what is this process's own and not done yet."""
-    files.clean()
-    spare = Filling(settings.shard_samples, settings.shard_bytes)
-    collector = Collector(bended, settings, several=call is not None)
-    with collector, Writer(files, spare) as writer:
-        run = Run(bended, loader, settings, call, files, writer, collector, workers)
-        shown = progress and workers.rank == 0
-        with Progress(shown, total_of(loader, workers, settings), run.done) as bar:
-            run.go(bar.advance)
 
 
 def _named(keep: Any) -> Mapping[str, Any]:
@@ -214,3 +200,110 @@ def _named(keep: Any) -> Mapping[str, Any]:
             f"{wrong[0]!r}"
         )
     return {str(key): key for key in keys}
+
+
+class _Site:
+    """The directory of a harvest.
+
+    Args:
+        directory: where it is.
+        about: the description of the harvest: its settings, the model, the number of processes.
+        check_weights: whether the weights have to be those of the beginning.
+        resume: whether a harvest that is there may be resumed.
+    """
+
+    def __init__(
+        self, directory: str, about: dict[str, Any], check_weights: bool, resume: bool
+    ) -> None:
+        self.directory = directory
+        self._about = about
+        self._check_weights = check_weights
+        self._resume = resume
+        self._lock: DirectoryLock | None = None
+
+    @contextmanager
+    def opened(self, workers: Workers) -> Iterator[bool]:
+        """Make the directory ready; yield whether the harvest there is complete already.
+
+        Raises:
+            SaveError: it holds something else, is being written to, or cannot be.
+            InputError: it holds another harvest.
+        """
+        try:
+            workers.first(self._open)
+            yield os.path.exists(os.path.join(self.directory, INDEX))
+        finally:
+            if self._lock is not None:
+                self._lock.release()
+
+    def _open(self) -> None:
+        path = os.path.join(self.directory, SETTINGS)
+        with writing(self.directory):
+            if os.path.lexists(self.directory) and not os.path.isdir(self.directory):
+                raise SaveError(self.directory, "it is a file; a harvest is a directory")
+            os.makedirs(self.directory, exist_ok=True)
+            self._lock = DirectoryLock(self.directory)
+            names = os.listdir(self.directory)
+            others = sorted(name for name in names if not is_ours(name))
+            if SETTINGS in names:
+                self._compare(read(path))
+            elif others or any(name.endswith(".json") for name in names):
+                shown = ", ".join((others or names)[:3])
+                raise SaveError(
+                    self.directory,
+                    f"it is no harvest and holds other files ({shown}); choose another directory",
+                )
+            if SETTINGS not in names:
+                replace(path, HARVEST, self._about)
+                sync_directory(os.path.dirname(self.directory))
+            elif INDEX not in names:  # find out now whether it can be written to
+                with open(f"{path}.tmp", "wb"):
+                    pass
+                os.remove(f"{path}.tmp")
+
+    def _compare(self, there: dict[str, Any]) -> None:
+        """Refuse another harvest."""
+        if not self._resume:
+            raise InputError(
+                f"{self.directory!r} holds a harvest, and resume=False forbids to resume one: "
+                "choose another directory"
+            )
+        differences = list(_differences(there, self._about, self._check_weights))
+        if differences:
+            raise InputError(
+                f"{self.directory!r} holds another harvest: {'; '.join(differences)}. Choose "
+                "another directory, or the same settings"
+            )
+
+    def complete(self) -> None:
+        """Write the index of all shards, which says that nothing is missing."""
+        made = Harvest.open(self.directory)
+        places: dict[str, str] = {}
+        for shard in shards_in(self.directory):
+            for path, place in shard.places.items():
+                require_place(path, places.setdefault(path, place), place)
+        if self._about["settings"]["sharded"] and self._about["processes"] > 1:
+            twice = list((Counter(made.ids) - Counter(set(made.ids))).elements())
+            if twice:
+                raise InputError(
+                    f"{len(twice)} ids occur more than once, such as {twice[:3]}: with "
+                    "sharded=True each sample has to be in the part of one process"
+                )
+        with writing(self.directory):
+            replace(os.path.join(self.directory, INDEX), HARVEST, made.index())
+
+
+def _differences(there: dict[str, Any], here: dict[str, Any], check_weights: bool) -> Iterator[str]:
+    for key in sorted(there["settings"].keys() | here["settings"].keys()):
+        old, new = there["settings"].get(key), here["settings"].get(key)
+        if old != new:
+            yield f"{key}= was {old!r} there, and is {new!r}"
+    if there["processes"] != here["processes"]:
+        yield f"{there['processes']} processes wrote there, and these are {here['processes']}"
+    old, new = there["model"], here["model"]
+    if old["class"] != new["class"]:
+        yield f"the model was a {old['class']}, and is a {new['class']}"
+    elif old["structure"] != new["structure"]:
+        yield "the model has other modules, parameters or training modes than it had there"
+    elif check_weights and old["weights"] != new["weights"]:
+        yield "the weights of the model have changed since then (check_weights=False allows that)"

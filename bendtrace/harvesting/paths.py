@@ -1,4 +1,4 @@
-"""The path that a call took, in words: conditions in source text, and how they came out."""
+"""The path of a call in words: conditions in source text, and their outcomes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _TEXTS = frozenset({"format", "repr", "str"})
 
 @dataclass(frozen=True)
 class Condition:
-    """A place where the model's Python was led by values, and how it came out.
+    """A place where values decided the course of the model's Python, and the outcome.
 
     Attributes:
         kind: the construct: "if", "while", "for", "index", ...
@@ -66,10 +66,7 @@ class Condition:
 
     def row(self) -> list[Any]:
         """Return it as plain values, ready for JSON."""
-        return [
-            self.kind, self.text, self.outcome, self.file, self.line, self.module,
-            list(self.iteration), self.is_loop,
-        ]  # fmt: skip
+        return list(vars(self).values())
 
     @classmethod
     def of_row(cls, row: Sequence[Any]) -> Condition:
@@ -89,12 +86,12 @@ class Condition:
 class Path:
     """A way through the model.
 
-    Two batches are on the same path if all conditions came out equally and the same operations
-    were carried out in the same order.
+    Two batches are on the same path if all conditions have the same outcomes, and the same
+    operations ran in the same order.
 
     Attributes:
         name: 12 hexadecimal digits, the same in each process and harvest of the same source.
-        conditions: what led there, in order.
+        conditions: the conditions on the way, in order.
 
     Example:
         >>> import tempfile, torch, bendtrace as bt
@@ -116,7 +113,7 @@ class Path:
         return _told(self.conditions)
 
     def told_apart(self, others: Iterable[Path]) -> str:
-        """Say in which conditions it is not like all of some others.
+        """Return the conditions that are not the same on all of some other paths.
 
         Args:
             others: the other paths, this one may be among them.
@@ -131,7 +128,7 @@ class Path:
 def _told(conditions: Sequence[Condition]) -> str:
     if not conditions:
         return "no condition"
-    # The tests of a loop are told by how often it went round.
+    # The number of iterations stands for the tests of a loop.
     loops = {(c.file, c.line, c.text) for c in conditions if c.is_loop}
     rest = [c for c in conditions if c.is_loop or (c.file, c.line, c.text) not in loops]
     shown = "; ".join(map(str, rest[:_SHOWN]))
@@ -140,7 +137,7 @@ def _told(conditions: Sequence[Condition]) -> str:
 
 
 class PathNames:
-    """Says by which path a run went. Remembers those that were asked about last."""
+    """Finds the paths of runs, and remembers the latest."""
 
     def __init__(self) -> None:
         # By identity, with the run itself so that no identity is used twice.
@@ -174,7 +171,7 @@ class PathNames:
 def _path_of(run: Recording) -> Path:
     steps = flow_steps(run.tape, node_names(run.tape.ops))
     conditions = tuple(c for step in steps if (c := _condition(step)) is not None)
-    # Branches on what is no tensor (an argument that is None) show in what was carried out.
+    # Branches on other objects (an argument that is None) show in the ops that ran.
     carried_out = [
         [op.scope.path, getattr(op.target, "__name__", str(op.target))]
         for op in run.tape.ops

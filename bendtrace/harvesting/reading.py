@@ -1,7 +1,8 @@
-"""A harvest on disk, as far as it is complete."""
+"""A harvest on disk, read as far as it is complete."""
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Iterator
 from difflib import get_close_matches
@@ -12,18 +13,15 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from bendtrace._later import required_pandas
 from bendtrace.errors import InputError, LoadError, NodePathError
-from bendtrace.harvesting.column import Column, Piece
-from bendtrace.harvesting.formats import form_of
+from bendtrace.harvesting.column import Column, Piece, Taken
+from bendtrace.harvesting.formats import Held, form_of
 from bendtrace.harvesting.paths import Path
-from bendtrace.harvesting.shards import INDEX, SETTINGS, Held, Shard, shards_in
-from bendtrace.harvesting.taken import Taken
-from bendtrace.storage.sealed import read_sealed
+from bendtrace.harvesting.shards import INDEX, SETTINGS, Shard, read, shards_in
 
-__all__ = ["HARVEST", "VERSION", "Harvest"]
+__all__ = ["Harvest"]
 
-HARVEST = "bendtrace harvest"
-VERSION = 1
 _KEPT = "kept/"
 _SHOWN = 8
 
@@ -39,17 +37,17 @@ class _Batch(NamedTuple):
 
 
 class Harvest:
-    """What was harvested: a column for each node, and an index of samples and their paths.
+    """The files of a harvest: a column for each node, and an index of samples and their paths.
 
-    Samples are in the order of the loader, also where several processes took turns. A harvest
-    that is not complete can be read as far as it has come.
+    Samples are in the order of the loader, also of several processes. A harvest that is not
+    complete can be read as far as it goes.
 
     Args:
         directory: where it is.
 
     Attributes:
         directory: where it is.
-        settings: with what it was made, as plain values.
+        settings: the options of `harvest`, as plain values.
         is_complete: whether all of the data set is there.
 
     Raises:
@@ -72,20 +70,20 @@ class Harvest:
         path = os.path.join(self.directory, SETTINGS)
         if not os.path.exists(path):
             raise LoadError(self.directory, f"it is no harvest: there is no {SETTINGS}")
-        about = read_sealed(path, HARVEST, VERSION)
+        about = read(path)
         self.settings: dict[str, Any] = about["settings"]
         self.is_complete = os.path.exists(os.path.join(self.directory, INDEX))
         self.shards = tuple(shards_in(self.directory))
         self._form = form_of(self.settings["format"])
         self._held: dict[str, Held] = {}
         if self.is_complete:
-            told = read_sealed(os.path.join(self.directory, INDEX), HARVEST, VERSION)
-            if told["shards"] != self._told()["shards"]:
-                raise LoadError(self.directory, f"its shards are not those that {INDEX} tells of")
+            told = read(os.path.join(self.directory, INDEX))
+            if told["shards"] != self.index()["shards"]:
+                raise LoadError(self.directory, f"its shards are not those in {INDEX}")
 
     @classmethod
     def open(cls, directory: str | os.PathLike[str]) -> Harvest:
-        """Open a harvest.
+        """Open a harvest; the same as the constructor.
 
         Args:
             directory: where it is.
@@ -95,11 +93,9 @@ class Harvest:
         """
         return cls(directory)
 
-    def _told(self) -> dict[str, Any]:
+    def index(self) -> dict[str, Any]:
         """Return the index of all shards, as plain values."""
         return {
-            "format": HARVEST,
-            "version": VERSION,
             "samples": len(self),
             "shards": [
                 {
@@ -136,27 +132,12 @@ class Harvest:
     @cached_property
     def ids(self) -> list[Any]:
         """The ids of the samples, in order."""
-        by_shard = {
-            shard.file: (
-                self._open(shard).elements("index/id", torch.int64).tolist()
-                if shard.ids is None
-                else list(shard.ids)
-            )
-            for shard in self.shards
-        }
-        begins: dict[str, list[int]] = {}
+        by_batch: dict[tuple[str, int], list[Any]] = {}
         for shard in self.shards:
-            ends = [0]
-            for size in shard.sizes:
-                ends.append(ends[-1] + size)
-            begins[shard.file] = ends
-        return [
-            item
-            for batch in self._batches
-            for item in by_shard[batch.shard.file][
-                begins[batch.shard.file][batch.place] : begins[batch.shard.file][batch.place + 1]
-            ]
-        ]
+            ids = iter(shard.all_ids(self._form))
+            for place, size in enumerate(shard.sizes):
+                by_batch[shard.file, place] = list(itertools.islice(ids, size))
+        return [item for b in self._batches for item in by_batch[b.shard.file, b.place]]
 
     @property
     def is_per_sample(self) -> bool:
@@ -167,7 +148,7 @@ class Harvest:
 
     @property
     def nodes(self) -> tuple[str, ...]:
-        """The nodes that were harvested, as they are called in the files."""
+        """The names of the nodes in the files."""
         return tuple(key for key in self._columns if not key.startswith(_KEPT))
 
     @property
@@ -180,10 +161,10 @@ class Harvest:
         }
 
     def __getitem__(self, name: str) -> Column:
-        """Return what a node gave.
+        """Return the rows of a node.
 
         Args:
-            name: the node as it is called in the files, or as it was asked for.
+            name: the name of the node in the files, or the text that it was requested by.
 
         Raises:
             NodePathError: there is none of this name.
@@ -202,7 +183,7 @@ class Harvest:
 
     @cached_property
     def _asked(self) -> dict[str, str]:
-        """What nodes are called in the files, by what they were asked for by."""
+        """The names of nodes in the files, by the texts that they were requested by."""
         found: dict[str, list[str]] = {}
         for shard in self.shards:
             for key, kept in shard.columns.items():
@@ -226,9 +207,9 @@ class Harvest:
 
     @cached_property
     def _columns(self) -> dict[str, Column]:
-        pieces: dict[str, list[Piece]] = {}
-        starts: dict[tuple[str, str], list[int]] = {}
+        columns: dict[str, list[Piece]] = {}
         facts: dict[str, tuple[torch.dtype, bool]] = {}
+        there: dict[tuple[str, int], list[tuple[str, int, torch.Size]]] = {}
         for shard in self.shards:
             for key, kept in shard.columns.items():
                 fact = kept.dtype, kept.per_sample
@@ -236,31 +217,15 @@ class Harvest:
                     raise LoadError(
                         shard.file, f"{key!r} is {kept.dtype} here, and {facts[key][0]} elsewhere"
                     )
-                starts[shard.file, key] = _starts(shard, key)
-        ordinals: dict[tuple[str, str], dict[int, int]] = {}
+                for place, start, shape in kept.pieces(shard.sizes):
+                    there.setdefault((shard.file, place), []).append((key, start, shape))
         for at, batch in enumerate(self._batches):
-            shard = batch.shard
-            for key, kept in shard.columns.items():
-                ordinal: int | None = batch.place
-                if kept.batches is not None:
-                    places = ordinals.get((shard.file, key))
-                    if places is None:
-                        places = {place: n for n, place in enumerate(kept.batches)}
-                        ordinals[shard.file, key] = places
-                    ordinal = places.get(batch.place)
-                if ordinal is None:
-                    continue
-                rest = kept.rest[ordinal] if isinstance(kept.rest, list) else kept.rest
-                own = pieces.setdefault(key, [])
+            for key, start, shape in there.get((batch.shard.file, batch.place), ()):
+                own = columns.setdefault(key, [])
                 first = own[-1].first + own[-1].rows if own else 0
-                own.append(
-                    Piece(
-                        shard, starts[shard.file, key][ordinal], rest,
-                        batch.size if kept.per_sample else 1, first,
-                        batch.position if kept.per_sample else at,
-                    )
-                )  # fmt: skip
-        return {key: Column(key, *facts[key], own, self._open) for key, own in pieces.items()}
+                position = batch.position if facts[key][1] else at
+                own.append(Piece(batch.shard, start, shape, first, position))
+        return {key: Column(key, *facts[key], own, self._open) for key, own in columns.items()}
 
     def _open(self, shard: Shard) -> Held:
         held = self._held.get(shard.file)
@@ -272,7 +237,7 @@ class Harvest:
         """Read everything, and compare it with the checksums.
 
         Raises:
-            LoadError: something is not what was written.
+            LoadError: the content of a file has changed.
         """
         for shard in self.shards:
             self._open(shard).verify()
@@ -281,7 +246,7 @@ class Harvest:
 
     @cached_property
     def paths(self) -> tuple[Path, ...]:
-        """The paths that batches took, in the order in which they came up."""
+        """The paths that batches took, in the order of the batches."""
         found: dict[str, Path] = {}
         for batch in self._batches:
             name = batch.shard.taken[batch.place]
@@ -312,9 +277,9 @@ class Harvest:
         return self._taken({name})
 
     def took(self, branch: str | int, outcome: bool | int = True) -> Taken:
-        """Return the samples of the batches for which a branch came out in some way.
+        """Return the samples of the batches with some outcome of a branch.
 
-        A branch that was come by several times counts if it came out so once.
+        A branch that a batch reached several times counts if one of its outcomes is this one.
 
         Args:
             branch: its condition in source text, `x.sum() > 0`; or its line, `12`, or
@@ -323,7 +288,7 @@ class Harvest:
                 its value.
 
         Raises:
-            InputError: no batch came by such a branch, or its outcomes are of another kind.
+            InputError: no batch reached such a branch, or its outcomes are of another kind.
         """
         found = {
             path.name: [c for c in path.conditions if _is_meant(c.text, c.file, c.line, branch)]
@@ -333,12 +298,12 @@ class Harvest:
             known = {c.text: None for path in self.paths for c in path.conditions}
             near = get_close_matches(str(branch), known, n=3) or list(known)[:_SHOWN]
             listed = ", ".join(map(repr, near)) or "none"
-            raise InputError(f"no batch came by a branch {branch!r}; there are: {listed}")
+            raise InputError(f"no batch reached a branch {branch!r}; there are: {listed}")
         outcomes = dict.fromkeys((type(c.outcome), c.outcome) for cs in found.values() for c in cs)
         if not any(kind is type(outcome) for kind, _ in outcomes):
             listed = ", ".join(repr(known) for _, known in list(outcomes)[:_SHOWN])
             raise InputError(
-                f"{branch!r} came out as {listed}; no outcome is of the kind of {outcome!r}"
+                f"the outcomes of {branch!r} are {listed}; none is of the kind of {outcome!r}"
             )
         wanted = {
             name
@@ -385,10 +350,8 @@ class Harvest:
         """Return the index: a row for each sample.
 
         Columns: `id`, `path` (its name), `batch` (counted from 0), `batch_size`, `process` and
-        `shard` (of which file), and for each node whether there is a value of it.
+        `shard` (the number of the file), and for each node whether there is a value of it.
         """
-        import pandas
-
         rows: dict[str, list[Any]] = {"id": self.ids, "path": [], "batch": [], "batch_size": []}
         rows |= {"process": [], "shard": []}
         for batch in self._batches:
@@ -408,7 +371,7 @@ class Harvest:
                     batch = self._batches[at]
                     has[batch.position : batch.position + batch.size] = True
             rows[name] = has.tolist()
-        return pandas.DataFrame(rows)
+        return required_pandas().DataFrame(rows)
 
     def __reduce__(self) -> Any:
         return Harvest, (self.directory,)
@@ -466,18 +429,6 @@ def _row_of(column: Column, samples: int) -> Tensor:
     rows = torch.full((samples,), -1)
     rows[column.positions] = torch.arange(len(column))
     return rows
-
-
-def _starts(shard: Shard, key: str) -> list[int]:
-    """Return where the rows of each batch begin, among the elements of a column."""
-    kept = shard.columns[key]
-    places = range(len(shard.batches)) if kept.batches is None else kept.batches
-    found = [0]
-    for ordinal, place in enumerate(places):
-        rest = kept.rest[ordinal] if isinstance(kept.rest, list) else kept.rest
-        rows = shard.sizes[place] if kept.per_sample else 1
-        found.append(found[-1] + torch.Size((rows, *rest)).numel())
-    return found
 
 
 def _is_meant(text: str, file: str, line: int, branch: str | int) -> bool:

@@ -1,8 +1,9 @@
-"""The loop of a harvest: batch by batch, from where it was left."""
+"""The loop of a harvest: batch by batch, from where an earlier call stopped."""
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -25,11 +26,9 @@ from bendtrace.harvesting.batches import (
 )
 from bendtrace.harvesting.collecting import Collector
 from bendtrace.harvesting.filling import Filling
-from bendtrace.harvesting.settings import Settings
+from bendtrace.harvesting.settings import Settings, state_of, sum_of
 from bendtrace.harvesting.shards import Shard, ShardFiles, shards_in
-from bendtrace.harvesting.telling import state_of, sum_of
-from bendtrace.harvesting.workers import Workers
-from bendtrace.harvesting.writer import Writer
+from bendtrace.harvesting.workers import Workers, Writer
 from bendtrace.module import BendedModule
 
 __all__ = ["Run", "refuse_repeats", "total_of"]
@@ -41,21 +40,8 @@ _ORDERS = (1 << 61) - 1
 class Run:
     """The harvest of one process.
 
-    Args:
-        bended: the model.
-        loader: gives the batches.
-        settings: what is wanted.
-        call: what calls the model; None to call it with the batch.
-        files: the shards on disk.
-        writer: writes them.
-        collector: what is inserted in the model.
-        workers: the processes.
-
     Attributes:
         done: how many samples were harvested before.
-
-    Raises:
-        InputError: what was harvested before cannot be gone on with.
     """
 
     def __init__(
@@ -89,7 +75,7 @@ class Run:
         self._last: Any = None  # the content of the last batch that was harvested
         self._versions: tuple[int, ...] = ()  # of its tensors, before the model was called
         self._size_of_last = 0
-        self._has_new = False  # whether there is more than what was there before
+        self._has_new = False  # whether there is more than before
         self._state = self._state_now()
         self._kind: type | None = self._past.kind
 
@@ -97,13 +83,13 @@ class Run:
         for shard in self._before:
             if shard.changed:
                 raise InputError(
-                    f"this harvest cannot be gone on with: the model changes {shard.changed[0]!r} "
-                    "while it runs, so that what comes would not be what it would have been. Put "
-                    "it in eval mode, and begin anew in another directory"
+                    f"this harvest cannot be resumed: the model changes {shard.changed[0]!r} "
+                    "while it runs, so that the rest would not be that of an uninterrupted one. "
+                    "Put it in eval mode, and begin anew in another directory"
                 )
             if shard.draws and self._settings.seed is None:
                 raise InputError(
-                    "this harvest cannot be gone on with: the model draws random numbers, which "
+                    "this harvest cannot be resumed: the model draws random numbers, which "
                     "would not be those of an uninterrupted one. Give seed=, or put it in eval "
                     "mode, and begin anew in another directory"
                 )
@@ -111,16 +97,7 @@ class Run:
     # The loop
 
     def go(self, advance: Callable[[int], None]) -> None:
-        """Harvest what is left.
-
-        Args:
-            advance: told how many samples each batch had.
-
-        Raises:
-            InputError: the loader does not give what it gave before.
-            HarvestError: a batch has failed.
-            SaveError: a shard could not be written.
-        """
+        """Harvest the rest; call `advance` with the number of samples of each batch."""
         self._refuse_unsteady()
         try:
             for number, batch, start in self._own():
@@ -137,11 +114,7 @@ class Run:
             self._collector.warn_of_unmet()
 
     def compare(self) -> None:
-        """Compare the loader with what was harvested, where that was all of it.
-
-        Raises:
-            InputError: it does not give what it gave then.
-        """
+        """Compare the loader with a harvest that is complete."""
         for number, _, _ in self._own():
             raise InputError(
                 f"the loader gives a batch {number}, and there were only {len(self._past)} when "
@@ -149,7 +122,7 @@ class Run:
             )
 
     def _own(self) -> Iterator[tuple[int, Batch, int]]:
-        """Yield what is this process's own and not done: its number, the batch, its first id."""
+        """Yield this process's batches that are not done: number, batch, first running number."""
         dealt = self._world > 1 and not self._settings.is_dealt
         past = self._past
         numbers = self._settings.ids is None
@@ -220,8 +193,8 @@ class Run:
                 error.add_note(f"while harvesting {where}")
                 raise
             raise HarvestError(
-                f"harvesting {where} failed: {type(error).__name__}: {error}. What was done before "
-                "is kept, and the same call goes on from there",
+                f"harvesting {where} failed: {type(error).__name__}: {error}. The batches "
+                "before it are kept, and the same call resumes there",
                 number,
                 tuple(ids),
             ) from error
@@ -302,7 +275,7 @@ class Run:
         self._collector.filling = self._writer.exchange(self._finish())
 
     def _rescue(self, error: BaseException) -> None:
-        """Write what there is of a shard, so that only the batch that has failed is lost."""
+        """Write the part of a shard, so that only the batch that failed is lost."""
         self._collector.drop()
         if isinstance(error, SaveError):
             return
@@ -314,7 +287,7 @@ class Run:
             error.add_note(f"the samples since the last shard could not be kept: {other}")
 
     def _state_now(self) -> dict[str, int]:
-        """Return what tells whether parameters and buffers have changed."""
+        """Return marks of the parameters and buffers, which change with them."""
         model = self._bended.model
         buffers = {id(b) for b in model.buffers()} if isinstance(model, torch.nn.Module) else set()
         # A batch norm writes its statistics without counting a version (torch 2.13).
@@ -326,7 +299,7 @@ class Run:
 
 
 class _Past:
-    """What was harvested before: batch by batch, to be compared with what the loader gives."""
+    """The batches that were harvested before, to compare the batches of the loader with."""
 
     def __init__(self, shards: list[Shard], files: ShardFiles) -> None:
         self._shards = shards
@@ -350,11 +323,7 @@ class _Past:
         again: Callable[[Any, int], Ids],
         start: int,
     ) -> int:
-        """Compare a batch with the one that was harvested in its place; return its size.
-
-        Raises:
-            InputError: it is another one.
-        """
+        """Compare a batch with the one that was harvested in its place; return its size."""
         shard, place = self._at[own]
         size = shard.sizes[place]
         is_last = place == len(shard.batches) - 1
@@ -377,49 +346,34 @@ class _Past:
 
     def _ids(self, shard: Shard) -> list[Any]:
         if self._opened is None or self._opened[0] is not shard:
-            ids: list[Any]
-            if shard.ids is not None:
-                ids = list(shard.ids)
-            else:
-                held = self._files.form.open(shard.file, shard.about)
-                ids = held.elements("index/id", torch.int64).tolist()
+            ids = shard.all_ids(self._files.form)
             self._opened = shard, ids
         return self._opened[1]
 
     def fill(self, filling: Filling) -> None:
-        """Put what is in the last shard, which is not full, into one that is being filled."""
+        """Put the rows of the last shard, which is not full, into one that is being filled."""
         shard = self._shards[-1]
         filling.number = shard.number
         held = self._files.form.open(shard.file, shard.about)
         held.verify()
-        ids = self._ids(shard)
-        begin = 0
-        used = dict.fromkeys(shard.columns, 0)
-        elements = {key: held.elements(key, kept.dtype) for key, kept in shard.columns.items()}
-        seen = dict.fromkeys(shard.columns, 0)
+        ids = iter(self._ids(shard))
+        there: dict[int, list[tuple[str, Tensor]]] = {}
+        for key, kept in shard.columns.items():
+            elements = held.elements(key, kept.dtype)
+            for place, start, shape in kept.pieces(shard.sizes):
+                rows = elements[start : start + shape.numel()].view(shape)
+                there.setdefault(place, []).append((key, rows))
         for place, size in enumerate(shard.sizes):
-            for key, kept in shard.columns.items():
-                if kept.batches is not None and place not in kept.batches:
-                    continue
-                rest = kept.rest[seen[key]] if isinstance(kept.rest, list) else kept.rest
-                seen[key] += 1
-                shape = torch.Size((size if kept.per_sample else 1, *rest))
-                stop = used[key] + shape.numel()
-                rows = elements[key][used[key] : stop].view(shape)
+            for key, rows in there.get(place, ()):
+                kept = shard.columns[key]
                 filling.add(key, kept.asked, rows, kept.per_sample, kept.dtype)
-                used[key] = stop
             path = shard.paths[shard.taken[place]]
-            filling.end_batch(shard.batches[place], ids[begin : begin + size], path)
-            begin += size
+            filling.end_batch(shard.batches[place], list(itertools.islice(ids, size)), path)
         filling.draws = shard.draws
 
 
 def refuse_repeats(loader: Any, workers: Workers, settings: Settings) -> None:
-    """Refuse loaders that give samples to several processes, or several times.
-
-    Raises:
-        InputError: it is one.
-    """
+    """Refuse loaders that give samples to several processes, or several times."""
     if settings.is_dealt and workers.world > 1 and settings.ids is None:
         raise InputError("sharded=True needs ids= to tell the samples of the processes apart")
     if not isinstance(loader, DataLoader):

@@ -1,7 +1,7 @@
 """Shards on disk: a file of tensors each, and an index, without which it does not count.
 
 Both are written under another name, brought to the disk, and renamed; the index last. So at each
-moment there are some shards that are complete, and leftovers that nobody looks at.
+moment there are some complete shards, and leftovers that are ignored.
 """
 
 from __future__ import annotations
@@ -10,138 +10,114 @@ import os
 import re
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 import torch
-from torch import Tensor
 
-from bendtrace.errors import LoadError, SaveError
-from bendtrace.harvesting.filling import Filling, contents
+from bendtrace.errors import LoadError
+from bendtrace.harvesting.filling import Filling, Record
+from bendtrace.harvesting.formats import Form
 from bendtrace.harvesting.paths import Condition, Path
-from bendtrace.storage.files import sync_directory
+from bendtrace.storage.files import sync_directory, writing
 from bendtrace.storage.sealed import read_sealed, replace_sealed
 
 __all__ = [
+    "HARVEST",
     "INDEX",
     "SETTINGS",
-    "Form",
-    "Held",
     "Kept",
     "Shard",
     "ShardFiles",
     "is_ours",
+    "read",
+    "replace",
     "shards_in",
-    "writing",
 ]
 
 SETTINGS = "harvest.json"
 INDEX = "index.json"
-VERSION = 1
-_SHARD = "bendtrace harvest shard"
+HARVEST = "bendtrace harvest"
+SHARD = "bendtrace harvest shard"
+_VERSION = 1
 _NAME = re.compile(r"shard-(\d{4})-(\d{6})(\.partial)?\.(json|safetensors|zarr)(\.tmp)?")
 
 
-class Form(Protocol):
-    """A format of the files of tensors."""
-
-    ending: str
-
-    def write(self, path: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
-        """Write a file, or folder, and bring it to the disk; return what to know of it."""
-
-    def open(self, path: str, about: dict[str, Any]) -> Held:
-        """Open one to read it."""
+def replace(path: str, kind: str, content: dict[str, Any]) -> None:
+    """Write a file of plain values, as a whole or not at all."""
+    draft = f"{path}.tmp"
+    _delete(draft)
+    replace_sealed(path, {"format": kind, "version": _VERSION, **content}, draft)
 
 
-class Held(Protocol):
-    """The tensors of a shard that is being read."""
-
-    def elements(self, key: str, dtype: torch.dtype) -> Tensor:
-        """Return the elements of a tensor, as one dimension, if it can be without reading them."""
-
-    def verify(self) -> None:
-        """Read everything, and compare it with the checksums.
-
-        Raises:
-            LoadError: it is not what was written.
-        """
+def read(path: str, kind: str = HARVEST) -> dict[str, Any]:
+    """Read a file that `replace` wrote."""
+    return read_sealed(path, kind, _VERSION)
 
 
 @dataclass(frozen=True)
 class Kept:
-    """What the index of a shard says about what was collected under one key.
+    """The rows of a shard under one key.
 
     Attributes:
         dtype: of the elements.
         per_sample: whether there is a row for each sample, or one for each batch.
-        batches: which batches of the shard it has; None for all.
-        rest: shape of each row, if all are the same; else a list, of the rows of each batch.
-        asked: what the node was asked for by, if that is text.
+        batches: the batches of the shard that have rows; None for all.
+        rest: the shape of each row, if all are the same; else a list, of the rows of each batch.
+        asked: the text that the node was requested by, if it was text.
     """
 
     dtype: torch.dtype
     per_sample: bool
-    batches: tuple[int, ...] | None
+    batches: list[int] | None
     rest: tuple[int, ...] | list[tuple[int, ...]]
     asked: str
 
+    def pieces(self, sizes: list[int]) -> Iterator[tuple[int, int, torch.Size]]:
+        """Yield for each batch with rows its number, their first element, and their shape."""
+        start = 0
+        places = range(len(sizes)) if self.batches is None else self.batches
+        for ordinal, place in enumerate(places):
+            rest = self.rest[ordinal] if isinstance(self.rest, list) else self.rest
+            shape = torch.Size((sizes[place] if self.per_sample else 1, *rest))
+            yield place, start, shape
+            start += shape.numel()
 
-@dataclass(frozen=True)
-class Shard:
-    """What the index of a shard says.
+
+@dataclass
+class Shard(Record):
+    """The index of a shard.
 
     Attributes:
         file: path of the file of tensors.
-        rank: which process wrote it.
-        number: counted from 1.
+        rank: the process that wrote it.
         is_partial: whether it was written where a harvest stopped, and is not full yet.
-        about: what is to be known of the file.
-        columns: what was collected, by key.
-        batches: numbers of the batches.
-        sizes: how many samples each has.
+        about: the facts to read the file by.
+        columns: the rows, by key.
         ids: the ids, if they are text.
-        taken: for each batch the name of its path.
-        paths: the paths by name.
-        places: where in the source nodes are, by path.
-        order: a checksum of the order of the data set.
-        mark: a checksum of the last batch; 0 if it was written to.
-        changed: what of the model has changed while it ran.
-        draws: whether the model has drawn random numbers.
     """
 
-    file: str
-    rank: int
-    number: int
-    is_partial: bool
-    about: dict[str, Any]
-    columns: dict[str, Kept]
-    batches: tuple[int, ...]
-    sizes: tuple[int, ...]
-    ids: tuple[str, ...] | None
-    taken: tuple[str, ...]
-    paths: dict[str, Path]
-    places: dict[str, str]
-    order: int
-    mark: int
-    changed: tuple[str, ...]
-    draws: bool
+    file: str = ""
+    rank: int = 0
+    is_partial: bool = False
+    about: dict[str, Any] = field(default_factory=dict)
+    columns: dict[str, Kept] = field(default_factory=dict)
+    ids: list[str] | None = None
 
     @property
     def samples(self) -> int:
-        """How many samples it has."""
+        """The number of samples."""
         return sum(self.sizes)
+
+    def all_ids(self, form: Form) -> list[Any]:
+        """Return the ids of all samples."""
+        if self.ids is not None:
+            return self.ids
+        return form.open(self.file, self.about).elements("index/id", torch.int64).tolist()
 
 
 class ShardFiles:
-    """The shards that one process writes.
-
-    Args:
-        directory: where to.
-        rank: which process it is.
-        form: the format.
-    """
+    """The shards that the process of a rank writes to a directory, in a format."""
 
     def __init__(self, directory: str, rank: int, form: Form) -> None:
         self.directory = directory
@@ -149,7 +125,7 @@ class ShardFiles:
         self.form = form
 
     def write(self, filling: Filling, is_partial: bool = False) -> None:
-        """Write a shard: it is there as a whole, or not at all.
+        """Write a shard, as a whole or not at all.
 
         Raises:
             SaveError: it cannot be written.
@@ -159,18 +135,17 @@ class ShardFiles:
         with writing(self.directory):
             draft = f"{path}.tmp"
             _delete(draft)
-            about = self.form.write(draft, contents(filling))
-            _delete(path)  # of a run that did not come to write the index
+            about = self.form.write(draft, filling.tensors())
+            _delete(path)  # of a run that ended before it wrote the index
             os.replace(draft, path)
             sync_directory(self.directory)
-            index = os.path.join(self.directory, f"{name}.json")
-            _delete(f"{index}.tmp")
-            replace_sealed(index, _row(filling, os.path.basename(path), about), f"{index}.tmp")
+            row = {"file": os.path.basename(path), "about": about, **filling.row()}
+            replace(os.path.join(self.directory, f"{name}.json"), SHARD, row)
             if not is_partial:
                 self._delete_shard(_name(self.rank, filling.number, True))
 
     def clean(self) -> None:
-        """Delete what was left over by a run that was interrupted."""
+        """Delete the leftovers of a run that was interrupted."""
         names = set(os.listdir(self.directory))
         for name in sorted(names):
             found = _NAME.fullmatch(name)
@@ -196,22 +171,8 @@ def _name(rank: int, number: int, is_partial: bool) -> str:
 def _delete(path: str) -> None:
     if os.path.isdir(path):
         shutil.rmtree(path)
-    else:
-        try:
-            os.remove(path)
-        except FileNotFoundError:
-            pass
-
-
-@contextmanager
-def writing(directory: str) -> Iterator[None]:
-    """Within it, what the system refuses becomes a `SaveError`."""
-    try:
-        yield
-    except OSError as error:
-        if isinstance(error, SaveError):
-            raise
-        raise SaveError(directory, error.strerror or str(error)) from error
+    elif os.path.lexists(path):
+        os.remove(path)
 
 
 def is_ours(name: str) -> bool:
@@ -220,46 +181,8 @@ def is_ours(name: str) -> bool:
     return name in known or _NAME.fullmatch(name) is not None
 
 
-def _row(filling: Filling, file: str, about: dict[str, Any]) -> dict[str, Any]:
-    """Return the index of a shard as plain values."""
-    columns = {}
-    for key, column in filling.used():
-        shape = column.shape
-        everywhere = len(column.batches) == len(filling.batches)
-        columns[key] = {
-            "dtype": str(column.dtype).removeprefix("torch."),
-            "asked": column.asked,
-            "per": "sample" if column.per_sample else "batch",
-            "batches": None if everywhere else column.batches,
-            "row": None if shape is None else list(shape[1:]),
-            "rows": [list(s[1:]) for s in column.shapes] if shape is None else None,
-        }
-    listed = [item for ids in filling.ids for item in ids]
-    return {
-        "format": _SHARD,
-        "version": VERSION,
-        "file": file,
-        "about": about,
-        "columns": columns,
-        "batches": filling.batches,
-        "sizes": filling.sizes,
-        "ids": None if all(type(item) is int for item in listed) else listed,
-        "taken": filling.taken,
-        "paths": {name: [c.row() for c in path.conditions] for name, path in filling.paths.items()},
-        "places": filling.places,
-        "order": filling.order,
-        "mark": filling.mark,
-        "changed": filling.changed,
-        "draws": filling.draws,
-    }
-
-
 def shards_in(directory: str, rank: int | None = None) -> list[Shard]:
-    """Return the shards that are complete, in the order of processes and numbers.
-
-    Args:
-        directory: where they are.
-        rank: those of one process; None for all.
+    """Return the complete shards of one process, or of all, in the order of their numbers.
 
     Raises:
         LoadError: one is missing in between, or the index of one is damaged.
@@ -285,23 +208,23 @@ def shards_in(directory: str, rank: int | None = None) -> list[Shard]:
 
 
 def _shard(path: str, rank: int, number: int, is_partial: bool) -> Shard:
-    row = read_sealed(path, _SHARD, VERSION)
+    row = read(path, SHARD)
     columns = {}
     for key, kept in row["columns"].items():
         rest = kept["row"]
         columns[key] = Kept(
             getattr(torch, kept["dtype"]),
             kept["per"] == "sample",
-            None if kept["batches"] is None else tuple(kept["batches"]),
+            kept["batches"],
             tuple(rest) if rest is not None else [tuple(shape) for shape in kept["rows"]],
             kept["asked"],
         )
     paths = {
         name: Path(name, tuple(map(Condition.of_row, rows))) for name, rows in row["paths"].items()
     }
+    row |= {"paths": paths, "number": number}
+    shared = {item.name: row[item.name] for item in fields(Record)}
     return Shard(
-        os.path.join(os.path.dirname(path), row["file"]), rank, number, is_partial, row["about"],
-        columns, tuple(row["batches"]), tuple(row["sizes"]),
-        None if row["ids"] is None else tuple(row["ids"]), tuple(row["taken"]), paths,
-        row["places"], row["order"], row["mark"], tuple(row["changed"]), row["draws"],
+        **shared, file=os.path.join(os.path.dirname(path), row["file"]), rank=rank,
+        is_partial=is_partial, about=row["about"], columns=columns, ids=row["ids"],
     )  # fmt: skip

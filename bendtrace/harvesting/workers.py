@@ -1,15 +1,28 @@
-"""The processes of a harvest: one, or those of `torch.distributed`."""
+"""The helpers of a harvest: its processes, the thread that writes, and the progress bar."""
 
 from __future__ import annotations
 
+import importlib
+import sys
+import time
+import warnings
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import torch.distributed as dist
+from tqdm import TqdmWarning
 
 from bendtrace.errors import BendtraceError
+from bendtrace.harvesting.filling import Filling
+from bendtrace.harvesting.shards import ShardFiles
 
-__all__ = ["Workers"]
+with warnings.catch_warnings():
+    # In a notebook without its widgets, it would say that there are none.
+    warnings.simplefilter("ignore", TqdmWarning)
+    from tqdm.auto import tqdm
+
+__all__ = ["Progress", "Workers", "Writer", "peak_memory"]
 
 
 class Workers:
@@ -17,7 +30,7 @@ class Workers:
 
     Attributes:
         rank: number of this process.
-        world: how many there are.
+        world: the number of processes.
     """
 
     def __init__(self) -> None:
@@ -26,10 +39,10 @@ class Workers:
         self.world: int = dist.get_world_size() if several else 1
 
     def together(self, step: Callable[[], Any]) -> list[Any]:
-        """Carry out a step in each process, and return what all of them gave.
+        """Run a step in each process, and return the results of all of them.
 
         Raises:
-            BendtraceError: the step has raised somewhere. Here it is raised as it is.
+            BendtraceError: the step raised somewhere; an error of this process is raised as it is.
         """
         if self.world == 1:
             return [step()]
@@ -51,13 +64,98 @@ class Workers:
         return [given for _, given in all_told]
 
     def first(self, step: Callable[[], Any]) -> None:
-        """Carry out a step in the first process while the others wait.
+        """Run a step in the first process while the others wait."""
+        self.together(step if self.rank == 0 else lambda: None)
+
+
+class Writer:
+    """Writes one shard while the next one is filled.
+
+    There are two sets of buffers, which take turns: that is all the memory a harvest holds.
+    """
+
+    def __init__(self, files: ShardFiles, spare: Filling) -> None:
+        self._files = files
+        self._thread = ThreadPoolExecutor(1, "bendtrace-harvest")
+        self._spare = spare
+        self._written: Future[None] | None = None
+
+    def exchange(self, full: Filling) -> Filling:
+        """Begin to write a shard, and return another one to fill.
 
         Raises:
-            BendtraceError: it has raised there.
+            SaveError: the one before could not be written.
         """
-        self.together(step if self.rank == 0 else _nothing)
+        self.wait()
+        spare, self._spare = self._spare, full
+        spare.clear(full)
+        self._written = self._thread.submit(self._files.write, full)
+        return spare
+
+    def wait(self) -> None:
+        """Wait until all is written.
+
+        Raises:
+            SaveError: it could not be written.
+        """
+        written, self._written = self._written, None
+        if written is not None:
+            written.result()
+
+    def __enter__(self) -> Writer:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._thread.shutdown(wait=True)
 
 
-def _nothing() -> None:
-    return None
+def peak_memory() -> int | None:
+    """Return the most memory that the process has held so far, in bytes; None if unknown."""
+    try:
+        resource = importlib.import_module("resource")
+    except ImportError:  # Windows
+        return None
+    most: int = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return most if sys.platform == "darwin" else most * 1024
+
+
+class Progress:
+    """A bar of samples, with the rate, and the most memory held so far.
+
+    Args:
+        shown: whether there is one.
+        total: the number of samples; None if that is not known.
+        done: how many were done before.
+    """
+
+    def __init__(self, shown: bool, total: int | None, done: int) -> None:
+        self._bar: Any = None
+        if shown:
+            self._bar = tqdm(
+                total=total, initial=done, unit=" samples", desc="harvest", smoothing=0.1
+            )
+        self._said = 0.0
+
+    def advance(self, samples: int) -> None:
+        """Note that some more are done."""
+        bar = self._bar
+        if bar is None:
+            return
+        bar.update(samples)
+        now = time.monotonic()
+        if now - self._said > 0.5:
+            self._said = now
+            self._say_memory(False)
+
+    def _say_memory(self, refresh: bool) -> None:
+        most = peak_memory()
+        if most is not None:
+            self._bar.set_postfix_str(f"{most / 2**20:.0f} MiB", refresh=refresh)
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._bar is not None:
+            self._say_memory(True)
+            self._bar.close()

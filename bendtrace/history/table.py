@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from bendtrace._later import required_pandas
 from bendtrace.history.entries import LayerEntry
 
 if TYPE_CHECKING:
@@ -19,10 +20,6 @@ def data_frame(entries: Sequence[LayerEntry]) -> pandas.DataFrame:
     Raises:
         ImportError: pandas is not installed.
     """
-    try:
-        import pandas
-    except ImportError as error:
-        raise ImportError("tables need pandas: pip install 'bendtrace[pandas]'") from error
     rows = {
         entry.label: {
             "layer_type": entry.layer_type,
@@ -47,4 +44,5 @@ def data_frame(entries: Sequence[LayerEntry]) -> pandas.DataFrame:
         }
         for entry in entries
     }
-    return pandas.DataFrame.from_dict(rows, orient="index").rename_axis("label")
+    frame = required_pandas().DataFrame.from_dict(rows, orient="index")
+    return frame.rename_axis("label")  # type: ignore[no-any-return]

@@ -158,5 +158,10 @@ class Interjection:
     def _overrides(cls, name: str) -> bool:
         return getattr(cls, name) is not getattr(Interjection, name)
 
+    def _forms(self) -> frozenset[str]:
+        """Return the forms that are to be called; a wrapper has those of what it wraps."""
+        forms = ("before", "instead", "after", "backward")
+        return frozenset(form for form in forms if type(self)._overrides(form))
+
 
 _OURS = __name__.rpartition(".")[0]

@@ -13,8 +13,6 @@ from bendtrace.recording.recorder import Recording
 
 __all__ = ["Entry", "Matcher", "Place", "Placed", "Plan", "Slot", "State"]
 
-_FORMS = ("before", "instead", "after", "backward")
-
 
 class Matcher(Protocol):
     """Says which nodes a place is at. A value: two that mean the same are equal."""
@@ -143,7 +141,7 @@ class Entry:
 
 def forms_of(what: Interjection) -> frozenset[str]:
     """Say what an interjection does at a node."""
-    forms = {name for name in _FORMS if type(what)._overrides(name)}
+    forms = set(what._forms())
     if what.wants_inputs:
         forms.add("inputs")
     if what.observes:

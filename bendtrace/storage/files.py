@@ -16,12 +16,14 @@ import re
 import threading
 import weakref
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from bendtrace.errors import LoadError
+from bendtrace.errors import LoadError, SaveError
 from bendtrace.storage.tensors import Layout, bits_of, code_of, stored_shape, tensor_of
 
 __all__ = [
@@ -32,9 +34,12 @@ __all__ = [
     "TensorFile",
     "free_key",
     "header_size",
+    "packed_header",
     "row_size",
     "sync_directory",
+    "tensor_row",
     "write_all",
+    "writing",
 ]
 
 _METADATA = {"__metadata__": {"format": "pt", "written_by": "bendtrace"}}
@@ -204,8 +209,8 @@ class TensorFile:
         self.path = path
         self.size = self._base = reserve
         self._reserve = reserve
-        self._rows: dict[str, Any] = dict(_METADATA)
-        self._used = len(_dump(self._rows)) + 8
+        self._rows: dict[str, Any] = {}
+        self._used = len(_dump(_METADATA)) + 8
         self._fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | BINARY, 0o666)
         self._close = weakref.finalize(self, os.close, self._fd)
         os.lseek(self._fd, reserve, os.SEEK_SET)
@@ -214,7 +219,7 @@ class TensorFile:
         return key in self._rows
 
     def __len__(self) -> int:
-        return len(self._rows) - 1
+        return len(self._rows)
 
     def takes(self, key: str, layout: Layout) -> bool:
         """Whether there is room for one more in the header."""
@@ -237,7 +242,7 @@ class TensorFile:
             os.ftruncate(self._fd, start)
             raise
         self.size = start + layout.nbytes
-        row = _row(layout, start - self._base, self.size - self._base)
+        row = tensor_row(layout, start - self._base, self.size - self._base)
         self._rows[key] = row
         self._used += row_size(key, layout)
         return Extent(key, start, layout.nbytes, checksum)
@@ -248,8 +253,7 @@ class TensorFile:
         Returns:
             The checksum of the header.
         """
-        header = _dump(self._rows).ljust(self._reserve - 8)
-        raw = len(header).to_bytes(8, "little") + header
+        raw = packed_header(self._rows, self._reserve)
         os.fsync(self._fd)  # only a file whose bytes are all there has a header
         os.lseek(self._fd, 0, os.SEEK_SET)
         write_all(self._fd, memoryview(raw))
@@ -267,7 +271,7 @@ def write_all(fd: int, content: memoryview) -> None:
 
 def row_size(key: str, layout: Layout) -> int:
     """Return an upper bound of what one tensor takes in a header, in bytes."""
-    return len(_dump({key: _row(layout, 10**18, 10**18)})) + 1
+    return len(_dump({key: tensor_row(layout, 10**18, 10**18)})) + 1
 
 
 def header_size(rows: list[tuple[str, Layout]]) -> int:
@@ -276,7 +280,21 @@ def header_size(rows: list[tuple[str, Layout]]) -> int:
     return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
-def _row(layout: Layout, start: int, stop: int) -> dict[str, Any]:
+def packed_header(rows: dict[str, Any], size: int = 0) -> bytes:
+    """Return a header with its length, of a size that is reserved, or of its own.
+
+    Args:
+        rows: what `tensor_row` returned, by key.
+        size: the reserved bytes; 0 for as many as it needs.
+    """
+    header = _dump({**_METADATA, **rows})
+    size = size or -(-(len(header) + 8) // _ALIGNMENT) * _ALIGNMENT
+    header = header.ljust(size - 8)
+    return len(header).to_bytes(8, "little") + header
+
+
+def tensor_row(layout: Layout, start: int, stop: int) -> dict[str, Any]:
+    """Return the entry of a tensor in a header."""
     shape = list(stored_shape(layout))
     return {"dtype": code_of(layout.dtype), "shape": shape, "data_offsets": [start, stop]}
 
@@ -315,7 +333,7 @@ def crc32(tensor: Tensor) -> int:
 
 
 def sync_directory(path: str) -> None:
-    """Bring the names in a directory to the disk, where the system can do that."""
+    """Bring the names in a directory, or a file, to the disk, where the system can do that."""
     try:
         fd = os.open(path, os.O_RDONLY)
     except OSError:  # Windows opens no directories
@@ -324,3 +342,14 @@ def sync_directory(path: str) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+@contextmanager
+def writing(directory: str) -> Iterator[None]:
+    """Within it, an error of the system becomes a `SaveError`."""
+    try:
+        yield
+    except OSError as error:
+        if isinstance(error, SaveError):
+            raise
+        raise SaveError(directory, error.strerror or str(error)) from error

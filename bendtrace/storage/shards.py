@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
 
 from torch import Tensor
 
 from bendtrace.errors import InputError, LoadError, SaveError
-from bendtrace.storage.files import DataFile, TensorFile, free_key, row_size
+from bendtrace.storage.files import DataFile, TensorFile, free_key, row_size, writing
 from bendtrace.storage.handles import NotSaved, StoredTensor, row_of, undisturbed
 from bendtrace.storage.locks import DirectoryLock
 from bendtrace.storage.sealed import read_sealed, replace_sealed
@@ -67,7 +65,7 @@ class ShardWriter:
         self._headers: dict[str, str] = {}
         self._rows: dict[str, Any] = {}
         self._closed = False
-        with _writing(self.directory):
+        with writing(self.directory):
             os.makedirs(self.directory, exist_ok=True)
             self._held = DirectoryLock(self.directory)
             try:
@@ -102,7 +100,7 @@ class ShardWriter:
                 self._rows[name] = {"not_saved": reason}
                 return NotSaved(reason)
             layout = layout_of(tensor)
-            with _writing(self.directory):
+            with writing(self.directory):
                 file, reader = self._room_for(name, layout)
                 extent = file.add(free_key(name, file), layout, tensor)
             self._rows[name] = row_of(reader.path, extent, layout, tensor.device)
@@ -116,7 +114,7 @@ class ShardWriter:
         """
         with self._lock:
             if not self._closed:
-                with _writing(self.directory):
+                with writing(self.directory):
                     self._close_shard()
                     self._mark("closed", files=self._headers, tensors=self._rows)
                 self._closed = True
@@ -164,16 +162,6 @@ class ShardWriter:
     def __repr__(self) -> str:
         state = "closed" if self._closed else "open"
         return f"<ShardWriter to {self.directory!r}: {len(self._rows)} tensors, {state}>"
-
-
-@contextmanager
-def _writing(directory: str) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        if isinstance(error, SaveError):
-            raise
-        raise SaveError(directory, error.strerror or str(error)) from error
 
 
 def _make_room(directory: str) -> None:

@@ -1,4 +1,4 @@
-"""Which elements of the values of a run depend on which elements of its inputs."""
+"""The elements of values in a run that depend on some elements of its inputs."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ __all__ = ["Elements"]
 
 _DRAWS = 5
 _SHAPES = frozenset({*SHAPES, *METADATA})
-# Each element of what these give is decided by the elements at its place; which other value would
-# make a difference is not always to be had by trying some.
+# Each element of their output depends on the elements at its place, but trials with other values
+# do not always show it.
 _COMPARING = frozenset({"eq", "ne", "lt", "le", "gt", "ge", "isclose"})
-# With whole numbers that depend on the inputs these give elements of what they are given, or
-# compute with the numbers at a place. Others can put things anywhere.
+# With whole numbers that depend on the inputs these return elements of their inputs, or compute
+# with the numbers at a place. Others can move values anywhere.
 _LOCAL = frozenset(
     {
         "abs", "add", "cat", "chunk", "clone", "contiguous", "cumsum", "div", "double", "embedding",
@@ -38,12 +38,11 @@ _LOCAL = frozenset(
 class Elements:
     """Follows single elements along a recorded run, op by op.
 
-    Each op is carried out twice, on values of which only the followed elements differ, and what
-    differs in what it gives is followed on. The values that come from the inputs are not only
-    those of the run: they are exchanged for random ones too, so that what a relu, a gate or a
-    maximum happens to let through in this run is no matter. All else - weights, masks,
-    constants - is as it was. Numbers are computed in double precision, so that no kernel lets
-    rounding errors of one element get into another.
+    Each op runs twice, on values that differ only in the followed elements, and the elements that
+    differ in its output are followed next. The values that depend on the inputs are those of the
+    run, and random ones too, so that the selection of a relu, a gate or a maximum in this run does
+    not matter. All else - weights, masks, constants - stays. Numbers are computed in double
+    precision, so that rounding errors of one element do not reach another.
 
     Args:
         trace: a trace with all its activations.
@@ -51,8 +50,8 @@ class Elements:
         seed: for the random values.
 
     Attributes:
-        coarse: ops of which nothing more is known than that everything may depend on
-            everything, and why.
+        coarse: ops all of whose output may depend on all of their inputs, as far as is known,
+            and why.
     """
 
     def __init__(self, trace: Any, sources: list[int], seed: int) -> None:
@@ -75,7 +74,7 @@ class Elements:
         return self._reached
 
     def follow(self, marked: dict[int, Tensor], target: int) -> Any:
-        """Return what of a value depends on some elements of the inputs.
+        """Return the elements of a value that depend on some elements of the inputs.
 
         Args:
             marked: by op of an input, a mask of its elements.
@@ -89,7 +88,7 @@ class Elements:
         return marks.get(target)
 
     def reaches(self, marked: dict[int, Tensor], targets: tuple[int, ...]) -> bool:
-        """Return whether anything of some values depends on some elements of the inputs."""
+        """Return whether some values depend on some elements of the inputs at all."""
         marks: dict[int, Any] = dict(marked)
         self._mark(marks, max(targets))
         return any(_any(marks.get(target)) for target in targets)
@@ -134,7 +133,7 @@ class Elements:
         return _all_of(self._ops[ref.index].meta)
 
     def is_all_of(self, writer: int, index: int) -> bool:
-        """Whether what a writing op gave is the very tensor that another op had given."""
+        """Whether the output of a writing op is the whole output of another op."""
         given, made = self._ops[index].meta, self._ops[writer].meta
         if index not in self._ops[writer].writes:
             return False
@@ -164,7 +163,7 @@ class Elements:
             try:
                 plain = self._carried_out(op, draw, {})
                 other = self._carried_out(op, draw, given)
-            except Exception as error:  # values that it does not take: what they show is not known
+            except Exception as error:  # values that it does not take: their effect is unknown
                 self.coarse[op.index] = f"{type(error).__name__}: {error}"
                 return whole
             mark = _differing(plain, other, whole)
@@ -191,7 +190,7 @@ class Elements:
     # Values
 
     def _carried_out(self, op: Op, draw: int, given: dict[int, Any]) -> Any:
-        """Run an op on a draw of values, of which the marked elements are other ones."""
+        """Run an op on a draw of values, with other values for the marked elements."""
         if not given and (op.index, draw) in self._plain:
             return self._plain[op.index, draw]
         try:
@@ -251,10 +250,7 @@ _UNLIKE = _Unlike()
 
 
 def _draws(value: Any, generator: torch.Generator) -> tuple[list[Any], list[Any]]:
-    """Return values to compute with, and others that differ from them in every element.
-
-    The first are those of the run.
-    """
+    """Return values to compute with, the first of the run, and others that differ everywhere."""
     if isinstance(value, tuple):
         parts = [_draws(item, generator) for item in value]
         return tuple(
@@ -275,7 +271,7 @@ def _draws(value: Any, generator: torch.Generator) -> tuple[list[Any], list[Any]
         masks = [value, on, ~on, some, ~some]
         return masks, [~mask for mask in masks]
     if not value.is_floating_point() and not value.is_complex():
-        # Indices have to stay within what there is: others of the same tensor are.
+        # Indices have to stay in range: others of the same tensor are.
         low, high = (value.min(), value.max()) if value.numel() else (value, value)
         if value.numel() and low == high:
             only = torch.where(value > 0, value - 1, value + 1)
@@ -300,7 +296,7 @@ def _draws(value: Any, generator: torch.Generator) -> tuple[list[Any], list[Any]
     bases = [run, one.to(run.dtype), -one.to(run.dtype), two.to(run.dtype), -two.to(run.dtype)]
     others = [torch.where(run == 0, noise().to(run.dtype), -run * (1.5 + swing()))]
     others += [-base * (1.5 + swing()) for base in bases[1:3]]
-    # Great ones as well: what is no greatest value becomes one.
+    # Great ones as well, so that other values become the greatest.
     others += [-base.sgn() * (100 + 900 * swing()) for base in bases[3:]]
     return bases, others
 
@@ -330,7 +326,7 @@ def _copied(value: Any, wide: bool) -> Any:
 
 
 def _differing(one: Any, other: Any, whole: Any) -> Any:
-    """Return masks of what differs between two results."""
+    """Return masks of the elements that differ between two results."""
     if isinstance(whole, tuple):
         if not isinstance(one, (tuple, list)) or not len(one) == len(other) == len(whole):
             return _UNLIKE
@@ -383,8 +379,8 @@ def bisected(mask: Tensor, matters: Callable[[Tensor], bool]) -> Tensor:
     """Return the elements of a mask that matter by themselves, by halving sets that do.
 
     Args:
-        mask: the elements that come into question.
-        matters: whether any element of a mask does.
+        mask: the elements to test.
+        matters: whether any element of a mask matters.
     """
     found = torch.zeros_like(mask)
     places = mask.flatten().nonzero().flatten()

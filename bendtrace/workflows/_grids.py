@@ -1,9 +1,10 @@
-"""Results over sites and the parts of what they give."""
+"""Numbers over sites, positions and heads, and the metric that makes them."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+import operator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from typing import TYPE_CHECKING, Any
@@ -11,28 +12,326 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from bendtrace._checks import required_choice, required_int
+from bendtrace._later import required_pandas
+from bendtrace.drawing.heat_map import heat_map, text_table
 from bendtrace.errors import InputError, SiteError
-from bendtrace.workflows._metrics import Metric, number_of
-from bendtrace.workflows._parts import Beyond, Columns, NoPart, Part, Position
-from bendtrace.workflows._site_values import differing, unlike
-from bendtrace.workflows._sites import Act, Key, Row, Seen
 
 if TYPE_CHECKING:
     import pandas
 
-__all__ = ["Exchange", "Grid", "Missing", "frame", "grid_of", "put", "required_missing", "table"]
+Position = int | slice | tuple[int, ...]
+Metric = Callable[[Any], Any]
+
+
+# Arguments
+
+
+def required_metric(metric: Any) -> Metric:
+    """Return a metric that can be called; anything else is an `InputError`."""
+    if not callable(metric):
+        raise InputError(f"metric= is a function from the model's output to a number: {metric!r}")
+    return metric  # type: ignore[no-any-return]
+
+
+def scalar_of(metric: Metric, output: Any) -> Tensor | float:
+    """Return the metric of an output: a tensor without dimensions, or a number."""
+    value = metric(output)
+    if isinstance(value, Tensor) and not value.dim() and not value.is_complex():
+        return value
+    hint = ""
+    if isinstance(value, Tensor):
+        what = f"a tensor of shape {tuple(value.shape)} and {value.dtype}"
+        hint = "; take its mean or sum, or one item"
+    else:
+        try:
+            return float(value)
+        except (TypeError, ValueError):
+            what = repr(value)
+    raise InputError(
+        f"metric= has to return a number or a tensor without dimensions, not {what}{hint}"
+    ) from None
+
+
+def number_of(metric: Metric, output: Any) -> float:
+    """Return the metric of an output as a number."""
+    return as_number(scalar_of(metric, output))
+
+
+def as_number(value: Tensor | float) -> float:
+    """Return a tensor without dimensions as a number, in double precision."""
+    return value.detach().to(torch.float64).item() if isinstance(value, Tensor) else value
+
+
+def position_of(said: Any, name: str = "positions") -> Position:
+    """Read one position, or several that go together: a number, a slice, or numbers."""
+    if isinstance(said, slice):
+        return said
+    if isinstance(said, Tensor) and said.dim() and not said.dtype.is_floating_point:
+        said = said.tolist()
+    if isinstance(said, Iterable) and not isinstance(said, (str, bytes, Tensor)):
+        several = tuple(_number(item, name) for item in said)
+        if not several:
+            raise InputError(f"{name}= has an empty group of positions")
+        return several
+    return _number(said, name)
+
+
+def _number(said: Any, name: str) -> int:
+    if not isinstance(said, (bool, float, str)):
+        try:
+            return operator.index(said)
+        except TypeError:
+            pass
+    raise InputError(f"{name}= takes ints, slices and groups of ints, not {said!r}")
+
+
+def _positions_of(said: Any) -> tuple[Position, ...] | str | None:
+    """Read several positions: None for all at once, "each" for as many as there are."""
+    if said is None or (isinstance(said, str) and said == "each"):
+        return said
+    if isinstance(said, (int, slice)) and not isinstance(said, bool):
+        return (position_of(said),)
+    if isinstance(said, (str, bytes)) or not isinstance(said, Iterable):
+        raise InputError(
+            'positions= takes None for the whole, "each", or an iterable of ints, slices and '
+            f"groups of ints, not {said!r}"
+        )
+    listed = tuple(map(position_of, said))
+    if not listed:
+        raise InputError("positions= is empty")
+    return listed
+
+
+def _heads_of(said: Any, count: int) -> tuple[int, ...]:
+    """Read which of some heads are chosen; None for all of them."""
+    listed = slice(None) if said is None else position_of(said, "head")
+    if isinstance(listed, slice):
+        return tuple(range(count))[listed]
+    listed = listed if isinstance(listed, tuple) else (listed,)
+    for number in listed:
+        if not -count <= number < count:
+            raise InputError(f"there is no head={number} among {count}")
+    return tuple(number % count for number in listed)
+
+
+# Parts of an activation
+
+
+class NoPart(Exception):
+    """A value has no such part; the message says why."""
+
+
+class Beyond(NoPart):
+    """A value has no such position, and values of other sites do."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of an activation: a position along an axis, and a head, which is a slice of another.
+
+    Attributes:
+        is_one_of_all: whether it is one of all positions that there are in any value.
+    """
+
+    position: Position | None = None
+    axis: int = 1
+    head: int | None = None
+    heads: int = 1
+    head_axis: int = -1
+    is_one_of_all: bool = False
+
+    def index(self, value: Tensor) -> tuple[Any, ...] | None:
+        """Return the index of the part in a tensor; None for all of it.
+
+        Raises:
+            NoPart: the tensor has no such part.
+        """
+        size = value.shape[self.axis] if -value.dim() <= self.axis < value.dim() else None
+        if self.is_one_of_all and isinstance(self.position, int) and size is not None:
+            if self.position >= size:
+                raise Beyond(f"it has only {size} positions")
+        if self.position is None and self.head is None:
+            return None
+        found: dict[int, Any] = {}
+        if self.position is not None:
+            axis = _axis(self.axis, value)
+            found[axis] = _entry(self.position, value.shape[axis], axis)
+        if self.head is not None:
+            axis = _axis(self.head_axis, value)
+            if axis in found:
+                raise NoPart(f"axis {axis} is both that of the positions and that of the heads")
+            width, rest = divmod(value.shape[axis], self.heads)
+            if rest:
+                raise NoPart(
+                    f"axis {axis} has size {value.shape[axis]}, which is no multiple of "
+                    f"{self.heads}"
+                )
+            found[axis] = slice(self.head * width, (self.head + 1) * width)
+        return tuple(found.get(number, slice(None)) for number in range(value.dim()))
+
+    def put(self, value: Tensor, given: Tensor) -> Tensor:
+        """Return a copy of a tensor with this part taken from another tensor."""
+        index = self.index(value)
+        if index is None:
+            return given.clone()
+        made = value.clone()
+        made[index] = given[index].to(made.dtype)
+        return made
+
+
+def _axis(axis: int, value: Tensor) -> int:
+    if not -value.dim() <= axis < value.dim():
+        raise NoPart(f"shape {tuple(value.shape)} has no axis {axis}")
+    return axis % value.dim()
+
+
+def _entry(position: Position, size: int, axis: int) -> Any:
+    if isinstance(position, slice):
+        return position
+    listed = position if isinstance(position, tuple) else (position,)
+    for number in listed:
+        if not -size <= number < size:
+            raise NoPart(f"axis {axis} has size {size}, and no position {number}")
+    if isinstance(position, tuple):
+        return torch.tensor([number % size for number in position])
+    return slice(position % size, position % size + 1)
+
+
+@dataclass(frozen=True)
+class Columns:
+    """The parts that a grid has at each site: positions, and heads where they are separate."""
+
+    positions: tuple[Position, ...] | str | None
+    axis: int
+    heads: int | None
+    which: tuple[int, ...]
+    head_axis: int
+
+    @classmethod
+    def of(
+        cls, positions: Any, axis: Any, heads: Any = None, head: Any = None, head_axis: Any = -1
+    ) -> Columns:
+        """Read the arguments of a workflow; nonsense is an `InputError`."""
+        required_int("axis", axis)
+        required_int("head_axis", head_axis)
+        which: tuple[int, ...] = ()
+        if heads is not None:
+            if type(heads) is not int or heads < 1:
+                raise InputError(f"heads= is how many heads there are, not {heads!r}")
+            which = _heads_of(head, heads)
+        elif head is not None:
+            raise InputError("head= chooses among heads: give their number with heads=")
+        return cls(_positions_of(positions), axis, heads, which, head_axis)
+
+    @property
+    def chosen_heads(self) -> tuple[int, ...] | None:
+        """The numbers of the heads; None where they are not separate."""
+        return None if self.heads is None else self.which
+
+    def settled(self, values: Iterable[Tensor] = ()) -> tuple[Position | None, ...]:
+        """Return the positions, for the values that there are at the sites."""
+        if self.positions is None or not isinstance(self.positions, str):
+            return self.positions or (None,)
+        with_axis = (v for v in values if -v.dim() <= self.axis < v.dim())
+        return tuple(range(max((v.shape[self.axis] for v in with_axis), default=0)))
+
+    def parts(self, positions: Sequence[Position | None]) -> list[Part]:
+        """Return the parts in order: the heads of the first position, those of the next."""
+        heads: Sequence[int | None] = self.which if self.heads else (None,)
+        is_each = self.positions == "each"
+        return [
+            Part(position, self.axis, head, self.heads or 1, self.head_axis, is_each)
+            for position, head in product(positions, heads)
+        ]
+
+    def grid(
+        self,
+        names: Sequence[str],
+        seen: Mapping[Any, Mapping[int, Tensor]],
+        cell: Callable[[int, Part], float],
+    ) -> dict[str, Any]:
+        """Compute all cells of a grid.
+
+        Args:
+            names: the sites.
+            seen: their values, which say how many positions there are.
+            cell: returns the number of a cell, for the number of the site and a part.
+
+        Returns:
+            The fields of a `Grid`.
+        """
+        positions = self.settled(value for passes in seen.values() for value in passes.values())
+        parts = self.parts(positions)
+        found = [[cell(number, part) for part in parts] for number in range(len(names))]
+        heads = self.chosen_heads
+        shape = (len(names), len(positions), *(() if heads is None else (len(heads),)))
+        values = torch.tensor(found, dtype=torch.float64).reshape(shape)
+        return {"values": values, "sites": tuple(names), "positions": positions, "heads": heads}
+
+
+# Results
+
+
+class Table:
+    """Results that are read as rows, as text, as HTML and as a data frame."""
+
+    values: Tensor
+    _between = " "  # the parts of a column's name
+
+    @property
+    def effect(self) -> Tensor:
+        """The quantity of interest, in the shape of `values`."""
+        return self.values
+
+    def _title(self) -> str:
+        raise NotImplementedError
+
+    def _axes(self) -> dict[str, Sequence[Any]]:
+        """Return the names of the axes of `values`, and the labels along each."""
+        raise NotImplementedError
+
+    def rows(self) -> Iterator[dict[str, Any]]:
+        """Yield a plain row for each cell."""
+        axes = self._axes()
+        numbers = zip(self.values.flatten().tolist(), self.effect.flatten().tolist(), strict=True)
+        for cell, (value, effect) in zip(product(*axes.values()), numbers, strict=True):
+            yield dict(zip(axes, cell, strict=True)) | {"value": value, "effect": effect}
+
+    def to_pandas(self) -> pandas.DataFrame:
+        """Return a row for each cell: its place along each axis, its value, and the effect.
+
+        Raises:
+            ImportError: pandas is not installed.
+        """
+        return required_pandas().DataFrame(list(self.rows()))  # type: ignore[no-any-return]
+
+    def _shown(self) -> tuple[str, list[str], list[str], list[list[float]]]:
+        (_, names), *axes = self._axes().items()
+        labels = [[f"{_PREFIXES[axis]}{label}" for label in found] for axis, found in axes]
+        columns = [self._between.join(parts) for parts in product(*labels)]
+        return self._title(), columns, list(names), self.effect.reshape(len(names), -1).tolist()
+
+    def __repr__(self) -> str:
+        return text_table(*self._shown())
+
+    def _repr_html_(self) -> str:
+        return heat_map(*self._shown())
+
+
+_PREFIXES = {"position": "", "head": "head ", "receiver": "to "}
 
 
 @dataclass(frozen=True, repr=False, eq=False)
-class Grid:
+class Grid(Table):
     """A number for each site, position and head.
 
     Attributes:
         values: the metric, in shape (sites, positions), or (sites, positions, heads) where heads
-            were told apart; float64, nan where something was missing.
+            are separate; float64, nan where something is missing.
         sites: names of the sites.
-        positions: along the axis: ints, slices, groups of ints; (None,) where the whole was meant.
-        heads: the numbers of the heads; None where they were not told apart.
+        positions: along the axis: ints, slices, groups of ints; (None,) for the whole value.
+        heads: the numbers of the heads; None where they are not separate.
         missing: why cells are nan, by name of the site; for "each" position not where other sites
             merely have more of them.
     """
@@ -43,246 +342,78 @@ class Grid:
     heads: tuple[int, ...] | None
     missing: dict[str, str] = field(default_factory=dict, kw_only=True)
 
+    def _axes(self) -> dict[str, Sequence[Any]]:
+        axes: dict[str, Sequence[Any]] = {"site": self.sites}
+        if self.positions != (None,):
+            axes["position"] = [_shown(position) for position in self.positions]
+        return axes if self.heads is None else axes | {"head": self.heads}
+
+
+def effect_of(values: Tensor, clean: float, corrupted: float, direction: str) -> Tensor:
+    """Return how far values take a metric from the patched run (0) to the other one (1)."""
+    start, end = (clean, corrupted) if direction == "noise" else (corrupted, clean)
+    return (values - start) / (end - start)
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class TwoRuns(Grid):
+    """A grid over two runs, where values of one run are put into the other.
+
+    Attributes:
+        clean: the metric of the clean run.
+        corrupted: the metric of the corrupted run.
+        direction: "denoise": values of the clean run are put into the corrupted one; or "noise".
+    """
+
+    clean: float
+    corrupted: float
+    direction: str
+
     @property
     def effect(self) -> Tensor:
-        """What is of interest in the values, in the same shape."""
-        return self.values
+        """How far each cell takes the metric from the patched run (0) to the other run (1).
 
-    def rows(self) -> Iterator[dict[str, Any]]:
-        """Yield a plain row for each cell."""
-        effects, values = self.effect.flatten().tolist(), self.values.flatten().tolist()
-        heads = (None,) if self.heads is None else self.heads
-        cells = product(self.sites, self.positions, heads)
-        for (site, position, head), value, effect in zip(cells, values, effects, strict=True):
-            row: dict[str, Any] = {"site": site}
-            if self.positions != (None,):
-                row["position"] = _shown(position)
-            if self.heads is not None:
-                row["head"] = head
-            yield row | {"value": value, "effect": effect}
-
-    def to_pandas(self) -> pandas.DataFrame:
-        """Return a row for each cell: site, position, head (where there are such), value, effect.
-
-        Raises:
-            ImportError: pandas is not installed.
+        nan or inf where both runs have the same metric.
         """
-        return frame(list(self.rows()))
+        return effect_of(self.values, self.clean, self.corrupted, self.direction)
+
+    _unit = "effect (0 none, 1 all)"
 
     def _title(self) -> str:
-        return type(self).__name__
-
-    def __repr__(self) -> str:
-        heads = (None,) if self.heads is None else self.heads
-        columns = [
-            " ".join(
-                ([_shown(position)] if position is not None else [])
-                + ([f"head {head}"] if head is not None else [])
-            )
-            for position, head in product(self.positions, heads)
-        ]
-        return table(self._title(), columns, self.sites, self.effect.flatten(1))
+        return (
+            f"{type(self).__name__} ({self.direction}): clean {self.clean:.4g}, corrupted "
+            f"{self.corrupted:.4g}; {self._unit}"
+        )
 
 
-def _shown(position: Any) -> Any:
+def _shown(position: Any) -> str:
     if isinstance(position, slice):
         parts = [position.start, position.stop, *([] if position.step is None else [position.step])]
         return ":".join("" if part is None else str(part) for part in parts)
     return ", ".join(map(str, position)) if isinstance(position, tuple) else str(position)
 
 
-_MOST_ROWS, _MOST_COLUMNS = 40, 12
-
-
-def table(title: str, columns: Sequence[str], names: Sequence[str], values: Tensor) -> str:
-    """Return numbers as text: a title, a line with names of columns, a line for each name."""
-    lines = [title]
-    shown = values[:_MOST_ROWS, :_MOST_COLUMNS].tolist()
-    heads = list(columns[:_MOST_COLUMNS])
-    more = len(columns) > _MOST_COLUMNS
-    cells = [[_number(value) for value in row] for row in shown]
-    widths = [max(map(len, column), default=0) for column in zip(heads, *cells, strict=True)]
-    names = [str(name) for name in names[:_MOST_ROWS]]
-    first = max(map(len, names), default=0)
-    if any(heads):
-        told = "  ".join(head.rjust(width) for head, width in zip(heads, widths, strict=True))
-        lines.append(f"  {'':{first}}  {told}" + (" ..." if more else ""))
-    for name, row in zip(names, cells, strict=True):
-        told = "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
-        lines.append(f"  {name:{first}}  {told}" + (" ..." if more else ""))
-    if len(values) > _MOST_ROWS:
-        lines.append(f"  ... and {len(values) - _MOST_ROWS} more")
-    return "\n".join(line.rstrip() for line in lines)
-
-
-def _number(value: float) -> str:
-    if math.isnan(value):
-        return "-"
-    text = f"{value:.3f}"
-    return text if text != "-0.000" else "0.000"
-
-
-def frame(rows: list[dict[str, Any]]) -> pandas.DataFrame:
-    """Return rows as a data frame.
-
-    Raises:
-        ImportError: pandas is not installed.
-    """
-    try:
-        import pandas
-    except ImportError as error:
-        raise ImportError("tables need pandas: pip install 'bendtrace[pandas]'") from error
-    return pandas.DataFrame(rows)
-
-
-Missing = str
-
-
-def required_missing(missing: Any) -> Missing:
-    """Return what is to be done about what is missing, if it can be done.
-
-    Raises:
-        InputError: it cannot.
-    """
-    if missing not in ("raise", "nan"):
-        raise InputError(f'missing= is "raise" or "nan", not {missing!r}')
-    return str(missing)
-
-
-class Exchange:
-    """Puts values of one run into others, cell by cell.
+class Missing:
+    """The cells that have no number: an error for the first one, or nan with the reason.
 
     Args:
-        source: what was seen in the run that values are taken from.
-        target: what was seen in the run that they are put in.
-        names: what these runs are called, in errors.
-        missing: "raise", or "nan".
+        option: "raise", or "nan".
+        verb: the action of the workflow on a site, for the error.
+        hint: the end of the error.
 
     Attributes:
-        reasons: why cells are missing, by site.
+        reasons: why cells are nan, by name of the site.
     """
 
-    def __init__(
-        self, source: Seen, target: Seen, names: tuple[str, str], missing: Missing
-    ) -> None:
+    def __init__(self, option: Any, verb: str, hint: str = "") -> None:
+        self._raises = required_choice("missing", option, "raise", "nan") == "raise"
+        self._verb = verb
+        self._hint = hint
         self.reasons: dict[str, str] = {}
-        self._source = source
-        self._target = target
-        self._names = names
-        self._missing = missing
-        self._flaw = ""
-        self._known: dict[Key, str] = {}
 
-    def cell(
-        self, row: Row, keys: Sequence[Key], part: Part, run: Callable[[Act], Any], metric: Metric
-    ) -> float:
-        """Return the metric with one cell exchanged; nan if it is missing.
-
-        Args:
-            row: the site, for errors.
-            keys: the nodes whose values are exchanged.
-            part: the part of them.
-            run: calls the model, doing something at all nodes.
-            metric: of what it gives.
-
-        Raises:
-            SiteError: something is missing, and that is to be told.
-        """
-        try:
-            flaw = self._found_before(keys, part)
-        except Beyond:
-            return math.nan
-        if not flaw:
-            self._flaw = ""
-            came: set[Key] = set()
-
-            def act(key: Key, number: int, value: Tensor) -> Tensor | None:
-                if key not in keys:
-                    return None
-                came.add(key)
-                return self._exchanged(key, number, value, part)
-
-            output = run(act)
-            flaw = self._flaw
-            if not flaw and len(came) < len(keys):
-                gone = next(path for key, path in keys if (key, path) not in came)
-                flaw = f"with others exchanged, the run did not come by {gone!r} any more"
-            if not flaw:
-                return number_of(metric, output)
-        if self._missing == "raise":
-            raise SiteError(
-                f"cannot exchange {row.name!r}: {flaw} (missing='nan' gives nan for what cannot "
-                "be exchanged)",
-                row.name,
-            )
-        self.reasons.setdefault(row.name, flaw)
+    def note(self, site: str, why: str) -> float:
+        """Return nan, and keep the reason; or raise a `SiteError` where that is the option."""
+        if self._raises:
+            raise SiteError(f"cannot {self._verb} {site!r}: {why}{self._hint}", site)
+        self.reasons.setdefault(site, why)
         return math.nan
-
-    def _found_before(self, keys: Sequence[Key], part: Part) -> str:
-        for key in keys:
-            if key not in self._known:
-                source, target = self._names
-                why = differing(self._source.get(key), self._target.get(key))
-                self._known[key] = why.format(source=source, target=target)
-            if why := self._known[key]:
-                return f"{key[1]}: {why}"
-            try:
-                for value in self._source[key].values():
-                    part.index(value)
-            except Beyond:
-                raise
-            except NoPart as error:
-                return f"{key[1]}: {error}"
-        return ""
-
-    def _exchanged(self, key: Key, number: int, value: Tensor, part: Part) -> Tensor | None:
-        given = self._source[key].get(number)
-        if given is None:
-            self._flaw = (
-                f"{key[1]}: with it exchanged, the {self._names[1]} run came by it once more, in "
-                f"pass {number + 1}, which the {self._names[0]} run does not have"
-            )
-            return None
-        if why := unlike(given, value):
-            self._flaw = (
-                f"{key[1]}: with passes before it exchanged, it is {why} in pass {number + 1} of "
-                f"the {self._names[0]} and the {self._names[1]} run"
-            )
-            return None
-        return put(value, given, part)
-
-
-def put(value: Tensor, given: Tensor, part: Part) -> Tensor:
-    """Return a tensor with a part of another one in it."""
-    index = part.index(value)
-    if index is None:
-        return given.clone()
-    made = value.clone()
-    made[index] = given[index].to(made.dtype)
-    return made
-
-
-def grid_of(
-    rows: Sequence[Row],
-    columns: Columns,
-    seen: Seen,
-    cell: Callable[[int, Part], float],
-) -> tuple[Tensor, tuple[Position | None, ...], tuple[int, ...] | None]:
-    """Work out all cells of a grid.
-
-    Args:
-        rows: the sites.
-        columns: what is told apart at each.
-        seen: what they gave, which says how many positions there are.
-        cell: gives the number of a cell: the site's number, the part.
-
-    Returns:
-        The values, the positions, and the heads.
-    """
-    values = [value for passes in seen.values() for value in passes.values()]
-    positions = columns.settled(values)
-    parts = columns.parts(positions)
-    found = [[cell(number, part) for part in parts] for number in range(len(rows))]
-    shape = (len(rows), len(positions), *columns.shape_of_heads)
-    heads = None if columns.heads is None else columns.which
-    return torch.tensor(found, dtype=torch.float64).reshape(shape), positions, heads

@@ -1,4 +1,4 @@
-"""The edges of a run that a change is let along, from some nodes to others."""
+"""The edges of a run that carry a change, from some nodes to others."""
 
 from __future__ import annotations
 
@@ -22,12 +22,10 @@ class Spot:
     """One pass of a node.
 
     Attributes:
-        path: the node.
-        number: the pass.
-        values: the ops that gave what it gives.
-        call: the call of a module that it is; None for ops and inputs.
-        index: the op that it is; -1 for calls of modules and for the output.
-        is_output: whether it is what the model gives, or a part of that.
+        values: the ops of its output.
+        call: the call, for a module.
+        index: the op, or -1 for calls of modules and for the output.
+        is_output: whether it is the model's output, or a part of that.
     """
 
     path: str
@@ -37,20 +35,10 @@ class Spot:
     index: int = -1
     is_output: bool = False
 
-    @property
-    def name(self) -> str:
-        """The path, with the pass."""
-        return f"{self.path}:{self.number + 1}"
-
 
 @dataclass(frozen=True)
 class End:
-    """Where a change arrives.
-
-    Attributes:
-        spot: the receiver.
-        sources: the values among those that it is given which are changed.
-    """
+    """A receiver, and the changed values among its inputs."""
 
     spot: Spot
     sources: frozenset[int]
@@ -58,12 +46,12 @@ class End:
 
 @dataclass
 class Edges:
-    """Edges that a change is let along.
+    """Edges that carry a change.
 
     Attributes:
-        into: for each op those of its inputs that are changed, by the ops that gave them.
-        ends: where it arrives.
-        known: the values that it begins with.
+        into: for each op those of its inputs that are changed, by their ops.
+        ends: the receivers.
+        known: the values that the change begins with.
     """
 
     into: dict[int, set[int]] = field(default_factory=dict)
@@ -72,7 +60,7 @@ class Edges:
 
 
 class Flow:
-    """The ops of a run, and what they are given.
+    """The ops of a run, and their inputs.
 
     Args:
         trace: the run, recorded without insertions.
@@ -98,17 +86,16 @@ class Flow:
             SiteError: there is none in this run.
         """
         if path == "output" or path.startswith("output|"):
-            return Spot(path, number, self._output_values(path), is_output=True)
+            values = tuple(index for _, index in self.outputs(Spot(path, number, ())))
+            return Spot(path, number, values, is_output=True)
         try:
             node = self._tree.resolve(path, leaf=False)._data
         except NodePathError as error:
-            raise SiteError(
-                f"the run that is patched did not come by {path!r}: {error}", path
-            ) from None
+            raise SiteError(f"the patched run did not reach {path!r}: {error}", path) from None
         if number >= len(node.passes):
             raise SiteError(
-                f"{path!r} came up {len(node.passes)} times in the run that is patched, and not in "
-                f"pass {number + 1}",
+                f"{path!r} ran {len(node.passes)} times in the patched run: there is no pass "
+                f"{number + 1}",
                 path,
             )
         if node.kind == "graph":
@@ -117,8 +104,7 @@ class Flow:
             return Spot(path, number, tuple(_refs(call.output)), call)
         if node.role == "input" and "." in node.path:
             raise SiteError(
-                f"{path!r} is what a module is given: give the node that it comes from, or the "
-                "module",
+                f"{path!r} is the input of a module: give the module, or where the input is from",
                 path,
             )
         return self._value(path, number, node)
@@ -139,20 +125,8 @@ class Flow:
         values = [op.index for op in self.ops if self._tree.origin(op.index) == root]
         return Spot(path, number, tuple(values), index=root[0])
 
-    def _output_values(self, path: str) -> tuple[int, ...]:
-        wanted = path.replace("|", ".")
-        return tuple(
-            index if not element else self._element(index, element)
-            for name, index, element in self._tree.outputs
-            if index is not None and (name == wanted or name.startswith(f"{wanted}."))
-        )
-
-    def _element(self, index: int, element: tuple[Any, ...]) -> int:
-        found = (op.index for op in self.ops if self._tree.origin(op.index) == (index, element))
-        return next(found, index)
-
     def outputs(self, spot: Spot) -> list[tuple[str, int]]:
-        """Return the paths of what is in the model's output, and the values there."""
+        """Return the paths of the parts of the model's output, and their values."""
         wanted = spot.path.replace("|", ".")
         return [
             ("output" + ("|" + name.removeprefix("output.") if name != "output" else ""),
@@ -160,6 +134,10 @@ class Flow:
             for name, index, element in self._tree.outputs
             if index is not None and (name == wanted or name.startswith(f"{wanted}."))
         ]  # fmt: skip
+
+    def _element(self, index: int, element: tuple[Any, ...]) -> int:
+        found = (op.index for op in self.ops if self._tree.origin(op.index) == (index, element))
+        return next(found, index)
 
     def place(self, index: int) -> tuple[str, int]:
         """Return the path and pass of an op at which something can be inserted.
@@ -176,23 +154,22 @@ class Flow:
     # Edges
 
     def begin(self, senders: Sequence[Spot], within: bool) -> tuple[Edges, set[int]]:
-        """Return what is changed to begin with, and as which values it goes on.
+        """Return the changed values at the beginning, and the values that carry them on.
 
         Args:
             senders: the nodes.
-            within: whether it is what they are given that is changed, and not what they give. For
-                other users of that nothing is changed.
+            within: whether their inputs are changed, for them alone, and not their outputs.
         """
         made = Edges()
         if not within:
             made.known = _values(senders)
             return made, set(made.known)
-        came: set[int] = set()
+        carried: set[int] = set()
         for spot in senders:
-            first = self._first_input(spot)
+            first = self.given(spot)
             made.known.add(first)
-            came |= self._through(made, {first}, spot)
-        return made, came
+            carried |= self._through(made, {first}, spot)
+        return made, carried
 
     def direct(self, made: Edges, carried: set[int], ends: Sequence[Spot]) -> None:
         """Add the edges that lead to some nodes right away."""
@@ -206,19 +183,14 @@ class Flow:
         came = self._spread(made, carried, lambda op: op.index not in held)
         if changed := made.known - carried & made.into.keys():
             raise SiteError(
-                "of several senders one leads to what another is given: patch them one by one",
+                "one of several senders leads to the input of another: patch them one by one",
                 self._tree.path_of(min(changed)),
             )
         self._arrive(made, came, ends)
         self._require_no_memory(carried, held, ends)
 
     def along(self, made: Edges, carried: set[int], nodes: Sequence[Sequence[Spot]]) -> None:
-        """Add the edges of a path.
-
-        Args:
-            made: the edges.
-            carried: what is changed to begin with.
-            nodes: the nodes with their passes, the first and the last one included.
+        """Add the edges of a path: of its nodes with their passes, the first and last included.
 
         Raises:
             SiteError: there is no edge between two of the nodes.
@@ -233,7 +205,8 @@ class Flow:
         if len(made.ends) == count:
             raise _no_edge(nodes[-2], nodes[-1])
 
-    def _first_input(self, spot: Spot) -> int:
+    def given(self, spot: Spot) -> int:
+        """Return the op of the first tensor among the inputs of a node."""
         given = self._given(spot)
         first = next((i for i in given if isinstance(self.ops[i].meta, TensorMeta)), None)
         if first is None:
@@ -247,7 +220,7 @@ class Flow:
     def _spread(
         self, made: Edges, starts: Iterable[int], allowed: Callable[[Op], bool]
     ) -> set[int]:
-        """Follow a change along the tape; return all values that it comes to."""
+        """Follow a change along the tape; return all values that it reaches."""
         carried = set(starts)
         for op in self.ops:
             sources = self._refs[op.index] & carried
@@ -260,7 +233,7 @@ class Flow:
         return carried
 
     def _through(self, made: Edges, carried: set[int], spot: Spot) -> set[int]:
-        """Let a change through a node; return the values that it comes out as."""
+        """Carry a change through a node; return the changed values of its output."""
         self.require_own(spot)
         first, last = (
             (spot.index, spot.index + 1) if spot.call is None else (spot.call.start, spot.call.stop)
@@ -272,23 +245,11 @@ class Flow:
             made, carried, lambda op: first <= op.index < last
         )  # fmt: skip
 
-    def given(self, spot: Spot) -> int:
-        """Return the op that gave the first tensor which a node is given.
-
-        Raises:
-            SiteError: it is given none.
-        """
-        return self._first_input(spot)
-
     def tensor_of(self, spot: Spot) -> int:
-        """Return the op that gave the one tensor which a node gives.
-
-        Raises:
-            SiteError: it is not known by itself.
-        """
+        """Return the op of the one tensor that is a node's output."""
         if len(spot.values) != 1 or not isinstance(self.ops[spot.values[0]].meta, TensorMeta):
             raise SiteError(
-                f"what {spot.path!r} gives is not one tensor: name a part of it", spot.path
+                f"the output of {spot.path!r} is not one tensor: name a part of it", spot.path
             )
         return spot.values[0]
 
@@ -298,19 +259,15 @@ class Flow:
         return tuple(called.args), called.kwargs
 
     def is_element(self, index: int) -> bool:
-        """Whether an op only names a part of what another one gave."""
+        """Whether an op only names a part of another op's output."""
         return _is_element(self.ops[index])
 
     def require_own(self, spot: Spot) -> None:
-        """Refuse calls of modules that hand on what they were given.
-
-        Raises:
-            SiteError: it does.
-        """
+        """Refuse calls of modules that return their inputs."""
         call = spot.call
         if call is not None and any(not call.start <= i < call.stop for i in spot.values):
             raise SiteError(
-                f"{spot.path!r} hands on what it was given: give the node that it comes from",
+                f"{spot.path!r} returns its input: give the node that the input comes from",
                 spot.path,
             )
 
@@ -320,13 +277,13 @@ class Flow:
             if sources := given & carried:
                 made.ends.append(End(spot, frozenset(sources)))
 
-    # What cannot be carried out aside
+    # Ops that cannot run on the side
 
     def needed(self, made: Edges) -> list[int]:
-        """Return the ops that have to be carried out aside, in order.
+        """Return the ops that have to run on the side, in order.
 
         Raises:
-            SiteError: one of them cannot be.
+            SiteError: one of them cannot.
         """
         wanted: set[int] = set()
         waiting = [index for end in made.ends for index in end.sources]
@@ -352,10 +309,10 @@ class Flow:
         if _is_element(op):
             return
         if getattr(op.target, "is_gate", False) is True:
-            raise self._refusal(index, "is something inserted in the model: take it out first")
+            raise self._refusal(index, "is an insertion in the model: take it out first")
         if op.kind is not OpKind.CALL or op.target in VALUES:
             raise self._refusal(
-                index, "is a number that Python computes with, which cannot be carried out aside"
+                index, "is a number that Python computes with, which cannot run on the side"
             )
         if op.raised is not None:
             raise self._refusal(index, f"raised {op.raised.type.__name__}")
@@ -365,13 +322,7 @@ class Flow:
             raise self._refusal(index, "writes into a part of a tensor")
 
     def _require_no_memory(self, starts: set[int], held: set[int], ends: Sequence[Spot]) -> None:
-        """Refuse changes that would get to the ends by what is written in place.
-
-        Args:
-            starts: values that are changed to begin with.
-            held: those that are not changed.
-            ends: where changes arrive.
-        """
+        """Refuse changes that would reach the ends by writes in place."""
         changed = set(starts)
         for op in self.ops:
             read = self._refs[op.index] | set(op.reads.values())
@@ -421,7 +372,7 @@ def _values(spots: Iterable[Spot]) -> set[int]:
 
 
 def _is_element(op: Op) -> bool:
-    """Whether an op only names a part of what another one gave."""
+    """Whether an op only names a part of another op's output."""
     is_taken = op.kind is OpKind.SCALAR and op.target is operator.getitem
     return is_taken and isinstance(op.meta, tuple)  # that of a tensor is one as well
 

@@ -1,4 +1,4 @@
-"""Ops carried out aside, on changed inputs, while a model runs as it is."""
+"""Ops that run a second time on the side, on changed inputs, while a model runs as it is."""
 
 from __future__ import annotations
 
@@ -10,29 +10,29 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from bendtrace.calls import Call
+from bendtrace.calls import Call, own_copy
 from bendtrace.errors import SiteError
+from bendtrace.history.copies import tensors_in
+from bendtrace.interject.group import InsertionGroup
 from bendtrace.interject.interjection import Inputs, Interjection, NodePass
 from bendtrace.module import BendedModule
 from bendtrace.paths.nodes import NodePath
 from bendtrace.recording.tape import Op, Ref, refs_in
 from bendtrace.still import Still
-from bendtrace.workflows._copies import own_copy
-from bendtrace.workflows._metrics import Metric, number_of
-from bendtrace.workflows._path_cells import Cells
+from bendtrace.workflows._grids import Metric, number_of
 from bendtrace.workflows._path_edges import Edges, Flow
-from bendtrace.workflows._site_values import unlike
+from bendtrace.workflows._sites import unlike
 
-__all__ = ["Aside", "Given", "Runs", "with_changed"]
+Pass = tuple[str, int]  # a node and its pass
 
 
-def with_changed(recorded: Any, given: Any, changed: Mapping[int, Any]) -> Any:
-    """Return arguments with some values exchanged.
+def _with_changed(recorded: Any, given: Any, changed: Mapping[int, Any]) -> Any:
+    """Return arguments with the values of some ops replaced.
 
     Args:
         recorded: the arguments as the tape has them.
         given: the arguments of the same call in another run.
-        changed: what takes the place of the values of ops.
+        changed: the replacements.
     """
     kind = type(recorded)
     if kind is Ref:
@@ -40,60 +40,50 @@ def with_changed(recorded: Any, given: Any, changed: Mapping[int, Any]) -> Any:
     if not any(ref.index in changed for ref in refs_in(recorded)):
         return given
     if kind in (tuple, list):
-        return kind(
-            with_changed(old, new, changed) for old, new in zip(recorded, given, strict=True)
-        )
+        pairs = zip(recorded, given, strict=True)
+        return kind(_with_changed(old, new, changed) for old, new in pairs)
     if kind is dict:
-        return {key: with_changed(old, given[key], changed) for key, old in recorded.items()}
+        return {key: _with_changed(old, given[key], changed) for key, old in recorded.items()}
     if kind is slice:
+        ends = ("start", "stop", "step")
         return slice(
-            with_changed(recorded.start, given.start, changed),
-            with_changed(recorded.stop, given.stop, changed),
-            with_changed(recorded.step, given.step, changed),
+            *(_with_changed(getattr(recorded, e), getattr(given, e), changed) for e in ends)
         )
-    raise SiteError(f"a value inside of a {type(given).__name__} cannot be exchanged", "")
+    raise SiteError(f"a value inside of a {type(given).__name__} cannot be replaced", "")
 
 
-class Aside(Interjection):
-    """Carries ops out twice: as they are, and for itself on changed inputs.
-
-    Args:
-        ops: the ops of a run along the same path.
+class _Aside(Interjection):
+    """Runs ops twice: as they are, and once more on changed inputs.
 
     Attributes:
-        places: the op at each place, a node and its pass.
-        into: for each op that is carried out aside those of its inputs that are changed.
-        values: the changed values, by the op that gave them; what is known of them to begin with.
+        into: for each op that runs on the side those of its inputs that are changed.
+        values: the changed values, by their ops; at first those that a cell begins with.
     """
 
     self_contained = True
     label = "path_patching"
 
-    def __init__(self, ops: list[Op], places: Mapping[tuple[str, int], int]) -> None:
-        self.places = places
+    def __init__(self, ops: list[Op], places: Mapping[Pass, int]) -> None:
         self.into: Mapping[int, set[int]] = {}
         self.values: dict[int, Any] = {}
+        self._places = places
         self._ops = ops
 
     def instead(self, at: NodePass, call: Callable[..., Any], inputs: Inputs) -> Any:
-        """Call the node, and once more aside."""
-        index = self.places.get((at.path, at.number))
+        index = self._places.get((at.path, at.number))
         if index is None or index not in self.into or index in self.values:
             return call(*inputs, **inputs.kwargs)
         op = self._ops[index]
+        recorded = tuple(op.args), op.kwargs
         changed = {source: self.value(source) for source in self.into[index]}
-        args, kwargs = with_changed(
-            (tuple(op.args), op.kwargs), (tuple(inputs), inputs.kwargs), changed
-        )
+        args, kwargs = _with_changed(recorded, (tuple(inputs), inputs.kwargs), changed)
         if op.writes:  # into a copy, and before the node itself writes
             copies = {
                 ref.index: changed.get(ref.index, value).clone()
-                for ref, value in _pairs(
-                    (tuple(op.args), op.kwargs), (tuple(inputs), inputs.kwargs)
-                )
+                for ref, value in _pairs(recorded, (tuple(inputs), inputs.kwargs))
                 if ref.index in op.writes
             }
-            args, kwargs = with_changed((tuple(op.args), op.kwargs), (args, kwargs), copies)
+            args, kwargs = _with_changed(recorded, (args, kwargs), copies)
         before = _random_state()
         output = call(*inputs, **inputs.kwargs)
         after = _random_state()
@@ -105,77 +95,69 @@ class Aside(Interjection):
         return output
 
     def value(self, index: int) -> Any:
-        """Return what an op gives in the changed run, or an element of what it gives."""
+        """Return the output of an op in the changed run, or an element of an output."""
         if index not in self.values:
             op = self._ops[index]
-            if op.target is operator.getitem and isinstance(op.args[0], Ref):
-                self.values[index] = self.value(op.args[0].index)[op.args[1]]
-            else:
+            if op.target is not operator.getitem or not isinstance(op.args[0], Ref):
                 raise SiteError(
-                    f"the run did not come by op {index} ({op.target}), as it did before with the "
+                    f"the run did not reach op {index} ({op.target}), as it did before with the "
                     "same inputs: the model depends on something else",
                     "",
                 )
+            self.values[index] = self.value(op.args[0].index)[op.args[1]]
         return self.values[index]
 
     def _require_alike(self, path: str, aside: Any, output: Any) -> None:
-        pairs = zip(_tensors(aside), _tensors(output), strict=False)
-        if len(_tensors(aside)) != len(_tensors(output)):
+        changed, plain = list(tensors_in(aside)), list(tensors_in(output))
+        if len(changed) != len(plain):
             raise SiteError(f"with the change, {path!r} gives another number of tensors", path)
-        for changed, plain in pairs:
-            if why := unlike(changed, plain):
+        for one, other in zip(changed, plain, strict=True):
+            if why := unlike(one, other):
                 raise SiteError(
-                    f"with the change and as it is, what {path!r} gives is {why}: paths cannot be "
-                    "patched through it",
+                    f"with the change and as it is, the output of {path!r} is {why}: paths cannot "
+                    "be patched through it",
                     path,
                 )
 
 
-class Given(Interjection):
+class _Given(Interjection):
     """Gives nodes changed inputs.
 
-    Args:
-        recorded: the arguments of nodes on the tape, by node and pass.
-
     Attributes:
-        changed: what takes the place of which values, for each node and pass.
-        came: the nodes and passes that came up.
+        changed: for each node and pass the replacements, by op.
+        reached: the nodes and passes that ran.
     """
 
     self_contained = True
     label = "path_patching"
 
-    def __init__(self, recorded: Mapping[tuple[str, int], tuple[Any, Any]]) -> None:
-        self.changed: Mapping[tuple[str, int], Mapping[int, Any]] = {}
-        self.came: set[tuple[str, int]] = set()
+    def __init__(self, recorded: Mapping[Pass, tuple[Any, Any]]) -> None:
+        self.changed: Mapping[Pass, Mapping[int, Any]] = {}
+        self.reached: set[Pass] = set()
         self._recorded = recorded
 
     def before(self, at: NodePass, inputs: Inputs) -> Inputs | None:
-        """Exchange the inputs."""
         changed = self.changed.get((at.path, at.number))
         if changed is None:
             return None
-        self.came.add((at.path, at.number))
-        copies = {
-            index: value.clone() if isinstance(value, Tensor) else value
-            for index, value in changed.items()
-        }
-        args, kwargs = with_changed(
-            self._recorded[at.path, at.number], (tuple(inputs), inputs.kwargs), copies
-        )
+        self.reached.add((at.path, at.number))
+        copies = {i: v.clone() if isinstance(v, Tensor) else v for i, v in changed.items()}
+        recorded = self._recorded[at.path, at.number]
+        args, kwargs = _with_changed(recorded, (tuple(inputs), inputs.kwargs), copies)
         return Inputs(tuple(args), kwargs)
 
 
 class Runs:
-    """Runs in which ops are carried out aside, and runs that receivers are given the outcome in.
+    """Runs with ops on the side, and runs whose receivers are given the side results.
 
-    Also a context manager: what is needed for all cells is inserted for as long as it lasts.
+    Also a context manager: the insertions that all cells need stay in for as long as it lasts.
 
     Args:
         bended: the model.
-        flow: the run that is patched.
-        cells: what is to be run.
-        still: has the runs begin alike.
+        flow: the patched run.
+        needed: the ops that run on the side, for each cell.
+        made: the edges of each cell.
+        still: restores the state that each run begins with.
         call: the inputs.
         metric: of the output.
     """
@@ -184,7 +166,8 @@ class Runs:
         self,
         bended: BendedModule,
         flow: Flow,
-        cells: Cells,
+        needed: Mapping[Any, list[int]],
+        made: Mapping[Any, Edges],
         still: Still,
         call: Call,
         metric: Metric,
@@ -196,36 +179,34 @@ class Runs:
         self._flow = flow
         aside = {
             flow.place(index): index
-            for needed in cells.needed.values()
-            for index in needed
+            for indices in needed.values()
+            for index in indices
             if not flow.is_element(index)
         }
-        self._aside = Aside(flow.ops, aside)
-        ends = [end.spot for made in cells.made.values() for end in made.ends]
-        self._given = Given({
-            (spot.path, spot.number): flow.arguments(spot) for spot in ends if not spot.is_output
-        })  # fmt: skip
-        self._outputs = {
-            NodePath(path) for spot in ends if spot.is_output for path, _ in flow.outputs(spot)
-        }
-        self._wheres = [
-            (sorted({NodePath(path) for path, _ in aside}), self._aside),
-            (sorted({NodePath(spot.path) for spot in ends if not spot.is_output}), self._given),
-        ]
+        self._aside = _Aside(flow.ops, aside)
+        ends = [end.spot for edges in made.values() for end in edges.ends]
+        inner = [spot for spot in ends if not spot.is_output]
+        self._given = _Given({(spot.path, spot.number): flow.arguments(spot) for spot in inner})
         self._put: dict[str, Tensor] = {}
+        self._group = InsertionGroup(bended)
+        for where, what in (
+            (sorted({NodePath(path) for path, _ in aside}), self._aside),
+            (sorted({NodePath(spot.path) for spot in inner}), self._given),
+        ):
+            if where:
+                self._group.make(where, what)
+        outputs = {path for spot in ends if spot.is_output for path, _ in flow.outputs(spot)}
+        for path in sorted(outputs):
+            self._group.make(NodePath(path), partial(self._replacement, path))
 
     def __enter__(self) -> Self:
-        board = self._bended._board
-        made = [board.make(where, what) for where, what in self._wheres if where]
-        made += [board.make(path, partial(self._exchange, path)) for path in sorted(self._outputs)]
-        board.add(*made)
-        self._insertions = made
+        self._group.put_in()
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self._bended._board.remove(*self._insertions)
+    def __exit__(self, *error: object) -> None:
+        self._group.remove()
 
-    def _exchange(self, path: str, value: Tensor) -> Tensor | None:
+    def _replacement(self, path: str, value: Tensor) -> Tensor | None:
         given = self._put.get(path)
         return None if given is None else given.clone()
 
@@ -234,7 +215,7 @@ class Runs:
         aside, given = self._aside, self._given
         aside.into, aside.values = made.into, dict(known)
         self._run()
-        changed: dict[tuple[str, int], dict[int, Any]] = {}
+        changed: dict[Pass, dict[int, Any]] = {}
         for end in made.ends:
             values = {source: aside.value(source) for source in end.sources}
             if end.spot.is_output:
@@ -244,14 +225,14 @@ class Runs:
             else:
                 changed[end.spot.path, end.spot.number] = values
         aside.into, aside.values = {}, {}
-        given.changed, given.came = changed, set()
+        given.changed, given.reached = changed, set()
         try:
             output = self._run()
         finally:
             self._put, given.changed = {}, {}
-        if gone := changed.keys() - given.came:
+        if gone := changed.keys() - given.reached:
             path = min(gone)[0]
-            raise SiteError(f"with other receivers patched, the run did not come by {path!r}", path)
+            raise SiteError(f"with other receivers patched, the run did not reach {path!r}", path)
         return number_of(self._metric, output)
 
     def _run(self) -> Any:
@@ -270,14 +251,6 @@ def _pairs(recorded: Any, given: Any) -> list[tuple[Ref, Any]]:
         return [pair for old, new in zip(recorded, given, strict=True) for pair in _pairs(old, new)]
     if type(recorded) is dict:
         return [pair for key, old in recorded.items() for pair in _pairs(old, given[key])]
-    return []
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    if isinstance(value, Tensor):
-        return [value]
-    if isinstance(value, (tuple, list)):
-        return [tensor for item in value for tensor in _tensors(item)]
     return []
 
 

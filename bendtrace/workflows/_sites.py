@@ -1,70 +1,171 @@
-"""The sites of a workflow: one insertion at each for all runs, that does what each run is for."""
+"""The sites of a workflow: one insertion at each, which every run uses in its own way."""
 
 from __future__ import annotations
 
+import math
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor
 
-from bendtrace.calls import Call
+from bendtrace._checks import required_choice
+from bendtrace.calls import Call, differentiable, own_copy
 from bendtrace.errors import InputError, NodePathError, SiteError
 from bendtrace.history.copies import copied
-from bendtrace.interject.insertion import Insertion
+from bendtrace.interject.group import InsertionGroup
 from bendtrace.interject.interjection import Inputs, Interjection, NodePass
+from bendtrace.interject.structure import Leaf, Shape, assemble, describe, take_apart
 from bendtrace.interject.where import describe_where
 from bendtrace.module import BendedModule
 from bendtrace.paths.nodes import NodePath
 from bendtrace.still import Still
-from bendtrace.workflows._copies import differentiable, own_copy
-from bendtrace.workflows._site_values import each_exchanged, exchanged, first_exchanged
-
-__all__ = ["At", "Key", "Row", "Seen", "Sites", "listed_sites"]
+from bendtrace.workflows._grids import (
+    Beyond,
+    Metric,
+    Missing,
+    NoPart,
+    Part,
+    number_of,
+)
 
 At = Literal["output", "input"]
-
-# Which of the sites as they were given, and the path of the node.
-Key = tuple[int, str]
-
-# What is done with the value of a pass: None keeps it.
-Act = Callable[[Key, int, Tensor], Tensor | None]
-
-
-class Seen(dict[Key, dict[int, Tensor]]):
-    """What the nodes of all sites gave in one run: for each node its passes, in order."""
+Key = tuple[int, str]  # the number of a site as it was given, and the path of the node
+Act = Callable[[Key, int, Tensor], Tensor | None]  # for the value of a pass; None keeps it
+Seen = dict[Key, dict[int, Tensor]]  # the values of all nodes in one run, pass by pass
 
 
 @dataclass(frozen=True)
 class Row:
-    """A site of a grid.
-
-    Attributes:
-        name: what it is called.
-        keys: the nodes, which are exchanged together.
-    """
+    """A site of a grid: its name, and the nodes, which are replaced together."""
 
     name: str
     keys: tuple[Key, ...]
 
 
 def listed_sites(sites: Any, name: str = "sites") -> list[Any]:
-    """Return sites as a list; what is one alone becomes a list of one.
-
-    Raises:
-        InputError: there is none.
-    """
+    """Return sites as a list; a single one becomes a list of one."""
     listed = list(sites) if isinstance(sites, (list, tuple, set, frozenset)) else [sites]
     if not listed:
         raise InputError(f"{name}= is empty: say at which nodes")
     return listed
 
 
+# Values
+
+
+def replaced(value: Any, path: str, said: str, change: Callable[[Tensor], Tensor | None]) -> Any:
+    """Replace the one tensor in the value of a node; None where it stays as it is.
+
+    Raises:
+        SiteError: the value has no tensor, or several.
+    """
+    if isinstance(value, Tensor):
+        return change(value)
+    shape, found = take_apart(value)
+    tensors = [i for i, item in enumerate(found) if isinstance(item, Tensor)]
+    if len(tensors) != 1:
+        which = f"{len(tensors)} tensors in it" if tensors else "no tensor in it"
+        raise SiteError(
+            f"{said} gives {describe(value)} with {which}: name a part, as in "
+            f"'{path}.output|sub_0' for the call of a module, '{path}|sub_0' for an op",
+            said,
+        )
+    made = change(found[tensors[0]])
+    if made is None:
+        return None
+    found[tensors[0]] = made
+    return assemble(shape, found)
+
+
+def first_replaced(
+    inputs: Inputs, path: str, change: Callable[[Tensor], Tensor | None]
+) -> Inputs | None:
+    """Replace the first tensor among the inputs of a node; None where it stays as it is.
+
+    Raises:
+        SiteError: there is none.
+    """
+    shape, found = take_apart((tuple(inputs), inputs.kwargs))
+    first = next((i for i, value in enumerate(found) if isinstance(value, Tensor)), None)
+    if first is None:
+        raise SiteError(f"{path or 'the model'} is given no tensor", path)
+    made = change(found[first])
+    if made is None:
+        return None
+    found[first] = made
+    return Inputs(*assemble(shape, found))
+
+
+def _each_replaced(value: Any, path: str, change: Callable[[str, Tensor], Tensor | None]) -> Any:
+    """Replace tensors in the value of a node, each of which has a path of its own."""
+    shape, found = take_apart(value)
+    changed = False
+    for i, name in enumerate(_names(shape, ())):
+        if isinstance(found[i], Tensor):
+            made = change(f"{path}|{name}", found[i])
+            if made is not None:
+                found[i], changed = made, True
+    return assemble(shape, found) if changed else None
+
+
+def _names(shape: Any, path: tuple[str, ...]) -> Iterator[str]:
+    """Yield the names of the leaves of a container, as node paths have them."""
+    if isinstance(shape, Leaf):
+        yield ".".join(path)
+    elif isinstance(shape, Shape):
+        kind = shape.kind
+        # Those of named tuples, and of torch's own results, such as those of `max`.
+        of_tuple = getattr(kind, "_fields", getattr(kind, "__match_args__", ()))
+        fields = of_tuple if issubclass(kind, tuple) else ()
+        for key, item in zip(shape.keys, shape.items, strict=True):
+            name = f"sub_{key}" if isinstance(key, int) else str(key)
+            yield from _names(item, (*path, fields[key] if fields else name))
+        for name, item in zip(shape.names, shape.attributes, strict=True):
+            yield from _names(item, (*path, str(name)))
+
+
+def differing(
+    source: Mapping[int, Tensor] | None, target: Mapping[int, Tensor] | None, names: tuple[str, str]
+) -> str:
+    """Say why the values of a node in one run cannot replace those in another; "" if they can.
+
+    Args:
+        source: its passes in the one run; None where the run did not reach it.
+        target: its passes in the other run.
+        names: the names of the two runs.
+    """
+    if not source or not target:
+        return f"the {names[1] if source else names[0]} run did not reach it"
+    if source.keys() != target.keys():
+        return (
+            f"it ran {len(source)} times in the {names[0]} run and {len(target)} times in the "
+            f"{names[1]} run; name a pass, as in 'relu:1'"
+        )
+    for number, value in source.items():
+        if why := unlike(value, target[number]):
+            return f"in the {names[0]} run it is {why} in the {names[1]} run"
+    return ""
+
+
+def unlike(source: Tensor, target: Tensor) -> str:
+    """Say in which way two tensors are not of the same kind; "" if they are."""
+    if source.shape != target.shape:
+        return f"of shape {tuple(source.shape)}, and {tuple(target.shape)}"
+    if source.dtype != target.dtype:
+        return f"of {source.dtype}, and of {target.dtype}"
+    if source.device != target.device:
+        return f"on {source.device}, and on {target.device}"
+    return ""
+
+
+# Insertions
+
+
 class _Station(Interjection):
-    """Hands what a site gives to whatever the present run is for."""
+    """Hands the value of a site to the present run."""
 
     late = True
     self_contained = True
@@ -75,63 +176,52 @@ class _Station(Interjection):
 
     @property
     def label(self) -> str:
-        """What reports call it."""
         return self._sites.label
 
     def after(self, at: NodePass, inputs: Inputs, output: Any) -> Any:
-        """Exchange the tensor in what the node gave."""
-        return self._sites.came_by(self._number, at, output)
+        return self._sites.reached(self._number, at, output)
 
 
 class _Observer(_Station):
-    """The same for runs that exchange nothing."""
-
     observes = True
 
 
 class _Noter(_Observer):
-    """Notes that a node came up."""
-
     def after(self, at: NodePass, inputs: Inputs, output: Any) -> None:
-        """Note it."""
         self._sites.note(self._number, at)
 
 
 class _InputStation(_Station):
-    """Hands on the first tensor that a site is given."""
-
     after = Interjection.after
 
     def before(self, at: NodePass, inputs: Inputs) -> Inputs | None:
-        """Exchange the first tensor."""
-        return first_exchanged(
-            inputs, at.path, lambda tensor: self._sites.came_by(self._number, at, tensor)
-        )
+        reached = self._sites.reached
+        return first_replaced(inputs, at.path, lambda tensor: reached(self._number, at, tensor))
 
 
 class Sites:
     """Sites in a model, for as long as the context lasts.
 
-    All are inserted at once, and for all runs, so that these have their traces in common: which
-    of them is exchanged, and for what, is told to each run.
-
-    Attributes:
-        places: for the nodes that are only noted, the passes in which they came up in the last run.
+    All are inserted at once, and for all runs, so that these share their traces; each run
+    decides on the replacements.
 
     Args:
         bended: the model.
-        items: what says where they are, one for each site.
-        calls: what the model will be called with: where a site is known by no run yet, these
-            are run once, to get to know the names on their paths.
-        at: whether what a node gives is meant, or the first tensor that it is given.
-        also: more of them, at which what they give is meant. They come last in number, and are
-            called before the others, and are no rows.
-        noted: more still, of which only is noted, in `places`, when they come up.
+        items: the nodes, one item for each site.
+        calls: inputs that the model will be called with. Where no known run has a site, the model
+            is called once with each, so that their nodes have names.
+        at: whether the output of a node is the value, or its first input.
+        also: more sites, whose outputs are the values. They come last in number, run before the
+            others, and are no rows.
+        noted: more nodes, whose passes are only listed, in `places`.
         label: what reports call it.
-        observes: whether no run will exchange anything.
-        every_part: whether each tensor in a container is looked at by itself, under the path of the
+        observes: whether no run will replace anything.
+        every_part: whether each tensor in a container is a value of its own, under the path of the
             part. Otherwise a container has to hold one tensor.
-        allow_none: whether it is right that something means no node.
+        allow_none: whether an item may match no node.
+
+    Attributes:
+        places: for the noted nodes, their passes in the last run.
     """
 
     def __init__(
@@ -140,7 +230,7 @@ class Sites:
         items: Sequence[Any],
         calls: Sequence[Call],
         *,
-        at: At = "output",
+        at: Any = "output",
         also: Sequence[Any] = (),
         noted: Sequence[Any] = (),
         label: str = "workflow",
@@ -148,20 +238,21 @@ class Sites:
         every_part: bool = False,
         allow_none: bool = False,
     ) -> None:
-        if at not in ("output", "input"):
-            raise InputError(f'at= is "output" or "input", not {at!r}')
         self.label = label
-        self._bended = bended
+        self.places: dict[Key, list[int]] = {}
+        kind: type[_Station] = _Observer if observes else _Station
+        if required_choice("at", at, "output", "input") == "input":
+            self._kinds: list[type[_Station]] = [_InputStation] * len(items)
+        else:
+            self._kinds = [kind] * len(items)
+        self._kinds += [kind] * len(also) + [_Noter] * len(noted)
         self._items = [*items, *also, *noted]
         self._count = len(items)
-        self.places: dict[Key, list[int]] = {}
+        self._bended = bended
         self._calls = [own_copy(call) for call in calls]
-        kind: type[_Station] = _Observer if observes else _Station
-        self._kinds: list[type[_Station]] = [_InputStation if at == "input" else kind] * len(items)
-        self._kinds += [kind] * len(also) + [_Noter] * len(noted)
         self._every_part = every_part
         self._allow_none = allow_none
-        self._insertions: list[Insertion] = []
+        self._group = InsertionGroup(bended)
         self._act: Act | None = None
         self._thread = threading.get_ident()
         self._still = Still(bended.model)
@@ -171,8 +262,8 @@ class Sites:
 
         Args:
             call: the inputs.
-            act: is given the tensor of each pass of each node that is meant.
-            with_gradients: whether gradients go as far as the inputs.
+            act: called with the tensor of each pass of each node of the sites.
+            with_gradients: whether gradients reach the inputs.
         """
         given = own_copy(call)
         if with_gradients:
@@ -188,14 +279,11 @@ class Sites:
     def seen(
         self, call: Call, act: Act | None = None, *, with_gradients: bool = False
     ) -> tuple[Any, Seen]:
-        """Call the model, and return what it gave, and copies of what was seen at the sites.
+        """Call the model as `run` does; return its output, and copies of the values at the sites.
 
-        Args:
-            call: the inputs.
-            act: as for `run`; what it puts in the place of values is what is seen.
-            with_gradients: as for `run`.
+        Where `act` replaces a value, its replacement is returned.
         """
-        seen = Seen()
+        seen: Seen = {}
 
         def keep(key: Key, number: int, value: Tensor) -> Tensor | None:
             made = None if act is None else act(key, number, value)
@@ -204,56 +292,55 @@ class Sites:
                 seen.setdefault(key, {})[number] = copied(kept.detach())
             return made
 
-        output = self.run(call, keep, with_gradients=with_gradients)
-        return output, seen
+        return self.run(call, keep, with_gradients=with_gradients), seen
+
+    def measured(self, call: Call, metric: Metric, act: Act | None = None) -> tuple[float, Seen]:
+        """Return the metric of a call, and the values at the sites."""
+        output, seen = self.seen(call, act)
+        return number_of(metric, output), seen
 
     def rows(self, *runs: Iterable[Key]) -> list[Row]:
         """Return the sites, in the order in which they were given.
 
-        What means several nodes is a row for each, in the order in which they came up; a list of
-        sites is one row.
+        An item that matches several nodes is a row for each, in the order in which they ran; a
+        list of items is one row.
 
         Args:
-            *runs: what was seen in the runs.
+            *runs: the values of some runs.
 
         Raises:
-            SiteError: no run came by any of the nodes of a site.
+            SiteError: no run reached any of the nodes of a site.
         """
         found = []
         for number, item in enumerate(self._items[: self._count]):
-            keys = list(dict.fromkeys(key for run in runs for key in run if key[0] == number))
+            keys = _keys_of(number, runs)
             if not keys and not self._allow_none:
-                notes = "; ".join(self._insertions[number].report().notes)
+                notes = "; ".join(self._group.insertions[number].report().notes)
                 said = describe_where(item)
-                raise SiteError(f"no run came by {said}" + (f": {notes}" if notes else ""), said)
+                raise SiteError(f"no run reached {said}" + (f": {notes}" if notes else ""), said)
             if isinstance(item, (list, tuple, set, frozenset)):
                 if keys:
-                    found.append(Row(" + ".join(_shown(key) for key in keys), tuple(keys)))
+                    found.append(Row(" + ".join(path for _, path in keys), tuple(keys)))
             elif len(keys) == 1 and isinstance(item, str):
                 found.append(Row(item, (keys[0],)))
             else:
-                found += [Row(_shown(key), (key,)) for key in keys]
+                found += [Row(key[1], (key,)) for key in keys]
         return found
 
     def settle(self, *runs: Iterable[Key]) -> None:
-        """Insert by their paths what would have to be looked for in each run anew."""
-        for number, insertion in enumerate(self._insertions):
-            if not insertion.passes.needs_total and not any(w.is_ahead for w in insertion.wants):
-                continue
-            keys = dict.fromkeys(key for run in runs for key in run if key[0] == number)
-            if keys and not insertion.passes.needs_total:
-                insertion.remove()
-                self._insertions[number] = self._bended.interject(
-                    [NodePath(path) for _, path in keys], insertion.what, allow_none=True
-                )
+        """Insert by their paths the items that would have to be looked up in each run anew."""
+        for number, insertion in enumerate(self._group.insertions):
+            if any(want.is_ahead for want in insertion.wants) and not insertion.passes.needs_total:
+                if keys := _keys_of(number, runs):
+                    self._group.replace(number, [NodePath(path) for _, path in keys])
 
     def note(self, number: int, at: NodePass) -> None:
-        """Note that a node came up."""
+        """List a pass of a noted node."""
         if threading.get_ident() == self._thread:
             self.places.setdefault((number, at.path or "output"), []).append(at.number)
 
-    def came_by(self, number: int, at: NodePass, value: Any) -> Any:
-        """Do what the present run is for; return the value that goes on, or None."""
+    def reached(self, number: int, at: NodePass, value: Any) -> Any:
+        """Let the present run replace a value; return the replacement, or None."""
         act = self._act
         if act is None or threading.get_ident() != self._thread:
             return None
@@ -261,51 +348,45 @@ class Sites:
         if isinstance(value, Tensor):
             return act((number, path), at.number, value)
         if self._every_part:
-            return each_exchanged(
+            return _each_replaced(
                 value, path, lambda part, item: act((number, part), at.number, item)
             )
         said = describe_where(self._items[number])
-        return exchanged(value, path, said, lambda item: act((number, path), at.number, item))
+        return replaced(value, path, said, lambda item: act((number, path), at.number, item))
 
     def __enter__(self) -> Self:
         try:
             self._insert()
+            known = all(
+                insertion.is_checked and not any(want.is_open for want in insertion.wants)
+                for insertion in self._group.insertions
+            )
         except NodePathError:
-            self._get_to_know()
+            known = False
+        if not known:
+            self._group.remove()
+            self._name_nodes()
             self._insert()
-        else:
-            if any(_is_unknown(insertion) for insertion in self._insertions):
-                self._take_out()
-                self._get_to_know()
-                self._insert()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._take_out()
+    def __exit__(self, *error: object) -> None:
+        self._group.remove()
         self._still.rewind()
 
     def _insert(self) -> None:
+        self._group = InsertionGroup(self._bended)
         made = [
-            self._bended._board.make(
+            self._group.make(
                 list(item) if isinstance(item, (tuple, set, frozenset)) else item,
                 self._kinds[number](number, self),
                 allow_none=self._allow_none,
             )
             for number, item in enumerate(self._items)
         ]
-        self._bended._board.add(*made[self._count :], *made[: self._count])
-        self._insertions = made
+        self._group.put_in(*made[self._count :], *made[: self._count])
 
-    def _take_out(self) -> None:
-        self._bended._board.remove(*self._insertions)
-
-    def _get_to_know(self) -> None:
-        """Run the model as it is, so that there are names for what it does."""
+    def _name_nodes(self) -> None:
+        """Call the model as it is, so that its nodes have names."""
         try:
             for call in self._calls:
                 self._still.rewind()
@@ -314,9 +395,95 @@ class Sites:
             self._still.rewind()
 
 
-def _is_unknown(insertion: Insertion) -> bool:
-    return not insertion.is_checked or any(want.is_open for want in insertion.wants)
+def _keys_of(number: int, runs: Iterable[Iterable[Key]]) -> list[Key]:
+    return list(dict.fromkeys(key for run in runs for key in run if key[0] == number))
 
 
-def _shown(key: Key) -> str:
-    return key[1]
+class Exchange:
+    """Puts values of one run into another one, cell by cell.
+
+    Args:
+        source: the values of the one run.
+        target: those of the run that they are put into.
+        names: what these runs are called, in errors.
+        missing: what happens where a value cannot be put there.
+    """
+
+    def __init__(
+        self, source: Seen, target: Seen, names: tuple[str, str], missing: Missing
+    ) -> None:
+        self._source = source
+        self._target = target
+        self._names = names
+        self._missing = missing
+        self._flaw = ""
+        self._known: dict[Key, str] = {}
+
+    def cell(
+        self, row: Row, keys: Sequence[Key], part: Part, run: Callable[[Act], Any], metric: Metric
+    ) -> float:
+        """Return the metric with one cell replaced; nan where that is not possible.
+
+        Args:
+            row: the site.
+            keys: the nodes whose values are replaced.
+            part: the part of them.
+            run: calls the model with an `Act`, and returns its output.
+            metric: of the output.
+        """
+        try:
+            flaw = self._known_flaw(keys, part)
+        except Beyond:
+            return math.nan
+        if not flaw:
+            self._flaw = ""
+            reached: set[Key] = set()
+
+            def act(key: Key, number: int, value: Tensor) -> Tensor | None:
+                if key not in keys:
+                    return None
+                reached.add(key)
+                return self._replacement(key, number, value, part)
+
+            output = run(act)
+            flaw = self._flaw
+            if not flaw and len(reached) < len(keys):
+                gone = next(key[1] for key in keys if key not in reached)
+                flaw = f"with others replaced, the run no longer reached {gone!r}"
+            if not flaw:
+                return number_of(metric, output)
+        return self._missing.note(row.name, flaw)
+
+    def _known_flaw(self, keys: Sequence[Key], part: Part) -> str:
+        for key in keys:
+            if key not in self._known:
+                self._known[key] = differing(
+                    self._source.get(key), self._target.get(key), self._names
+                )
+            if why := self._known[key]:
+                return f"{key[1]}: {why}"
+            try:
+                for value in self._source[key].values():
+                    part.index(value)
+            except Beyond:
+                raise
+            except NoPart as error:
+                return f"{key[1]}: {error}"
+        return ""
+
+    def _replacement(self, key: Key, number: int, value: Tensor, part: Part) -> Tensor | None:
+        given = self._source[key].get(number)
+        source, target = self._names
+        if given is None:
+            self._flaw = (
+                f"{key[1]}: with it replaced, the {target} run reached it once more, in pass "
+                f"{number + 1}, which the {source} run does not have"
+            )
+        elif why := unlike(given, value):
+            self._flaw = (
+                f"{key[1]}: with passes before it replaced, it is {why} in pass {number + 1} of "
+                f"the {source} and the {target} run"
+            )
+        else:
+            return part.put(value, given)
+        return None

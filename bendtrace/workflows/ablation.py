@@ -1,28 +1,51 @@
-"""Ablation: taking out what a module, an op, a head or a channel contributes."""
+"""Ablation: taking out the contribution of a module, an op, a head or a channel."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+import operator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
-from bendtrace.calls import Call, bended_of, required_bended
+from bendtrace._checks import required_choice, required_int
+from bendtrace.calls import Call, are_several, bended_of, calls_of, required_bended
 from bendtrace.errors import InputError, SiteError
 from bendtrace.interject.insertion import Insertion
 from bendtrace.interject.interjection import Inputs, Interjection, NodePass
+from bendtrace.interject.reading import is_contained
 from bendtrace.interject.where import describe_where
 from bendtrace.module import BendedModule
-from bendtrace.workflows._ablation_values import How, Substitute, substitute_of
-from bendtrace.workflows._grids import Grid, grid_of, required_missing
-from bendtrace.workflows._metrics import number_of, required_metric
-from bendtrace.workflows._parts import Beyond, Columns, NoPart, Part, position_of
-from bendtrace.workflows._site_values import exchanged, first_exchanged
-from bendtrace.workflows._sites import At, Key, Sites, listed_sites
+from bendtrace.workflows._grids import (
+    Beyond,
+    Columns,
+    Grid,
+    Missing,
+    NoPart,
+    Part,
+    number_of,
+    position_of,
+    required_metric,
+)
+from bendtrace.workflows._sites import (
+    At,
+    Key,
+    Seen,
+    Sites,
+    first_replaced,
+    listed_sites,
+    replaced,
+)
 
 __all__ = ["AblationStudy", "ablate", "ablation_study"]
+
+How = Literal["zero", "mean", "resample"] | float | Tensor | Callable[[Tensor], Tensor]
+# Returns the replacement of a value, or what can be broadcast to it: of a node, its pass, a value.
+Source = Callable[[str, int, Tensor], Tensor]
 
 
 def ablate(
@@ -43,49 +66,49 @@ def ablate(
     every: int | None = None,
     allow_none: bool = False,
 ) -> Insertion:
-    """Take out what nodes give, or a part of it, from now on.
+    """Replace the outputs of nodes, or a part of them, from now on.
 
-    Heads of attention are slices of what the output projection is given: `ablate(bended,
+    Heads of attention are slices of the input of the output projection: `ablate(bended,
     "transformer.h.0.attn.c_proj", heads=12, head=3, at="input")`.
 
     Args:
         model: a `BendedModule`.
-        where: at which nodes; what `BendedModule.interject` takes.
-        how: what takes the place:
+        where: the nodes, as `BendedModule.interject` takes them.
+        how: the replacement:
 
             - "zero";
-            - "mean": the mean over the axes `over`, of what the node gives for `reference`, or if
-              there is none in the present call, by itself for each node and pass;
-            - "resample": what the node gives for another sample (axis 0): of the present call, in
+            - "mean": the mean over the axes `over`, of the node's output for `reference`, or
+              without one of its output in the present call, for each node and pass;
+            - "resample": the node's output for another sample (axis 0): of the present call, in
               a cycle of all of them, so that none gets its own; or of `reference` (Chan et al.,
               "Causal Scrubbing", 2022);
             - a number or a tensor, which is broadcast to the part;
-            - a function of the whole value, which gives another one of the same shape.
-        heads: how many heads the value consists of, along `head_axis`.
+            - a function of the whole value, which returns another one of the same shape.
+        heads: the number of heads of the value, along `head_axis`.
         head: which are ablated: an int or ints; None for all.
-        head_axis: the axis that is made of heads, one after the other.
+        head_axis: the axis that consists of heads, one after the other.
         channels: which positions along `axis` are ablated: an int, a slice or ints; None for all.
         axis: their axis.
-        at: "output": what the nodes give; "input": the first tensor that they are given.
+        at: "output": the outputs of the nodes; "input": their first input tensors.
         reference: for "mean", inputs, or a list or another iterable of inputs, such as a data
-            loader, which is run through once, now, in bounded memory; sums are made in float64. A
-            tuple is the arguments of one call. For "resample" inputs of one call.
+            loader, which is run through once, now, in bounded memory, with sums in float64. A tuple
+            is the arguments of one call. For "resample" inputs of one call.
         over: axes that the mean is taken over. 0 keeps a mean for each position; where samples
             differ in length, (0, 1).
         seed: for "resample": of the cycle, or the samples of the reference, which are drawn with
             `torch.Generator().manual_seed(seed)` anew in each call, so that all nodes, passes and
             calls with as many samples have the same.
         passes: in which passes of each node; see `BendedModule.interject`.
-        every: in every how manieth pass.
-        allow_none: whether it is right that no node is meant.
+        every: only in every n-th pass.
+        allow_none: whether `where` may match no node.
 
     Returns:
         The insertion, which is also a context manager: `remove()`, `report()`.
 
     Raises:
-        SiteError: what the nodes give has no such part.
-        NodePathError: no node is meant.
-        InputError: something given makes no sense.
+        SiteError: the output of a node has no such part.
+        NodePathError: `where` matches no node.
+        InputError: an argument makes no sense.
 
     Example:
         >>> import torch, bendtrace as bt
@@ -105,29 +128,18 @@ def ablate(
                 [2., 7.]])
     """
     model = required_bended(model, "an ablation")
-    parts = _parts(channels, axis, heads, head, head_axis)
-    _require_at(at)
-    substitute = substitute_of(how, model, [where], at, reference, over, seed)
-    kind = _InputAblation if at == "input" else _Ablation
-    what = kind(substitute, parts, describe_where(where))
+    position = None if channels is None else [position_of(channels, "channels")]
+    columns = Columns.of(position, axis, heads, head, head_axis)
+    kind = _InputAblation if required_choice("at", at, "output", "input") == "input" else _Ablation
+    substitute = _substitute_of(how, model, [where], at, reference, over, seed)
+    what = kind(substitute, columns.parts(columns.settled()), describe_where(where))
     return model.interject(where, what, passes=passes, every=every, allow_none=allow_none)
 
 
-def _require_at(at: Any) -> None:
-    if at not in ("output", "input"):
-        raise InputError(f'at= is "output" or "input", not {at!r}')
-
-
-def _parts(channels: Any, axis: Any, heads: Any, head: Any, head_axis: Any) -> list[Part]:
-    position = None if channels is None else [position_of(channels, "channels")]
-    columns = Columns.of(position, axis, heads, head, head_axis)
-    return columns.parts(columns.settled(()))
-
-
 class _Ablation(Interjection):
-    """Puts a substitute in the place of parts of a value."""
+    """Replaces parts of a value."""
 
-    def __init__(self, substitute: Substitute, parts: list[Part], said: str) -> None:
+    def __init__(self, substitute: _Substitute, parts: list[Part], said: str) -> None:
         self._substitute = substitute
         self._parts = parts
         self._said = said
@@ -135,12 +147,10 @@ class _Ablation(Interjection):
 
     @property
     def label(self) -> str:
-        """What reports call it."""
         return f"ablation ({self._substitute.name})"
 
     def after(self, at: NodePass, inputs: Inputs, output: Any) -> Any:
-        """Exchange the parts."""
-        return exchanged(output, at.path, self._said, lambda value: self._without(at, value))
+        return replaced(output, at.path, self._said, lambda value: self._without(at, value))
 
     def _without(self, at: NodePass, value: Tensor) -> Tensor:
         try:
@@ -152,28 +162,26 @@ class _Ablation(Interjection):
 
 
 class _InputAblation(_Ablation):
-    """The same for the first tensor that a node is given."""
+    """Replaces parts of the first input of a node."""
 
     after = Interjection.after
 
     def before(self, at: NodePass, inputs: Inputs) -> Inputs | None:
-        """Exchange the parts."""
-        return first_exchanged(inputs, at.path, lambda value: self._without(at, value))
+        return first_replaced(inputs, at.path, lambda value: self._without(at, value))
 
 
 @dataclass(frozen=True, repr=False, eq=False)
 class AblationStudy(Grid):
-    """What ablating one thing after the other has shown.
+    """The result of an ablation study: the metric with each cell ablated.
 
     Attributes:
         values: the metric with each cell ablated, in shape (sites, channels), or (sites, channels,
-            heads) where heads were told apart; float64, nan where something is missing.
+            heads) where heads are separate; float64, nan where something is missing.
         sites: names of the sites.
-        positions: the channels: ints, slices, groups of ints; (None,) where they were not told
-            apart.
-        heads: the numbers of the heads; None where they were not told apart.
+        positions: the channels: ints, slices, groups of ints; (None,) where they are not separate.
+        heads: the numbers of the heads; None where they are not separate.
         base: the metric of the model as it is.
-        how: what took the place of values.
+        how: the name of the replacement.
         missing: why cells are nan, by name of the site.
 
     Example:
@@ -196,7 +204,7 @@ class AblationStudy(Grid):
 
     @property
     def effect(self) -> Tensor:
-        """How much ablating changes the metric: that with it less that without."""
+        """The change of the metric: with the ablation less without it."""
         return self.values - self.base
 
     def _title(self) -> str:
@@ -221,21 +229,21 @@ def ablation_study(
     seed: int = 0,
     missing: Literal["raise", "nan"] = "raise",
 ) -> AblationStudy:
-    """Ablate one thing after the other, and see what that does to a metric.
+    """Ablate one part after the other, and measure a metric.
 
     The model is called once as it is, and once for each site, channel and head; each call is given
-    copies of the inputs, and begins with the same random numbers and buffers, which are put back
-    in the end.
+    copies of the inputs, and begins with the same random numbers and buffers, which are restored
+    at the end.
 
     Args:
-        model: a module, a function, or a `BendedModule`, with what is inserted in it.
+        model: a module, a function, or a `BendedModule`, whose insertions stay active.
         inputs: a tensor, a tuple of arguments, a mapping of keyword arguments, or a `Call`.
         sites: as for `activation_patching`.
-        metric: a function of the model's output that gives a number.
+        metric: a function from the model's output to a number.
         how: as for `ablate`.
         heads: as for `ablate`; here each head is a cell of its own.
         head: which of them.
-        head_axis: the axis that is made of heads.
+        head_axis: the axis that consists of heads.
         channels: None for all together, "each", or channels: ints, slices, or groups of ints, each
             of which is a cell of its own.
         axis: their axis.
@@ -243,15 +251,15 @@ def ablation_study(
         reference: as for `ablate`.
         over: as for `ablate`.
         seed: as for `ablate`.
-        missing: what is done with channels and heads that are not there: "raise", or "nan".
+        missing: what happens with channels and heads that do not exist: "raise", or "nan".
 
     Returns:
         An `AblationStudy`: values in shape (sites, channels) or (sites, channels, heads).
 
     Raises:
-        SiteError: no run came by a site, or it has no such part.
-        NodePathError: a site means no node.
-        InputError: something given makes no sense.
+        SiteError: no run reached a site, or it has no such part.
+        NodePathError: a site matches no node.
+        InputError: an argument makes no sense.
 
     Example:
         >>> import torch, bendtrace as bt
@@ -264,16 +272,13 @@ def ablation_study(
           tanh   -1.523
     """
     columns = Columns.of(channels, axis, heads, head, head_axis)
-    measured, lenient = required_metric(metric), required_missing(missing)
-    _require_at(at)
+    measured, missed = required_metric(metric), Missing(missing, "ablate")
+    required_choice("at", at, "output", "input")
     bended, call = bended_of(model), Call.of(inputs)
     items = listed_sites(sites)
-    substitute = substitute_of(how, bended, items, at, reference, over, seed)
-    reasons: dict[str, str] = {}
+    substitute = _substitute_of(how, bended, items, at, reference, over, seed)
     with Sites(bended, items, [call], at=at, label="ablation_study") as there:
-        output, seen = there.seen(call)
-        base = number_of(measured, output)
-        del output
+        base, seen = there.measured(call, measured)
         there.settle(seen)
         rows = there.rows(seen)
 
@@ -281,20 +286,253 @@ def ablation_study(
             row = rows[number]
 
             def act(key: Key, number: int, value: Tensor) -> Tensor | None:
-                if key not in row.keys:
-                    return None
-                return substitute.put(key[1], number, value, [part])
+                return substitute.put(key[1], number, value, [part]) if key in row.keys else None
 
             try:
                 return number_of(measured, there.run(call, act))
             except Beyond:
                 return math.nan
             except NoPart as error:
-                if lenient == "raise":
-                    raise SiteError(f"cannot ablate {row.name!r}: {error}", row.name) from None
-                reasons.setdefault(row.name, str(error))
-                return math.nan
+                return missed.note(row.name, str(error))
 
-        values, where, which = grid_of(rows, columns, seen, cell)
-    named = tuple(row.name for row in rows)
-    return AblationStudy(values, named, where, which, base, substitute.name, missing=reasons)
+        grid = columns.grid([row.name for row in rows], seen, cell)
+    return AblationStudy(**grid, base=base, how=substitute.name, missing=missed.reasons)
+
+
+# Replacements
+
+
+@dataclass(frozen=True)
+class _Substitute:
+    """The replacement of ablated values.
+
+    Attributes:
+        name: what reports call it.
+        source: returns it.
+        is_contained: whether it depends on nothing but the value.
+    """
+
+    name: str
+    source: Source
+    is_contained: bool = True
+
+    def put(self, path: str, number: int, value: Tensor, parts: Sequence[Part]) -> Tensor:
+        """Return a value with parts of it replaced.
+
+        Raises:
+            NoPart: the value has no such part.
+            SiteError: the replacement does not fit.
+        """
+        indices = [part.index(value) for part in parts]
+        other = self.source(path, number, value)
+        if not torch.can_cast(other.dtype, value.dtype):
+            raise SiteError(
+                f"cannot put {other.dtype} into the value of {path!r}, which is {value.dtype}", path
+            )
+        made = value.clone()
+        for index in indices:
+            where = (...,) if index is None else index
+            given = other[where] if other.shape == value.shape else other
+            try:
+                made[where] = given.to(made.device, made.dtype)
+            except RuntimeError:
+                raise SiteError(
+                    f"cannot put shape {tuple(given.shape)} into {tuple(made[where].shape)} of "
+                    f"{path!r}",
+                    path,
+                ) from None
+        return made
+
+
+def _substitute_of(
+    how: Any,
+    bended: BendedModule,
+    items: Sequence[Any],
+    at: At,
+    reference: Any,
+    over: Any,
+    seed: Any,
+) -> _Substitute:
+    """Read how values are replaced, and run the reference, if there is one."""
+    required_int("seed", seed)
+    axes = _axes_of(over)
+    named = how if isinstance(how, str) and how in ("zero", "mean", "resample") else None
+    if named is None and (isinstance(how, str) or not (callable(how) or _is_number(how))):
+        raise InputError(
+            f'how= is "zero", "mean", "resample", a number, a tensor or a function, not {how!r}'
+        )
+    if reference is not None and named not in ("mean", "resample"):
+        raise InputError('reference= is for how="mean" and how="resample"')
+    if named == "zero":
+        return _Substitute("zero", lambda path, number, value: value.new_zeros(()))
+    if named is not None:
+        if reference is not None:
+            run = _mean_over if named == "mean" else _samples_of
+            return _Substitute(named, run(bended, items, at, reference, axes, seed))
+        return _Substitute(named, _own_mean(axes) if named == "mean" else _shuffled(seed))
+    if _is_number(how):
+        return _Substitute("value", _constant(how))
+    name = str(getattr(how, "__name__", type(how).__name__))
+    return _Substitute(name, _result_of(how), is_contained(how))
+
+
+def _is_number(how: Any) -> bool:
+    return isinstance(how, (Tensor, int, float, complex))
+
+
+def _axes_of(over: Any) -> tuple[int, ...]:
+    listed = over if isinstance(over, (tuple, list)) else (over,)
+    try:
+        axes = tuple(operator.index(axis) for axis in listed)
+    except TypeError:
+        raise InputError(f"over= takes an axis or axes, not {over!r}") from None
+    if not axes:
+        raise InputError("over= is empty: say over which axes the mean is taken")
+    return axes
+
+
+def _constant(held: Any) -> Source:
+    def source(path: str, number: int, value: Tensor) -> Tensor:
+        if isinstance(held, Tensor):
+            return held
+        if value.is_floating_point() and not isinstance(held, complex):
+            return value.new_tensor(held)
+        return torch.tensor(held)
+
+    return source
+
+
+def _result_of(function: Callable[[Tensor], Any]) -> Source:
+    def source(path: str, number: int, value: Tensor) -> Tensor:
+        made = function(value.clone())
+        if not isinstance(made, Tensor) or made.shape != value.shape:
+            what = tuple(made.shape) if isinstance(made, Tensor) else made
+            raise SiteError(
+                f"how= has to return a tensor of shape {tuple(value.shape)} for {path!r}, not "
+                f"{what!r}",
+                path,
+            )
+        return made
+
+    return source
+
+
+def _own_mean(over: tuple[int, ...]) -> Source:
+    def source(path: str, number: int, value: Tensor) -> Tensor:
+        _check_axes(path, value, over)
+        return value.mean(over, keepdim=True).to(value.dtype).expand_as(value)
+
+    return source
+
+
+def _shuffled(seed: int) -> Source:
+    """Take the samples of the batch in another order, none in its own place."""
+
+    def source(path: str, number: int, value: Tensor) -> Tensor:
+        count = value.shape[0] if value.dim() else 0
+        if count < 2:
+            raise SiteError(
+                f"{path!r} gives {count} sample{'s' * (count != 1)} (axis 0), and there is no "
+                "other one to take: give a reference",
+                path,
+            )
+        order = torch.randperm(count, generator=torch.Generator().manual_seed(seed))
+        chosen = torch.empty_like(order)
+        chosen[order] = order.roll(-1)
+        return value[chosen.to(value.device)]
+
+    return source
+
+
+def _mean_over(
+    bended: BendedModule, items: Sequence[Any], at: At, reference: Any, over: Any, seed: int
+) -> Source:
+    """Run a reference, and take the means over all of its batches, of sums in float64."""
+    sums: dict[tuple[str, int], Tensor] = {}
+    counts: dict[tuple[str, int], int] = {}
+
+    def add(seen: Seen) -> None:
+        for (_, path), passes in seen.items():
+            for number, value in passes.items():
+                _check_axes(path, value, over)
+                part = value.double().sum(over, keepdim=True)
+                known = sums.get((path, number))
+                if known is not None and known.shape != part.shape:
+                    raise SiteError(
+                        f"{path!r} gives other shapes for other batches of the reference, "
+                        f"{tuple(part.shape)} and {tuple(known.shape)} (means over axes {over}): "
+                        "take the mean over those axes as well, as in over=(0, 1)",
+                        path,
+                    )
+                sums[path, number] = part if known is None else known + part
+                count = value.numel() // max(part.numel(), 1)
+                counts[path, number] = counts.get((path, number), 0) + count
+
+    batches = calls_of(reference)
+    first = next(batches, None)
+    if first is None:
+        raise InputError("reference= has no batches")
+    with Sites(bended, items, [first], at=at, label="reference") as there:
+        reached: set[Key] = set()
+        for batch in chain([first], batches):
+            _, seen = there.seen(batch)
+            add(seen)
+            reached.update(seen)
+        there.rows(dict.fromkeys(reached))  # raises where no run reached a site
+
+    def source(path: str, number: int, value: Tensor) -> Tensor:
+        _require_reached(sums, path, number)
+        mean = (sums[path, number] / counts[path, number]).to(value.device, value.dtype)
+        try:
+            return mean.expand_as(value)
+        except RuntimeError:
+            raise SiteError(
+                f"the mean at {path!r} has shape {tuple(mean.shape)}, and the value "
+                f"{tuple(value.shape)}: take the mean over more axes, as in over=(0, 1)",
+                path,
+            ) from None
+
+    return source
+
+
+def _samples_of(
+    bended: BendedModule, items: Sequence[Any], at: At, reference: Any, over: Any, seed: int
+) -> Source:
+    """Run a reference, and take samples of its values."""
+    if are_several(reference):
+        raise InputError('for how="resample" reference= is one batch of inputs, not several')
+    call = Call.of(reference)
+    with Sites(bended, items, [call], at=at, label="reference") as there:
+        _, seen = there.seen(call)
+        there.rows(seen)
+    kept = {(path, n): value for (_, path), passes in seen.items() for n, value in passes.items()}
+
+    def source(path: str, number: int, value: Tensor) -> Tensor:
+        _require_reached(kept, path, number)
+        there = kept[path, number]
+        if not there.dim() or there.shape[1:] != value.shape[1:] or not there.shape[0]:
+            raise SiteError(
+                f"{path!r} gave {tuple(there.shape)} for the reference, which has no samples for "
+                f"{tuple(value.shape)}",
+                path,
+            )
+        generator = torch.Generator().manual_seed(seed)
+        chosen = torch.randint(there.shape[0], (value.shape[0],), generator=generator)
+        return there[chosen.to(there.device)]
+
+    return source
+
+
+def _require_reached(known: dict[tuple[str, int], Tensor], path: str, number: int) -> None:
+    if (path, number) not in known:
+        raise SiteError(f"no run on the reference reached pass {number + 1} of {path!r}", path)
+
+
+def _check_axes(path: str, value: Tensor, over: tuple[int, ...]) -> None:
+    if not (value.is_floating_point() or value.is_complex()):
+        raise SiteError(f"{path!r} gives {value.dtype}, which has no mean", path)
+    for axis in over:
+        if not -value.dim() <= axis < value.dim():
+            raise SiteError(
+                f"{path!r} gives shape {tuple(value.shape)}, which has no axis {axis} (over=)", path
+            )

@@ -1,4 +1,4 @@
-"""Other names for activations: those of TransformerLens's hooks, and names of one's own."""
+"""Other names for activations: those of TransformerLens's hooks, and a user's own."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from torch import Tensor, nn
+from torch import nn
 
 from bendtrace.errors import InputError
 
@@ -16,11 +16,11 @@ __all__ = ["Alias", "Aliases", "transformer_lens_aliases"]
 
 @dataclass(frozen=True)
 class Alias:
-    """What another name stands for.
+    """The place that another name stands for.
 
     Attributes:
         where: a module's path with `.output` or `.input`, or a node path.
-        pick: makes of that value the one that is meant; None for the value as it is.
+        pick: a function from the value there to the one of this name; None for the value itself.
         why: why the two are the same.
 
     Example:
@@ -39,15 +39,15 @@ class Alias:
 
 
 class Aliases(Mapping[str, Alias]):
-    r"""Other names for what nodes give.
+    r"""Other names for the values of nodes.
 
     Args:
-        names: what each name stands for: an `Alias`, or just its `where`.
-        unequal: names that people may look for but that stand for nothing here, as regular
-            expressions that match them in full, and why.
+        names: for each name an `Alias`, or just its `where`.
+        unequal: names that people may look for but that have no equal here, as regular
+            expressions that match them in full, and the reasons.
 
     Raises:
-        InputError: something given is no name.
+        InputError: a name or an alias is of another type.
 
     Example:
         >>> import bendtrace as bt
@@ -86,13 +86,9 @@ class Aliases(Mapping[str, Alias]):
         return len(self._names)
 
     def why_not(self, name: str) -> str:
-        """Return why a name stands for nothing here; "" if nothing is known of it."""
-        if name in self._names:
-            return ""
-        for pattern, reason in self._unequal.items():
-            if re.fullmatch(pattern, name):
-                return reason
-        return ""
+        """Return the reason why a name has no equal here; "" where there is none."""
+        reasons = (why for pattern, why in self._unequal.items() if re.fullmatch(pattern, name))
+        return "" if name in self._names else next(reasons, "")
 
     def __or__(self, other: Mapping[str, str | Alias]) -> Aliases:
         unequal = {**self._unequal, **(other._unequal if isinstance(other, Aliases) else {})}
@@ -107,13 +103,12 @@ class Aliases(Mapping[str, Alias]):
 
 
 def transformer_lens_aliases(model: Any) -> Aliases:
-    """Return TransformerLens's names of hooks for what is the same in a Hugging Face model.
+    """Return TransformerLens's names of hooks for equal values in a Hugging Face model.
 
-    There are tables for GPT-2 and Llama (and those built like it: Mistral, Qwen 2), told by the
+    There are tables for GPT-2 and Llama (and those built like it: Mistral, Qwen 2), chosen by the
     configuration and the names of modules; they were compared with TransformerLens 4.3.0 on models
-    with random weights. What is meant are the values of a TransformerLens model whose weights are
-    as they were: folding and centring (`enable_compatibility_mode`, once `from_pretrained`) give
-    other ones.
+    with random weights. They name the values of a TransformerLens model with the original weights:
+    folding and centring (`enable_compatibility_mode`, once `from_pretrained`) change the values.
 
     Args:
         model: the model. For others than those, no name is known.
@@ -128,177 +123,171 @@ def transformer_lens_aliases(model: Any) -> Aliases:
     modules = dict(model.named_modules())
     # Others have modules of the same names and mean other things: Gemma 2, Granite, GPTBigCode.
     kind = getattr(getattr(model, "config", None), "model_type", None)
-    for table in _TABLES:
-        for name in modules if kind in table.kinds else ():
-            found = re.fullmatch(rf"((?:.+\.)?){table.block}\.0", name)
-            if found and all(f"{name}.{part}" in modules for part in table.parts):
-                made = table.make(modules, found[1])
-                if made is not None:
-                    return made
+    for family in _FAMILIES:
+        for name in modules if kind in family.kinds else ():
+            found = re.fullmatch(rf"((?:.+\.)?){family.block}\.0", name)
+            if found and all(f"{name}.{part}" in modules for part in family.parts):
+                shape = family.heads(modules, f"{name}.{family.attention}")
+                if shape is not None:
+                    return _aliases(family, modules, found[1], shape)
     return Aliases()
 
 
-_NOT_IN_FRONT = (
-    "TransformerLens can split the input of a layer into one for each head; here there is one "
-    "tensor: take blocks.{i}.hook_resid_pre, or hook_resid_mid"
-)
-_UNEQUAL = {
-    r"blocks\.\d+\.(attn\.)?hook_(q_input|k_input|v_input|mlp_in|attn_in)": _NOT_IN_FRONT,
-    r"blocks\.\d+\.attn\.hook_result": (
-        "no tensor of the model holds what each head adds by itself: it is "
-        "hook_z @ W_O, head by head"
-    ),
-    r"blocks\.\d+\.attn\.hook_attn_scores": (
-        "what is masked holds other numbers there (-inf) than here; take attn.hook_pattern, or the "
-        "node in front of the softmax"
-    ),
-    r".*\.hook_scale": "the norm's scale is inside one operation, and no tensor of the model",
-    r"hook_tokens": "that is what the model is given",
-}
-
-
-def _heads(count: int) -> Callable[[Any], Tensor]:
-    """Take the last axis apart into heads: (..., heads, size of a head)."""
-
-    def split(value: Tensor) -> Tensor:
-        made: Tensor = value.unflatten(-1, (count, -1))
-        return made
-
-    return split
-
-
-def _third(number: int, count: int) -> Callable[[Any], Tensor]:
-    """Take queries, keys or values out of what gives all three, by heads."""
-
-    def split(value: Tensor) -> Tensor:
-        made: Tensor = value.chunk(3, -1)[number].unflatten(-1, (count, -1))
-        return made
-
-    return split
-
-
-def _first(value: Any) -> Any:
-    return value[0] if isinstance(value, (tuple, list)) else value
-
-
-_STREAM = "both are the residual stream: the sum of the embeddings and of all layers before"
-_EAGER = "the softmax is an operation by itself only with attn_implementation='eager'"
-
-
-def _shared(prefix: str, block: str, attention: str) -> dict[str, str | Alias]:
-    return {
-        "hook_resid_pre": Alias(f"{prefix}{block}.input", None, _STREAM),
-        "hook_resid_post": Alias(f"{prefix}{block}.output", _first, _STREAM),
-        "hook_attn_out": Alias(
-            f"{prefix}{block}.{attention}.output", _first, "what attention adds to the stream"
-        ),
-        "hook_mlp_out": Alias(f"{prefix}{block}.mlp.output", None, "what the MLP adds"),
-        "attn.hook_pattern": Alias(
-            f"{_node_path(f'{prefix}{block}')}.{attention}.softmax", None, _EAGER
-        ),
-    }
-
-
-def _node_path(name: str) -> str:
-    """Return the node path of a module: numbers are joined to the name before."""
-    return re.sub(r"\.(\d+)", r"_\1", name)
-
-
-def _gpt2(modules: Mapping[str, nn.Module], prefix: str) -> Aliases | None:
-    heads = getattr(modules[f"{prefix}h.0.attn"], "num_heads", None)
-    if not isinstance(heads, int):
-        return None
-    names: dict[str, str | Alias] = {"hook_embed": f"{prefix}wte.output"}
-    for i in range(len(modules[f"{prefix}h"])):  # type: ignore[arg-type]
-        block = f"h.{i}"
-        at = f"{prefix}{block}"
-        own = _shared(prefix, block, "attn")
-        own |= {
-            "ln1.hook_normalized": Alias(f"{at}.ln_1.output", None, "the norm with its weights"),
-            "attn.hook_q": Alias(f"{at}.attn.c_attn.output", _third(0, heads), "by heads"),
-            "attn.hook_k": Alias(f"{at}.attn.c_attn.output", _third(1, heads), "by heads"),
-            "attn.hook_v": Alias(f"{at}.attn.c_attn.output", _third(2, heads), "by heads"),
-            "attn.hook_z": Alias(f"{at}.attn.c_proj.input", _heads(heads), "by heads"),
-            "hook_resid_mid": Alias(f"{at}.ln_2.input", None, _STREAM),
-            "ln2.hook_normalized": Alias(f"{at}.ln_2.output", None, "the norm with its weights"),
-            "mlp.hook_pre": Alias(f"{at}.mlp.c_fc.output", None, "before the activation"),
-            "mlp.hook_post": Alias(f"{at}.mlp.c_proj.input", None, "after the activation"),
-        }
-        names |= {f"blocks.{i}.{name}": alias for name, alias in own.items()}
-    names["ln_final.hook_normalized"] = f"{prefix}ln_f.output"
-    unequal = {
-        "hook_pos_embed": (
-            "here there is one row for all examples: take "
-            f"{prefix}wpe.output, which has no axis of its own for them"
-        ),
-        r"blocks\.\d+\.attn\.hook_rot_[qk]": "GPT-2 rotates nothing",
-        r"blocks\.\d+\.mlp\.hook_pre_linear": "GPT-2's MLP has no gate",
-    }
-    return Aliases(names, {**unequal, **_UNEQUAL})
-
-
-def _llama(modules: Mapping[str, nn.Module], prefix: str) -> Aliases | None:
-    attention = modules[f"{prefix}layers.0.self_attn"]
-    size = getattr(attention, "head_dim", None)
-    if not isinstance(size, int) or f"{prefix}layers.0.self_attn.q_norm" in modules:
-        return None  # with norms of queries and keys the names would mean something else
-
-    def by_size(value: Any) -> Tensor:
-        heads: Tensor = value.unflatten(-1, (-1, size))
-        return heads
-
-    names: dict[str, str | Alias] = {"hook_embed": f"{prefix}embed_tokens.output"}
-    for i in range(len(modules[f"{prefix}layers"])):  # type: ignore[arg-type]
-        block = f"layers.{i}"
-        at = f"{prefix}{block}"
-        own = _shared(prefix, block, "self_attn")
-        own |= {
-            "attn.hook_q": Alias(f"{at}.self_attn.q_proj.output", by_size, "before the rotation"),
-            "attn.hook_k": Alias(f"{at}.self_attn.k_proj.output", by_size, "before the rotation"),
-            "attn.hook_v": Alias(f"{at}.self_attn.v_proj.output", by_size, "by heads"),
-            "attn.hook_z": Alias(f"{at}.self_attn.o_proj.input", by_size, "by heads"),
-            "hook_resid_mid": Alias(f"{at}.post_attention_layernorm.input", None, _STREAM),
-            "mlp.hook_pre": Alias(f"{at}.mlp.gate_proj.output", None, "the gate"),
-            "mlp.hook_pre_linear": Alias(f"{at}.mlp.up_proj.output", None, "what is gated"),
-            "mlp.hook_post": Alias(f"{at}.mlp.down_proj.input", None, "gated"),
-        }
-        names |= {f"blocks.{i}.{name}": alias for name, alias in own.items()}
-    unequal = {
-        r"blocks\.\d+\.attn\.hook_rot_[qk]": (
-            "the rotated queries and keys are no module's: take the nodes self_attn.add and "
-            "self_attn.add_1, whose axes are in another order"
-        ),
-        r"(blocks\.\d+\.ln[12]|ln_final)\.hook_normalized": (
-            "TransformerLens means what the norm gives before it is multiplied with its weights; "
-            "the module here gives it afterwards: take the node in front of the last `mul`"
-        ),
-        "hook_pos_embed": "Llama has rotations in place of embeddings of positions",
-    }
-    return Aliases(names, {**unequal, **_UNEQUAL})
-
-
-class _Table(NamedTuple):
-    """What is known of a family of models.
+class _Family(NamedTuple):
+    """The names of a family of models.
 
     Attributes:
         kinds: `model_type` of their configurations.
-        block: what the list of blocks is called.
-        parts: modules that a block has.
-        make: makes the names.
+        block: the list of blocks.
+        parts: modules that each block has.
+        attention: the module of attention in a block.
+        heads: returns the shape that an axis of all heads has as (heads, size); None if unknown.
+        embed: the module of the embedding of tokens.
+        names: for each hook of a block its place in the block, which part of the value there, and
+            why the two are equal.
+        final: hooks after all blocks, and their places.
+        unequal: as for `Aliases`, with the prefix of the modules for `{prefix}`.
     """
 
     kinds: frozenset[str]
     block: str
     parts: tuple[str, ...]
-    make: Callable[[Mapping[str, nn.Module], str], Aliases | None]
+    attention: str
+    heads: Callable[[Mapping[str, nn.Module], str], tuple[int, int] | None]
+    embed: str
+    names: Mapping[str, tuple[str, str, str]]
+    final: Mapping[str, str]
+    unequal: Mapping[str, str]
 
 
-_TABLES = (
-    _Table(
-        frozenset({"gpt2"}), "h", ("ln_1", "attn.c_attn", "attn.c_proj", "ln_2", "mlp.c_fc"), _gpt2
+def _aliases(
+    family: _Family, modules: Mapping[str, nn.Module], prefix: str, shape: tuple[int, int]
+) -> Aliases:
+    def split(value: Any) -> Any:
+        return value.unflatten(-1, shape)
+
+    picks: dict[str, Callable[[Any], Any] | None] = {
+        "": None,
+        "first": lambda value: value[0] if isinstance(value, (tuple, list)) else value,
+        "heads": split,
+        "q": lambda value: split(value.chunk(3, -1)[0]),
+        "k": lambda value: split(value.chunk(3, -1)[1]),
+        "v": lambda value: split(value.chunk(3, -1)[2]),
+    }
+    names: dict[str, str | Alias] = {"hook_embed": f"{prefix}{family.embed}.output"}
+    for i in range(len(modules[f"{prefix}{family.block}"])):  # type: ignore[arg-type]
+        at = f"{prefix}{family.block}.{i}"
+        node = re.sub(r"\.(\d+)", r"_\1", at)  # node paths join numbers to the name before
+        for name, (where, pick, why) in family.names.items():
+            place = f"{node}.{where}" if where.endswith(".softmax") else f"{at}.{where}"
+            names[f"blocks.{i}.{name}"] = Alias(place, picks[pick], why)
+    names |= {name: f"{prefix}{where}" for name, where in family.final.items()}
+    unequal = {name: why.replace("{prefix}", prefix) for name, why in family.unequal.items()}
+    return Aliases(names, {**unequal, **_UNEQUAL})
+
+
+_UNEQUAL = {
+    r"blocks\.\d+\.(attn\.)?hook_(q_input|k_input|v_input|mlp_in|attn_in)": (
+        "TransformerLens can split the input of a layer into one for each head; here there is one "
+        "tensor: take blocks.{i}.hook_resid_pre, or hook_resid_mid"
     ),
-    _Table(
-        frozenset({"llama", "mistral", "qwen2"}), "layers",
-        ("input_layernorm", "self_attn.q_proj", "self_attn.o_proj", "mlp.gate_proj"), _llama,
+    r"blocks\.\d+\.attn\.hook_result": (
+        "no tensor of the model holds the contribution of each head: it is "
+        "hook_z @ W_O, head by head"
     ),
-)  # fmt: skip
+    r"blocks\.\d+\.attn\.hook_attn_scores": (
+        "masked entries have other numbers there (-inf) than here; take attn.hook_pattern, or the "
+        "node in front of the softmax"
+    ),
+    r".*\.hook_scale": "the norm's scale is inside one operation, and no tensor of the model",
+    r"hook_tokens": "that is the input of the model",
+}
+_STREAM = "both are the residual stream: the sum of the embeddings and of all layers before"
+_NORM = "the norm with its weights"
+
+
+def _shared(attention: str) -> dict[str, tuple[str, str, str]]:
+    eager = "the softmax is an operation by itself only with attn_implementation='eager'"
+    return {
+        "hook_resid_pre": ("input", "", _STREAM),
+        "hook_resid_post": ("output", "first", _STREAM),
+        "hook_attn_out": (f"{attention}.output", "first", "the contribution of attention"),
+        "hook_mlp_out": ("mlp.output", "", "the contribution of the MLP"),
+        "attn.hook_pattern": (f"{attention}.softmax", "", eager),
+    }
+
+
+def _of_gpt2(modules: Mapping[str, nn.Module], attention: str) -> tuple[int, int] | None:
+    heads = getattr(modules[attention], "num_heads", None)
+    return (heads, -1) if isinstance(heads, int) else None
+
+
+def _of_llama(modules: Mapping[str, nn.Module], attention: str) -> tuple[int, int] | None:
+    size = getattr(modules[attention], "head_dim", None)
+    # With norms of queries and keys the names would mean something else.
+    return (-1, size) if isinstance(size, int) and f"{attention}.q_norm" not in modules else None
+
+
+_FAMILIES = (
+    _Family(
+        frozenset({"gpt2"}),
+        "h",
+        ("ln_1", "attn.c_attn", "attn.c_proj", "ln_2", "mlp.c_fc"),
+        "attn",
+        _of_gpt2,
+        "wte",
+        {
+            **_shared("attn"),
+            "ln1.hook_normalized": ("ln_1.output", "", _NORM),
+            "attn.hook_q": ("attn.c_attn.output", "q", "by heads"),
+            "attn.hook_k": ("attn.c_attn.output", "k", "by heads"),
+            "attn.hook_v": ("attn.c_attn.output", "v", "by heads"),
+            "attn.hook_z": ("attn.c_proj.input", "heads", "by heads"),
+            "hook_resid_mid": ("ln_2.input", "", _STREAM),
+            "ln2.hook_normalized": ("ln_2.output", "", _NORM),
+            "mlp.hook_pre": ("mlp.c_fc.output", "", "before the activation"),
+            "mlp.hook_post": ("mlp.c_proj.input", "", "after the activation"),
+        },
+        {"ln_final.hook_normalized": "ln_f.output"},
+        {
+            "hook_pos_embed": (
+                "here there is one row for all examples: take {prefix}wpe.output, which has no "
+                "axis of its own for them"
+            ),
+            r"blocks\.\d+\.attn\.hook_rot_[qk]": "GPT-2 rotates nothing",
+            r"blocks\.\d+\.mlp\.hook_pre_linear": "GPT-2's MLP has no gate",
+        },
+    ),
+    _Family(
+        frozenset({"llama", "mistral", "qwen2"}),
+        "layers",
+        ("input_layernorm", "self_attn.q_proj", "self_attn.o_proj", "mlp.gate_proj"),
+        "self_attn",
+        _of_llama,
+        "embed_tokens",
+        {
+            **_shared("self_attn"),
+            "attn.hook_q": ("self_attn.q_proj.output", "heads", "before the rotation"),
+            "attn.hook_k": ("self_attn.k_proj.output", "heads", "before the rotation"),
+            "attn.hook_v": ("self_attn.v_proj.output", "heads", "by heads"),
+            "attn.hook_z": ("self_attn.o_proj.input", "heads", "by heads"),
+            "hook_resid_mid": ("post_attention_layernorm.input", "", _STREAM),
+            "mlp.hook_pre": ("mlp.gate_proj.output", "", "the gate"),
+            "mlp.hook_pre_linear": ("mlp.up_proj.output", "", "the gated values"),
+            "mlp.hook_post": ("mlp.down_proj.input", "", "gated"),
+        },
+        {},
+        {
+            r"blocks\.\d+\.attn\.hook_rot_[qk]": (
+                "the rotated queries and keys are no module's: take the nodes self_attn.add and "
+                "self_attn.add_1, whose axes are in another order"
+            ),
+            r"(blocks\.\d+\.ln[12]|ln_final)\.hook_normalized": (
+                "in TransformerLens it is the output of the norm before the product with its "
+                "weights, and the module's output here is that product: take the node in front of "
+                "the last `mul`"
+            ),
+            "hook_pos_embed": "Llama has rotations in place of embeddings of positions",
+        },
+    ),
+)

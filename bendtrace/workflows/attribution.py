@@ -1,9 +1,9 @@
-"""Attribution patching: what activation patching would do, to first order, at all ops at once."""
+"""Attribution patching: an estimate of activation patching, to first order, at all ops at once."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -12,39 +12,50 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from bendtrace._checks import required_int
 from bendtrace.calls import Call, bended_of
-from bendtrace.errors import InputError, SiteError
+from bendtrace.errors import InputError
 from bendtrace.interject.candidate import Candidate
-from bendtrace.workflows._grids import Grid, grid_of, required_missing
-from bendtrace.workflows._metrics import Metric, required_metric, scalar_of
-from bendtrace.workflows._parts import Beyond, Columns, NoPart, Part
-from bendtrace.workflows._site_values import differing, unlike
-from bendtrace.workflows._sites import At, Key, Row, Seen, Sites, listed_sites
-from bendtrace.workflows.patching import Direction, required_direction
+from bendtrace.workflows._grids import (
+    Beyond,
+    Columns,
+    Metric,
+    Missing,
+    NoPart,
+    Part,
+    TwoRuns,
+    as_number,
+    required_metric,
+    scalar_of,
+)
+from bendtrace.workflows._sites import At, Key, Row, Seen, Sites, differing, listed_sites, unlike
+from bendtrace.workflows.patching import Direction, in_order
 
 __all__ = ["Attribution", "attribution_patching"]
 
-# For each node the gradient in each pass.
-Gradients = dict[Key, dict[int, Tensor]]
+Passes = tuple[Key, int]
+Gradients = dict[Passes, Tensor]
+_ELSEWHERE = "halfway between the two values the model takes another path"
+_WITHOUT = "its output has no gradient (no floating point tensor, detached, or under no_grad)"
 
 
 @dataclass(frozen=True, repr=False, eq=False)
-class Attribution(Grid):
-    """What attribution patching has shown.
+class Attribution(TwoRuns):
+    """The result of attribution patching: an estimate for each cell.
 
     Attributes:
         values: the estimated change of the metric, in shape (sites, positions), or (sites,
-            positions, heads) where heads were told apart; float64, nan where a site has no such
+            positions, heads) where heads are separate; float64, nan where a site has no such
             position, or something is missing.
         sites: names of the sites.
-        positions: along the axis: ints, slices, groups of ints; (None,) where the whole was meant.
-        heads: the numbers of the heads; None where they were not told apart.
+        positions: along the axis: ints, slices, groups of ints; (None,) for the whole value.
+        heads: the numbers of the heads; None where they are not separate.
         clean: the metric of the clean run.
         corrupted: the metric of the corrupted run.
         direction: "denoise" or "noise".
-        total: for each site the sum over all that it gives, in shape (sites,).
-        tensors: for each site, by name, what there is of each element of its value, with a tensor
-            for each pass of each of its nodes; None unless it was asked for.
+        total: for each site the sum over its whole value, in shape (sites,).
+        tensors: for each site, by name, the estimate for each element of its value, with a tensor
+            for each pass of each of its nodes; None without `keep_tensors`.
         missing: why cells are nan, by name of the site.
 
     Example:
@@ -58,14 +69,18 @@ class Attribution(Grid):
         1.192
     """
 
-    clean: float
-    corrupted: float
-    direction: Direction
     total: Tensor
     tensors: dict[str, tuple[Tensor, ...]] | None
 
+    _unit = "estimated change of the metric"
+
+    @property
+    def effect(self) -> Tensor:
+        """The estimated change of the metric: `values`."""
+        return self.values
+
     def top(self, count: int = 10) -> list[tuple[str, float]]:
-        """Return the sites with the largest totals, whatever their sign, and these."""
+        """Return the sites with the largest absolute totals, and these totals."""
         order = self.total.nan_to_num(0.0).abs().argsort(descending=True)[:count].tolist()
         return [(self.sites[i], self.total[i].item()) for i in order]
 
@@ -75,12 +90,6 @@ class Attribution(Grid):
             value = row.pop("effect")
             del row["value"]
             yield row | {"attribution": value}
-
-    def _title(self) -> str:
-        return (
-            f"Attribution ({self.direction}): clean {self.clean:.4g}, corrupted "
-            f"{self.corrupted:.4g}; estimated change of the metric"
-        )
 
 
 def attribution_patching(
@@ -114,18 +123,18 @@ def attribution_patching(
     and the total converges to the true change. It takes a run and a backward pass for each site and
     step.
 
-    Gradients are recorded whatever the caller's mode is; frozen parameters require gradients
-    meanwhile, and so do copies of the inputs. Nobody's `.grad` is written to.
+    Gradients are recorded in every mode of the caller; meanwhile frozen parameters require
+    gradients, and so do copies of the inputs. No `.grad` is written to.
 
     Args:
-        model: a module, a function, or a `BendedModule`, with what is inserted in it.
+        model: a module, a function, or a `BendedModule`, whose insertions stay active.
         clean: inputs: a tensor, a tuple of arguments, a mapping of keyword arguments, or a `Call`.
         corrupted: other inputs.
-        sites: as for `activation_patching`; None for every op that gives a floating point tensor
-            which the metric has a gradient for. Ops that nothing can be inserted at are left out.
-            An op that gives several tensors is a site for each of them.
-        metric: a function of the model's output that gives a tensor without dimensions, through
-            which gradients flow.
+        sites: as for `activation_patching`; None for every op whose output is a floating point
+            tensor that the metric has a gradient for. Ops that nothing can be inserted at are left
+            out. An op with several output tensors is a site for each of them.
+        metric: a function from the model's output to a tensor without dimensions, through which
+            gradients flow.
         positions: as for `activation_patching`.
         axis: as for `activation_patching`.
         heads: as for `activation_patching`.
@@ -135,17 +144,18 @@ def attribution_patching(
             "noise": the other way round.
         at: "output" or "input", for the sites.
         steps: None for one gradient; or how many points of the line gradients are taken at.
-        keep_tensors: whether to keep what there is of each element, in the shapes of the values.
-        missing: what is done with sites that the two runs did not come by alike, and with positions
-            that are not there: "raise" or "nan". As it stands "nan" for `sites=None`, else "raise".
+        keep_tensors: whether to keep the estimate for each element, in the shapes of the values.
+        missing: what happens with sites that the two runs did not reach alike, and with positions
+            that do not exist: "raise" or "nan". The default is "nan" for `sites=None`, else
+            "raise".
 
     Returns:
         An `Attribution`: sums over all but positions and heads, in shape (sites, positions).
 
     Raises:
-        SiteError: something is missing; it names the site.
-        NodePathError: a site means no node.
-        InputError: something given makes no sense, or no gradient reaches the metric.
+        SiteError: a value is missing; it names the site.
+        NodePathError: a site matches no node.
+        InputError: an argument makes no sense, or no gradient reaches the metric.
 
     Example:
         >>> import torch, bendtrace as bt
@@ -161,16 +171,15 @@ def attribution_patching(
           sin    0.596  0.596
           mul_1  0.596  0.596
     """
-    required_direction(direction)
+    in_order(direction)
     columns = Columns.of(positions, axis, heads, head, head_axis)
+    default = "nan" if sites is None else "raise"
     measured = required_metric(metric)
-    lenient = required_missing(
-        ("nan" if sites is None else "raise") if missing is None else missing
-    )
-    if steps is not None and (isinstance(steps, bool) or not isinstance(steps, int) or steps < 1):
-        raise InputError(f"steps= has to be a positive int, not {steps!r}")
+    missed = Missing(default if missing is None else missing, "attribute to")
+    if steps is not None:
+        required_int("steps", steps, 1)
     if sites is None and at != "output":
-        raise InputError('sites=None means what all ops give: give sites for at="input"')
+        raise InputError('sites=None means the outputs of all ops: give sites for at="input"')
     bended, calls = bended_of(model), (Call.of(clean), Call.of(corrupted))
     items = [_every_op] if sites is None else listed_sites(sites)
     with (
@@ -182,15 +191,15 @@ def attribution_patching(
             observes=steps is None, every_part=sites is None,
         ) as there,
     ):  # fmt: skip
-        scores = _Scores(there, measured, lenient, calls, direction)
+        scores = _Scores(there, measured, missed, calls, direction)
         scores.run(steps, sites is None)
-    rows = scores.rows
-    values, where, which = grid_of(rows, columns, scores.source, scores.cell)
-    kept = {row.name: tuple(scores.of(row)) for row in rows} if keep_tensors else None
+    names = [row.name for row in scores.rows]
+    grid = columns.grid(names, scores.source, scores.cell)
+    total = torch.tensor([scores.total(name) for name in names], dtype=torch.float64)
+    kept = {name: tuple(scores.found.get(name, ())) for name in names} if keep_tensors else None
     return Attribution(
-        values, tuple(row.name for row in rows), where, which, *scores.base, direction,
-        torch.tensor([scores.total(row) for row in rows], dtype=torch.float64), kept,
-        missing=scores.reasons,
+        **grid, clean=scores.base[0], corrupted=scores.base[1], direction=direction, total=total,
+        tensors=kept, missing=missed.reasons,
     )  # fmt: skip
 
 
@@ -220,177 +229,138 @@ def _all_trainable(model: Callable[..., Any]) -> Iterator[None]:
 class _Scores:
     """Differences of two runs times gradients.
 
-    Args:
-        there: the sites.
-        metric: of the output.
-        missing: "raise" or "nan".
-        calls: the clean and the corrupted inputs.
-        direction: which run is differentiated.
-
     Attributes:
         rows: the sites.
-        base: the metric of the two runs.
-        source: what was seen in the run that values would be taken from.
-        reasons: why cells are missing.
+        base: the metric of the clean and the corrupted run.
+        source: the values of the run that values would be taken from.
+        found: the estimates for each element, by name of the site.
     """
 
     def __init__(
         self,
         there: Sites,
         metric: Metric,
-        missing: str,
+        missing: Missing,
         calls: tuple[Call, Call],
-        direction: Direction,
+        direction: str,
     ) -> None:
         self.rows: list[Row] = []
         self.base = (math.nan, math.nan)
-        self.source = Seen()
-        self.reasons: dict[str, str] = {}
+        self.source: Seen = {}
+        self.found: dict[str, list[Tensor]] = {}
         self._there = there
         self._metric = metric
         self._missing = missing
-        self._denoises = direction == "denoise"
-        self._names = ("clean", "corrupted") if self._denoises else ("corrupted", "clean")
-        self._calls = calls if self._denoises else (calls[1], calls[0])
-        self._target = Seen()
-        self._found: dict[str, list[Tensor]] = {}
+        self._first, self._patched, self._names = in_order(direction)
+        self._calls = calls
+        self._target: Seen = {}
 
     def run(self, steps: int | None, every_op: bool) -> None:
         """Make the runs."""
-        there, (source_call, target_call) = self._there, self._calls
-        output, self.source = there.seen(source_call, with_gradients=True)
-        start = scalar_of(self._metric, output)
-        edges: dict[tuple[Key, int], GradientEdge] = {}
+        there, patched = self._there, self._calls[self._patched]
+        output, self.source = there.seen(self._calls[self._first], with_gradients=True)
+        start = as_number(scalar_of(self._metric, output))
+        edges: dict[Passes, GradientEdge] = {}
 
         def note(key: Key, number: int, value: Tensor) -> None:
             # The edge of now: what is written into the tensor later is another op.
             if value.requires_grad and value.is_floating_point():
                 edges[key, number] = get_gradient_edge(value)
 
-        output, self._target = there.seen(target_call, note, with_gradients=True)
+        output, self._target = there.seen(patched, note, with_gradients=True)
         end = scalar_of(self._metric, output)
         del output
-        base = _plain(start), _plain(end)
-        self.base = base if self._denoises else (base[1], base[0])
+        base = start, as_number(end)
+        self.base = base[self._first], base[self._patched]
         there.settle(self.source, self._target)
         self.rows = there.rows(self.source, self._target)
-        gradients = self._gradients(end, edges) if steps is None or every_op else {}
+        gradients: Gradients = {}
+        if steps is None or every_op:
+            if not isinstance(end, Tensor) or not end.requires_grad:
+                raise InputError(
+                    "metric= returned a value that has no gradient: it has to compute a tensor "
+                    "from the output, without item(), detach() or argmax()"
+                )
+            gradients = _gradients(end, edges)
         if every_op:
-            self.rows = [row for row in self.rows if all(key in gradients for key in row.keys)]
+            reached = {key for key, _ in gradients}
+            self.rows = [row for row in self.rows if reached.issuperset(row.keys)]
         for row in self.rows:
-            why = self._differing(row)
+            pairs = ((self.source.get(key), self._target.get(key)) for key in row.keys)
+            why = next(filter(None, (differing(*pair, self._names) for pair in pairs)), "")
             if not why and steps is not None:
-                gradients, why = self._integrated(row, target_call, steps)
-            elif not why:
-                why = next((_WITHOUT for k in row.keys if not _reaches(k, edges)), "")
+                gradients, why = self._integrated(row, patched, steps)
+            elif not why and not {key for key, _ in edges}.issuperset(row.keys):
+                why = _WITHOUT
             if why:
-                self._miss(row, why)
+                self._missing.note(row.name, why)
                 continue
-            self._found[row.name] = [
-                _difference(value, self._target[key][number]) * gradients[key][number]
-                if number in gradients.get(key, {})
+            self.found[row.name] = [
+                _difference(value, self._target[key][number]) * gradients[key, number]
+                if (key, number) in gradients
                 else torch.zeros_like(value)  # nothing leads from there to the metric
                 for key in row.keys
                 for number, value in self.source[key].items()
             ]
 
-    def of(self, row: Row) -> Sequence[Tensor]:
-        """Return what there is of each element of a site."""
-        return self._found.get(row.name, ())
-
-    def total(self, row: Row) -> float:
-        """Return the sum of all of them."""
-        if row.name not in self._found:
-            return math.nan
-        return math.fsum(map(_sum, self._found[row.name]))
+    def total(self, name: str) -> float:
+        """Return the sum over all elements of a site."""
+        return math.fsum(map(_sum, self.found[name])) if name in self.found else math.nan
 
     def cell(self, number: int, part: Part) -> float:
-        """Return the sum of a part of them."""
-        row = self.rows[number]
-        if row.name not in self._found:
+        """Return the sum over a part of a site."""
+        name = self.rows[number].name
+        if name not in self.found:
             return math.nan
         try:
             return math.fsum(
                 _sum(score if (index := part.index(score)) is None else score[index])
-                for score in self._found[row.name]
+                for score in self.found[name]
             )
         except Beyond:
             return math.nan
         except NoPart as error:
-            return self._miss(row, str(error))
-
-    def _miss(self, row: Row, why: str) -> float:
-        if self._missing == "raise":
-            raise SiteError(f"cannot attribute to {row.name!r}: {why}", row.name)
-        self.reasons.setdefault(row.name, why)
-        return math.nan
-
-    def _differing(self, row: Row) -> str:
-        source, target = self._names
-        for key in row.keys:
-            if why := differing(self.source.get(key), self._target.get(key)):
-                return why.format(source=source, target=target)
-        return ""
-
-    def _gradients(
-        self, end: Tensor | float, edges: dict[tuple[Key, int], GradientEdge]
-    ) -> Gradients:
-        if not isinstance(end, Tensor) or not end.requires_grad:
-            raise InputError(
-                "metric= gave something that has no gradient: it has to compute a tensor from the "
-                "output, without item(), detach() or argmax()"
-            )
-        made = torch.autograd.grad(end, list(edges.values()), allow_unused=True) if edges else ()
-        found: Gradients = {}
-        for (key, number), gradient in zip(edges, made, strict=True):
-            if gradient is not None:
-                found.setdefault(key, {})[number] = gradient
-        return found
+            return self._missing.note(name, str(error))
 
     def _integrated(self, row: Row, call: Call, steps: int) -> tuple[Gradients, str]:
         """Return the mean gradients along the line, or why there are none."""
         sums: Gradients = {}
         for step in range(steps):
-            leaves: dict[tuple[Key, int], Tensor] = {}
-            flaw: list[str] = []
+            leaves: Gradients = {}
+            flaws: list[str] = []
             weight = (step + 0.5) / steps
 
             def act(
                 key: Key, number: int, value: Tensor,
-                leaves: dict[tuple[Key, int], Tensor] = leaves, flaw: list[str] = flaw,
-                weight: float = weight,
+                leaves: Gradients = leaves, flaws: list[str] = flaws, weight: float = weight,
             ) -> Tensor | None:  # fmt: skip
                 if key not in row.keys:
                     return None
                 given = self.source[key].get(number)
                 before = self._target[key].get(number)
                 if given is None or before is None or unlike(given, value):
-                    flaw.append("halfway between the two values the model takes another path")
-                    return None
-                if not given.is_floating_point():
-                    flaw.append(_WITHOUT)
-                    return None
-                leaf = torch.lerp(before, given, weight).requires_grad_()
-                leaves[key, number] = leaf
-                return leaf.clone()
+                    flaws.append(_ELSEWHERE)
+                elif not given.is_floating_point():
+                    flaws.append(_WITHOUT)
+                else:
+                    leaf = torch.lerp(before, given, weight).requires_grad_()
+                    leaves[key, number] = leaf
+                    return leaf.clone()
+                return None
 
             end = scalar_of(self._metric, self._there.run(call, act, with_gradients=True))
             expected = sum(len(self.source[key]) for key in row.keys)
-            if flaw or len(leaves) != expected:
-                return {}, (
-                    flaw or ["halfway between the two values the model takes another path"]
-                )[0]
-            if not isinstance(end, Tensor) or not end.requires_grad:
-                continue
-            made = torch.autograd.grad(end, list(leaves.values()), allow_unused=True)
-            for (key, number), gradient in zip(leaves, made, strict=True):
-                if gradient is not None:
-                    held = sums.setdefault(key, {})
-                    held[number] = held.get(number, torch.zeros_like(gradient)) + gradient
-        return {
-            key: {number: gradient / steps for number, gradient in found.items()}
-            for key, found in sums.items()
-        }, ""
+            if flaws or len(leaves) != expected:
+                return {}, (flaws or [_ELSEWHERE])[0]
+            if isinstance(end, Tensor) and end.requires_grad:
+                for at, gradient in _gradients(end, leaves).items():
+                    sums[at] = sums.get(at, torch.zeros_like(gradient)) + gradient
+        return {at: gradient / steps for at, gradient in sums.items()}, ""
+
+
+def _gradients(end: Tensor, of: dict[Passes, Any]) -> Gradients:
+    made = torch.autograd.grad(end, list(of.values()), allow_unused=True) if of else ()
+    return {at: gradient for at, gradient in zip(of, made, strict=True) if gradient is not None}
 
 
 def _difference(source: Tensor, target: Tensor) -> Tensor:
@@ -403,14 +373,3 @@ def _difference(source: Tensor, target: Tensor) -> Tensor:
 
 def _sum(score: Tensor) -> float:
     return score.detach().cpu().sum(dtype=torch.float64).item()
-
-
-def _plain(value: Tensor | float) -> float:
-    return value.detach().to(torch.float64).item() if isinstance(value, Tensor) else value
-
-
-_WITHOUT = "what it gives has no gradient (no floating point tensor, detached, or under no_grad)"
-
-
-def _reaches(key: Key, edges: dict[tuple[Key, int], GradientEdge]) -> bool:
-    return any(known == key for known, _ in edges)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from types import TracebackType
 from typing import Any, Self
 
 import torch
@@ -12,8 +11,7 @@ from torch import Tensor, nn
 from bendtrace.calls import required_bended
 from bendtrace.errors import InputError, InterjectionError
 from bendtrace.interject.bends.parameter import Expression, value_of
-from bendtrace.interject.candidate import Candidate
-from bendtrace.interject.insertion import Insertion
+from bendtrace.interject.group import InsertionGroup, InsertionHandle, is_root
 from bendtrace.interject.interjection import Inputs, Interjection, NodePass
 from bendtrace.interject.reading import is_contained
 from bendtrace.interject.report import Report
@@ -51,27 +49,22 @@ class LatentEdit:
 
     @property
     def active(self) -> bool:
-        """Whether it is made."""
+        """Whether the change applies."""
         return any(edit is self for edit in self._edits)
 
     def remove(self) -> None:
-        """Make it no more. Doing so twice is no error."""
+        """End the change. A second call does nothing."""
         self._edits[:] = [edit for edit in self._edits if edit is not self]
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.remove()
 
 
 class _Reconstructs(Interjection):
-    """Puts what an autoencoder makes of a value in its place."""
+    """Replaces a value by its reconstruction."""
 
     def __init__(
         self,
@@ -93,18 +86,15 @@ class _Reconstructs(Interjection):
 
     @property
     def self_contained(self) -> bool:  # type: ignore[override]
-        """Whether the autoencoder, and what changes latents, look at nothing else."""
         return self._is_contained and all(is_contained(edit.change) for edit in self.edits)
 
     @property
     def label(self) -> str:
-        """The class of the autoencoder."""
         return str(getattr(self._whole, "__name__", type(self._whole).__name__))
 
     def after(self, at: NodePass, inputs: Inputs, output: Any) -> Any:
-        """Put the reconstruction in the place of the value."""
         if at.number == 0:  # also of a part of the model that is called by itself
-            self._forget(at.path)
+            self.forget(at.path)
         key = at.path if at.number == 0 else f"{at.path}:{at.number + 1}"
         if at.number == 1:
             for kept in (self.latents, self.errors):
@@ -132,14 +122,10 @@ class _Reconstructs(Interjection):
         # no latent is changed.
         return _WithError.apply(edited, made.detach(), output.detach())
 
-    def forget(self) -> None:
-        """Forget the latents of earlier calls."""
-        self.latents.clear()
-        self.errors.clear()
-
-    def _forget(self, path: str) -> None:
+    def forget(self, path: str | None = None) -> None:
+        """Forget the latents of earlier calls, at one node or all."""
         for kept in (self.latents, self.errors):
-            for key in [k for k in kept if k == path or k.rpartition(":")[0] == path]:
+            for key in [k for k in kept if path in (None, k, k.rpartition(":")[0])]:
                 del kept[key]
 
     def _made(self, value: Tensor, key: str) -> tuple[Any, Any]:
@@ -176,16 +162,15 @@ class _Begins(Interjection):
         self._inner = inner
 
     def before(self, at: NodePass, inputs: Inputs) -> None:
-        """Forget them."""
         self._inner.forget()
 
 
 class _WithError(torch.autograd.Function):
-    """Adds to a value what a change of latents has changed; the gradient goes to the change."""
+    """Adds the effect of changed latents to a value; the gradient flows to the effect."""
 
     @staticmethod
     def forward(ctx: Any, edited: Tensor, made: Tensor, value: Tensor) -> Tensor:
-        # Where nothing is changed not even a sign of zero is, nor what is not a number.
+        # Without a change, neither signs of zeros nor nans may change.
         same = (edited == made) | (edited.isnan() & made.isnan())
         return torch.where(same, value, value + (edited - made))
 
@@ -194,7 +179,7 @@ class _WithError(torch.autograd.Function):
         return grad, None, None
 
 
-class SplicedAutoencoder:
+class SplicedAutoencoder(InsertionHandle):
     """An autoencoder in a model, until it is removed; a context manager.
 
     Attributes:
@@ -220,20 +205,11 @@ class SplicedAutoencoder:
     """
 
     def __init__(
-        self,
-        bended: BendedModule,
-        autoencoder: Any,
-        insertions: tuple[Insertion, Insertion],
-        inner: _Reconstructs,
+        self, bended: BendedModule, autoencoder: Any, group: InsertionGroup, inner: _Reconstructs
     ) -> None:
-        self.model = bended
+        super().__init__(bended, group)
         self.autoencoder = autoencoder
-        self._insertions = insertions
         self._inner = inner
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the model."""
-        return self.model(*args, **kwargs)
 
     @property
     def latents(self) -> dict[str, Tensor]:
@@ -287,14 +263,14 @@ class SplicedAutoencoder:
             raise InputError(f"a change of latents is a function of them, not {change!r}")
         edit = LatentEdit(self._inner.edits, change)
         if not is_contained(change):
-            self.model._board.add()  # what was known of the insertions may not hold any more
+            self._group.forget_plans()
         return edit
 
     def set(self, latents: int | Iterable[int], value: float | Expression) -> LatentEdit:
         """Set single latents, counted along the last axis, to a number or a `BendingParameter`."""
         indices = [latents] if isinstance(latents, int) else list(latents)
         if not indices or not all(type(index) is int for index in indices):
-            raise InputError(f"latents are told by their numbers, not by {latents!r}")
+            raise InputError(f"latents are given by their numbers, not by {latents!r}")
 
         def change(made: Tensor) -> Tensor:
             beyond = [i for i in indices if not -made.shape[-1] <= i < made.shape[-1]]
@@ -312,34 +288,19 @@ class SplicedAutoencoder:
         return self.set(latents, 0.0)
 
     def remove(self) -> None:
-        """Take it out, and forget the latents. Doing so twice is no error."""
-        self.model._board.remove(*self._insertions)
+        """Take it out, and forget the latents. A second call does nothing."""
+        super().remove()
         self._inner.forget()
 
     def report(self) -> Report:
-        """Say at which nodes it was called, and whether it changed anything."""
-        return self._insertions[1].report()
+        """Return the nodes where it was called, and whether it changed anything."""
+        return self._group.insertions[1].report()
 
     def __repr__(self) -> str:
-        main = self._insertions[1]
+        main = self._group.insertions[1]
         state = "" if main.active else ", removed"
         edits = f", {len(self._inner.edits)} edits" if self._inner.edits else ""
         return f"<{self._inner.label} spliced in at {describe_where(main.where)}{edits}{state}>"
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        try:
-            if kind is None:
-                self._insertions[1].warn_if_never_fired(3)
-        finally:
-            self.model._board.remove(*self._insertions)
 
 
 def splice_autoencoder(
@@ -351,26 +312,26 @@ def splice_autoencoder(
     encode: Callable[[Any], Any] | None = None,
     decode: Callable[[Any], Any] | None = None,
 ) -> SplicedAutoencoder:
-    """Put what an autoencoder makes of a value in its place, from now on.
+    """Replace values by their reconstructions by an autoencoder, from now on.
 
     Args:
         model: a `BendedModule`.
-        where: nodes; see `BendedModule.interject`. Each has to give one tensor.
+        where: nodes; see `BendedModule.interject`. The output of each has to be one tensor.
         autoencoder: a module or object with `encode` and `decode`; or a function of the value that
-            gives a reconstruction, or (reconstruction, latents), whose latents cannot be changed.
-        error_term: whether what the autoencoder misses is added again (Marks et al., "Sparse
+            returns a reconstruction, or (reconstruction, latents), whose latents cannot be changed.
+        error_term: whether the error of the reconstruction is added again (Marks et al., "Sparse
             Feature Circuits", 2024): `decode(changed latents) + (value - decode(latents))`. Where
-            no latent is changed the value goes on as it is, bit by bit. The error term has no
-            gradient: all of it goes by way of the latents.
-        encode: used in place of the method of that name.
-        decode: used in place of the method of that name.
+            no latent is changed the value stays as it is, bit for bit. The error term has no
+            gradient: all of it flows through the latents.
+        encode: used instead of the method of that name.
+        decode: used instead of the method of that name.
 
     Returns:
-        A handle, which is also a context manager; it has the latents, and changes them.
+        A handle on the latents, which is also a context manager.
 
     Raises:
-        InputError: something given makes no sense.
-        NodePathError: there are no such nodes.
+        InputError: an argument makes no sense.
+        NodePathError: `where` matches no node.
 
     Example:
         >>> import torch, bendtrace as bt
@@ -406,18 +367,14 @@ def splice_autoencoder(
         encode if parts else None, decode if parts else None, autoencoder, error_term,
         frozenset(map(id, own)),
     )  # fmt: skip
-    board = bended._board
-    made = board.make(_is_root, _Begins(inner), allow_none=True), board.make(where, inner)
-    board.add(*made)
-    return SplicedAutoencoder(bended, autoencoder, made, inner)
-
-
-def _is_root(node: Candidate) -> bool:
-    return node.path == ""
+    group = InsertionGroup(bended)
+    group.make(is_root, _Begins(inner), allow_none=True)
+    group.make(where, inner)
+    return SplicedAutoencoder(bended, autoencoder, group, inner)
 
 
 def _only(kept: dict[str, Tensor], what: str) -> Tensor:
     if len(kept) != 1:
-        listed = ", ".join(map(repr, kept)) or "none; no call came by"
+        listed = ", ".join(map(repr, kept)) or "none; no call reached a node"
         raise InputError(f"there is not one set of {what}, but {listed}")
     return next(iter(kept.values()))

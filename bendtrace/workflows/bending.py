@@ -1,35 +1,33 @@
-"""Playing with a generator: bends whose parameters are changed while calls go on."""
+"""Playing with a generator: bends whose parameters change between calls."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Any, Self
 
 import torch
 from torch import Tensor
 
-from bendtrace.calls import Call, bended_of
+from bendtrace.calls import Call, bended_of, own_copy
 from bendtrace.errors import InputError
 from bendtrace.interject.bends.bend import Bend
 from bendtrace.interject.bends.handle import BendHandle
 from bendtrace.interject.bends.parameter import BendingParameter, Value
 from bendtrace.module import BendedModule
-from bendtrace.workflows._copies import own_copy
 
 __all__ = ["BendingSession", "Sweep", "bending_session", "sweep"]
 
 
 @dataclass(frozen=True)
 class Sweep:
-    """What a model gave for each value of a parameter.
+    """The outputs of a model for each value of a parameter.
 
     Attributes:
         parameter: name of the parameter.
-        values: those that it was set to.
-        outputs: what the model gave for each.
-        traces: how many paths were traced for it.
+        values: its values.
+        outputs: the output of the model for each.
+        traces: how many paths were traced for them.
 
     Example:
         >>> import torch, bendtrace as bt
@@ -80,19 +78,19 @@ def sweep(
 
     Args:
         model: a `BendedModule` with bends (or steering vectors, or functions) that read it.
-        inputs: what it is called with each time; see `Call.of`.
-        parameter: the parameter, or the name of one that bends of the model have. It has its value
-            back afterwards.
+        inputs: its inputs; see `Call.of`.
+        parameter: the parameter, or the name of one that bends of the model have. Its value is
+            restored afterwards.
         values: numbers, or tensors.
-        seed: for torch's random numbers, set anew before each call, so that nothing but the
-            parameter differs; the global generators are put back afterwards. None to draw on.
+        seed: for torch's random numbers, set before each call, so that nothing but the parameter
+            differs; the global generators are restored afterwards. None to leave them alone.
 
     Returns:
         A `Sweep`.
 
     Raises:
-        InputError: there is no such parameter, or a value is none that it can have; then no
-            call was made.
+        InputError: there is no such parameter, or it cannot have one of the values; then no call
+            was made.
 
     Example:
         >>> import torch, bendtrace as bt
@@ -116,11 +114,9 @@ def sweep(
             found.value = value
         for value in listed:
             found.value = value
-            if seed is None:
-                outputs.append(own_copy(call, keeps_graph=True).to(bended))
-                continue
-            with torch.random.fork_rng():
-                torch.manual_seed(seed)
+            with torch.random.fork_rng(enabled=seed is not None):
+                if seed is not None:
+                    torch.manual_seed(seed)
                 outputs.append(own_copy(call, keeps_graph=True).to(bended))
     finally:
         found.value = before
@@ -138,9 +134,9 @@ def _parameter(bended: BendedModule, parameter: BendingParameter | str) -> Bendi
 
 
 class BendingSession:
-    """Bends of a model with parameters to be changed while calls go on; a context manager.
+    """Bends of a model whose parameters change between calls; a context manager.
 
-    At its end its bends are taken out; what else is inserted stays.
+    At its end its bends are removed; other insertions stay.
 
     Attributes:
         model: the `BendedModule`.
@@ -175,11 +171,11 @@ class BendingSession:
         return self.model(*args, **kwargs)
 
     def set(self, **values: Value) -> None:
-        """Set parameters; they count from the next call on.
+        """Set parameters for the next calls.
 
         Raises:
-            InputError: there is no such parameter, or a value is none that it can have; then
-                all stay as they are.
+            InputError: there is no such parameter, or it cannot have the value; then all stay as
+                they are.
         """
         found = {name: self[name] for name in values}
         before = {name: parameter.value for name, parameter in found.items()}
@@ -204,19 +200,14 @@ class BendingSession:
         return sweep(self.model, inputs, self[name], values, seed=seed)
 
     def remove(self) -> None:
-        """Take its bends out. Doing so twice is no error."""
+        """Remove its bends. A second call does nothing."""
         for handle in self._handles:
             handle.remove()
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.remove()
 
     def __repr__(self) -> str:
@@ -226,22 +217,22 @@ class BendingSession:
 
 
 def bending_session(model: Callable[..., Any], bends: Mapping[Any, Any]) -> BendingSession:
-    """Bend a model, and hand out the parameters of the bends.
+    """Bend a model, and return the parameters of the bends.
 
     Network bending after Broad, Leymarie and Grierson, "Network Bending" (2021): a trained
     generator is changed inside while it runs.
 
     Args:
-        model: a `BendedModule`, or a module; then `.model` of what is returned is to be called.
-        bends: for each pattern of names (see `BendedModule.bend`), or anything else that says
-            where, a callback, or several; each number in it can be a `BendingParameter`.
+        model: a `BendedModule`, or a module; then call the `.model` of the session.
+        bends: for each pattern of names (see `BendedModule.bend`), or any other way to name nodes,
+            a callback, or several; each number in it can be a `BendingParameter`.
 
     Returns:
         A `BendingSession`.
 
     Raises:
-        InputError: something given makes no sense, or two parameters have one name. Then nothing
-            is bent.
+        InputError: an argument makes no sense, or two parameters have one name. Then nothing is
+            bent.
 
     Example:
         >>> import torch, bendtrace as bt

@@ -1,4 +1,4 @@
-"""A call of a model together with what its nodes gave in it, as a dict by name."""
+"""The values of nodes in a call of a model, as a dict by name."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import threading
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
+from html import escape
 from typing import Any
 
 import torch
@@ -18,6 +19,8 @@ from bendtrace.calls import Call, bended_of
 from bendtrace.errors import InputError, NeverFiredWarning, NodePathError
 from bendtrace.history.copies import copied, lazily_copied, materialize, tensors_in
 from bendtrace.interject.candidate import Candidate
+from bendtrace.interject.group import InsertionGroup, is_root
+from bendtrace.interject.insertion import Insertion
 from bendtrace.interject.interjection import Inputs, Interjection, NodePass
 from bendtrace.interject.selector import NodeSelector
 from bendtrace.interject.structure import assemble, take_apart
@@ -30,16 +33,15 @@ from bendtrace.workflows.aliases import Alias, Aliases, transformer_lens_aliases
 __all__ = ["ActivationCache", "run_with_cache"]
 
 _SHOWN = 20
-_GIVES = {"input": "is given", "output": "gives"}
 
 
 class ActivationCache(dict[str, Any]):
-    """What nodes gave in one call, by node path; and by the other names of the same.
+    """The values of nodes in one call, by node path and by other names.
 
     Keys are node paths (`transformer.h_0.mlp`), with the number of the pass where there were
-    several (`relu:2`), and `.input` behind them for what a module was given; and the aliases that
-    were asked for. Looked up it can also be by qualified names, with `.output` and `.input`
-    behind them (`transformer.h.0.output`), and by aliases.
+    several (`relu:2`), and followed by `.input` for the input of a module; and the requested
+    aliases. Qualified names, followed by `.output` or `.input` (`transformer.h.0.output`), and all
+    aliases find their values as well.
 
     Attributes:
         aliases: other names.
@@ -67,13 +69,8 @@ class ActivationCache(dict[str, Any]):
         self._names = dict(names)
 
     def passes(self, name: str) -> list[Any]:
-        """Return what a node gave in each of its passes, in order."""
-        return [self[key] for key in self._keys_of(name)]
-
-    def _keys_of(self, name: str) -> list[str]:
-        if name in self:
-            return [name]
-        return self._names.get(name, [])
+        """Return the values of a node in all of its passes, in order."""
+        return [self[key] for key in ([name] if name in self else self._names.get(name, []))]
 
     def __missing__(self, name: str) -> Any:
         keys = self._names.get(name, []) if isinstance(name, str) else []
@@ -81,16 +78,15 @@ class ActivationCache(dict[str, Any]):
             return self[keys[0]]
         if keys:
             raise NodePathError(
-                f"{name!r} was there several times: name one of {', '.join(map(repr, keys))}",
+                f"{name!r} ran several times: name one of {', '.join(map(repr, keys))}",
                 name,
                 tuple(keys),
             )
         alias = self.aliases.get(name)
         if alias is not None:
             return _picked(self[alias.where], alias)
-        why = self.aliases.why_not(name) if isinstance(name, str) else ""
-        if why:
-            raise NodePathError(f"{name!r} has no equal in this model: {why}", name)
+        if isinstance(name, str):
+            _require_equal(self.aliases, name)
         hint = near_misses(str(name), [*self, *self._names])
         raise NodePathError(f"there is no {name!r} in this cache; {hint}", str(name), tuple(self))
 
@@ -101,6 +97,11 @@ class ActivationCache(dict[str, Any]):
             lines.append(f"  ... and {len(self) - _SHOWN} more")
         return "\n".join(lines)
 
+    def _repr_html_(self) -> str:
+        rows = ((escape(key), escape(_shown(value))) for key, value in self.items())
+        cells = "".join(f"<tr><th>{key}</th><td>{shown}</td></tr>" for key, shown in rows)
+        return f"<table><caption>{len(self)} values</caption>{cells}</table>"
+
 
 def run_with_cache(
     model: Callable[..., Any],
@@ -110,31 +111,31 @@ def run_with_cache(
     aliases: Mapping[str, str | Alias] | None = None,
     detach: bool = True,
 ) -> tuple[Any, ActivationCache]:
-    """Call a model, and return its output and what its nodes gave.
+    """Call a model, and return its output and the values of its nodes.
 
     The name is that of TransformerLens.
 
     Args:
-        model: a module, a function or a `BendedModule`; what is inserted in it is called.
-        inputs: what it is called with; see `Call.of`.
-        names_filter: what is kept: None for all that has a tensor in it; a name, or several; a
-            compiled regular expression, in full, or a function of a name that says yes or no. The
+        model: a module, a function or a `BendedModule`, whose insertions stay active.
+        inputs: its inputs; see `Call.of`.
+        names_filter: the values to keep: None for all with a tensor in them; a name, or several; a
+            compiled regular expression that matches names in full, or a predicate of a name. The
             names of a node are its path (`transformer.h_0.mlp`); for calls of modules also the
-            qualified name with `.output` and with `.input` behind it, which mean what the
-            module gave and was given; and aliases. A module's input is its first argument.
+            qualified name followed by `.output` or `.input`; and aliases. A module's input is its
+            first argument.
         aliases: other names for nodes: a mapping to paths, or to an `Alias`. None for those of
             TransformerLens where the model is a GPT-2 or a Llama of Hugging Face
             (`transformer_lens_aliases`).
-        detach: whether to keep snapshots, which nothing changes any more, and whose memory is
-            shared until somebody writes. Otherwise the tensors themselves, with their graph.
+        detach: whether to keep snapshots, which share memory with the tensors until one of them is
+            written to. Otherwise the tensors themselves, with their graph.
 
     Returns:
         The output, and an `ActivationCache`.
 
     Raises:
-        NodePathError: there is nothing by a name; for names of TransformerLens that have no
-            equal here it says why.
-        InputError: nothing is meant, or something given makes no sense.
+        NodePathError: a name matches no node; for names of TransformerLens without an equal here
+            it says why.
+        InputError: an argument makes no sense.
 
     Example:
         >>> import torch, bendtrace as bt
@@ -152,56 +153,75 @@ def run_with_cache(
     else:
         known = aliases if isinstance(aliases, Aliases) else Aliases(aliases)
     fixed = _fixed(bended.model, call) if detach else None
-    # The model's own Python could write to what is shared by its address, as through numpy
-    # arrays. Whether it does is known from the first run on.
-    runs = bended._known.recordings()
+    # The model's own Python could write to shared memory by its address, as through numpy arrays.
+    # Whether it does is known from the first run on.
+    group = InsertionGroup(bended)
+    runs = group.known_runs()
     is_lazy = bool(runs) and not any(map(_hands_out, runs))
-    wanted = _Wanted(bended, known)
+    wanted = _Wanted(bended, group, known, _Clock(fixed, is_lazy))
     wanted.read(names_filter)
-    keepers = wanted.keepers(fixed, is_lazy)
-    first = [insertion for keeper in keepers for insertion in keeper.made if keeper.is_input]
-    last = [insertion for keeper in keepers for insertion in keeper.made if not keeper.is_input]
-    # Inputs are seen after all that is inserted has changed them if what keeps them is innermost.
-    board = bended._board
-    others = board.insertions
-    board.remove(*others)
-    board.add(*first, *others, *last)
+    wanted.insert()
     try:
         output = call.to(bended)
     except NodePathError as error:
         raise wanted.explained(error) from None
     finally:
-        board.remove(*first, *last)
-        for keeper in keepers:
-            keeper.close()
+        wanted.close()
     for tensor in tensors_in((output, call.args, dict(call.kwargs))):
-        materialize(tensor)  # what the caller has in hand are ordinary tensors
+        materialize(tensor)  # the caller's tensors are ordinary ones
     if is_lazy and fixed is not None:
-        for run in (run for insertion in (*first, *last) for run in insertion.runs):
+        for run in (run for insertion in wanted.group.insertions for run in insertion.runs):
             if reasons := _hands_out(run):
                 raise InputError(
-                    f"this call went a new way, on which {reasons[0]}: what was kept may have "
+                    f"this call took a new path, on which {reasons[0]}: the kept values may have "
                     "been changed there. Now that this is known, the next call makes copies"
                 )
-    found = wanted.cache(keepers)
+    found = wanted.cache()
     if not found:
         warnings.warn(
-            NeverFiredWarning(
-                f"this call came by nothing that names_filter={names_filter!r} means"
-            ),
+            NeverFiredWarning(f"this call reached no node of names_filter={names_filter!r}"),
             stacklevel=2,
         )
     return output, found
 
 
-class _Keeper(Interjection):
-    """Keeps what nodes give, or what calls of modules are given first.
+class _Clock:
+    """Takes snapshots, and numbers them in the order of time.
 
     Args:
         fixed: memory that is copied at once; None if nothing is copied.
-        is_lazy: whether other memory is only copied once somebody writes.
-        is_alias: whether it keeps what aliases stand for.
-        clock: numbers in the order of time.
+        is_lazy: whether other memory is only copied when it is written to.
+    """
+
+    def __init__(self, fixed: set[int] | None, is_lazy: bool) -> None:
+        self._fixed = fixed
+        self._is_lazy = is_lazy
+        self._numbers = itertools.count()
+
+    def taken(self, value: Any) -> tuple[int, Any]:
+        """Return a number, and a snapshot of a value."""
+        if self._fixed is None:
+            return next(self._numbers), value
+        shape, found = take_apart(value)
+        with torch.inference_mode(False), torch.no_grad():
+            return next(self._numbers), assemble(shape, list(map(self._copied, found)))
+
+    def _copied(self, item: Any) -> Any:
+        if not isinstance(item, Tensor):
+            return item
+        assert self._fixed is not None
+        shares = self._is_lazy and storage_of(item) not in self._fixed
+        return lazily_copied(item.detach()) if shares else copied(item.detach())
+
+
+class _Keeper(Interjection):
+    """Keeps the outputs of nodes.
+
+    Attributes:
+        is_alias: whether it keeps the values only for aliases.
+        insertions: where it is inserted.
+        kept: for each node and pass the time and the value.
+        modules: the modules that were called, by path.
     """
 
     observes = True
@@ -210,70 +230,41 @@ class _Keeper(Interjection):
     label = "run_with_cache"
     is_input = False
 
-    def __init__(
-        self,
-        fixed: set[int] | None,
-        is_lazy: bool,
-        is_alias: bool,
-        clock: Iterator[int],
-    ) -> None:
-        self._is_lazy = is_lazy
+    def __init__(self, clock: _Clock, is_alias: bool) -> None:
         self.is_alias = is_alias
-        self.times: dict[tuple[str, int], int] = {}
-        self.made: list[Any] = []
-        self.kept: dict[tuple[str, int], Any] = {}
+        self.insertions: list[Insertion] = []
+        self.kept: dict[tuple[str, int], tuple[int, Any]] = {}
         self.modules: dict[str, nn.Module] = {}
-        self._fixed = fixed
+        self.thread: int | None = threading.get_ident()
         self._clock = clock
-        self._thread: int | None = threading.get_ident()
 
-    def close(self) -> None:
-        """Keep nothing more."""
-        self._thread = None
+    def after(self, at: NodePass, inputs: Inputs, output: Any) -> None:
+        self._keep(at, output)
 
-    def keep(self, at: NodePass, value: Any) -> None:
-        """Keep a value, as it is now."""
-        if threading.get_ident() != self._thread:  # of a call that somebody else makes
+    def _keep(self, at: NodePass, value: Any) -> None:
+        if threading.get_ident() != self.thread:  # of a call in another thread
             return
         path = at.path or "output"
         if at.module is not None:
             self.modules[path] = at.module
-        self.times[path, at.number] = next(self._clock)
-        self.kept[path, at.number] = value if self._fixed is None else self._snapshot(value)
-
-    def _snapshot(self, value: Any) -> Any:
-        shape, found = take_apart(value)
-        with torch.inference_mode(False), torch.no_grad():
-            return assemble(shape, [self._copied(item) for item in found])
-
-    def _copied(self, item: Any) -> Any:
-        if not isinstance(item, Tensor):
-            return item
-        assert self._fixed is not None
-        value = item.detach()
-        shares = self._is_lazy and storage_of(item) not in self._fixed
-        return lazily_copied(value) if shares else copied(value)
+        self.kept[path, at.number] = self._clock.taken(value)
 
 
-class _KeepsOutputs(_Keeper):
-    def after(self, at: NodePass, inputs: Inputs, output: Any) -> None:
-        """Keep what the node gave."""
-        self.keep(at, output)
+class _InputKeeper(_Keeper):
+    """Keeps the first inputs of calls of modules."""
 
-
-class _KeepsInputs(_Keeper):
     late = False
     is_input = True
+    after = Interjection.after
 
     def before(self, at: NodePass, inputs: Inputs) -> None:
-        """Keep the first thing that the module is given."""
         given = [*inputs, *inputs.kwargs.values()]
         if given:
-            self.keep(at, given[0])
+            self._keep(at, given[0])
 
 
 def _fixed(model: Any, call: Call) -> set[int]:
-    """Return the memory that is there before the call: others know it by its address."""
+    """Return the memory that exists before the call: others know it by its address."""
     tensors = list(tensors_in((call.args, dict(call.kwargs))))
     if isinstance(model, nn.Module):
         tensors += [*model.parameters(), *model.buffers()]
@@ -281,7 +272,7 @@ def _fixed(model: Any, call: Call) -> set[int]:
 
 
 def _hands_out(run: Recording) -> list[str]:
-    """Say where a run lets code that cannot be watched have the memory of tensors."""
+    """Return where a run gives the memory of tensors to code that cannot be watched."""
     return [reason for reason in run.tape.blockers if "content of a tensor" in reason]
 
 
@@ -295,16 +286,14 @@ def _picked(value: Any, alias: Alias) -> Any:
     return value if alias.pick is None else alias.pick(value)
 
 
-@dataclass(frozen=True)
-class _Source:
-    """One thing that is to be kept.
+def _require_equal(aliases: Aliases, name: str) -> None:
+    if why := aliases.why_not(name):
+        raise NodePathError(f"{name!r} has no equal in this model: {why}", name)
 
-    Attributes:
-        where: as `interject` takes it.
-        is_input: whether it is what a module is given.
-        is_alias: whether it is only wanted for what an alias stands for.
-        allow_none: whether it is right that there is none.
-    """
+
+@dataclass
+class _Source:
+    """A value to keep: `where` as `interject` takes it, and whether it is a module's input."""
 
     where: Any
     is_input: bool = False
@@ -312,43 +301,36 @@ class _Source:
     allow_none: bool = False
 
 
-@dataclass
 class _Wanted:
-    """What is to be kept of a call.
+    """The values of a call to keep, and the aliases that were asked for."""
 
-    Attributes:
-        bended: the model.
-        aliases: other names.
-        sources: what is to be kept.
-        asked: aliases that were asked for; whether they have to be there.
-    """
-
-    bended: BendedModule
-    aliases: Aliases
-    sources: list[_Source] = field(default_factory=list)
-    asked: dict[str, bool] = field(default_factory=dict)
+    def __init__(
+        self, bended: BendedModule, group: InsertionGroup, aliases: Aliases, clock: _Clock
+    ) -> None:
+        self.group = group
+        self._model = bended.model
+        self._aliases = aliases
+        self._clock = clock
+        self._sources: list[_Source] = []
+        self._asked: dict[str, bool] = {}  # whether an alias has to be there
+        self._keepers: dict[tuple[bool, bool], _Keeper] = {}
 
     def read(self, names_filter: Any) -> None:
-        """Find out what a filter means.
-
-        Raises:
-            InputError: it is none.
-            NodePathError: there is nothing by a name in it.
-        """
+        """Add the values that a filter means."""
         if names_filter is None:
-            self.sources += [_Source(_anything), _Source(_any_module, True, allow_none=True)]
+            self._sources += [_Source(_anything), _Source(_any_module, True, allow_none=True)]
         elif isinstance(names_filter, re.Pattern):
             self._by(lambda name: names_filter.fullmatch(name) is not None)
         elif isinstance(names_filter, str):
             self._named(names_filter)
         elif isinstance(names_filter, (nn.Module, type, NodeSelector)):
-            self.sources.append(_Source(names_filter))
+            self._sources.append(_Source(names_filter))
         elif callable(names_filter):
             self._by(names_filter)
         elif isinstance(names_filter, Iterable):
             listed = list(names_filter)
             if not listed:
-                raise InputError("names_filter= is empty: say what is to be kept")
+                raise InputError("names_filter= is empty: name the values to keep")
             for name in listed:
                 self.read(name)
         else:
@@ -358,99 +340,107 @@ class _Wanted:
             )
 
     def _by(self, says: Callable[[str], Any]) -> None:
-        for name, alias in self.aliases.items():
+        for name, alias in self._aliases.items():
             if says(name):
-                self.asked.setdefault(name, False)
-                self.sources.append(
-                    replace(self._source(alias.where), is_alias=True, allow_none=True)
-                )
+                self._asked.setdefault(name, False)
+                self._add(alias.where, is_alias=True, allow_none=True)
 
         def of_output(node: Candidate) -> bool:
-            return any(says(name) for name in _names_of(node, "output"))
+            return any(map(says, _names_of(node, "output")))
 
         def of_input(node: Candidate) -> bool:
-            return node.is_module and any(says(name) for name in _names_of(node, "input"))
+            return node.is_module and any(map(says, _names_of(node, "input")))
 
-        self.sources += [
+        self._sources += [
             _Source(of_output, allow_none=True), _Source(of_input, True, allow_none=True)
         ]  # fmt: skip
 
     def _named(self, name: str) -> None:
-        if name in self.aliases:
-            self.asked[name] = True
-            self.sources.append(replace(self._source(self.aliases[name].where), is_alias=True))
-            return
-        why = self.aliases.why_not(name)
-        if why:
-            raise NodePathError(f"{name!r} has no equal in this model: {why}", name)
-        self.sources.append(self._source(name))
+        if name in self._aliases:
+            self._asked[name] = True
+            self._add(self._aliases[name].where, is_alias=True)
+        else:
+            _require_equal(self._aliases, name)
+            self._add(name)
 
-    def _source(self, name: str) -> _Source:
-        """Return what a name is that is none of an alias."""
-        if name in ("input", "output"):
-            return _Source(_is_root, name == "input")
-        model = self.bended.model
+    def _add(self, name: str, **options: bool) -> None:
+        """Add the value of a name that is no alias."""
         stem, _, part = name.rpartition(".")
-        if part in ("input", "output") and isinstance(model, nn.Module):
-            modules = dict(model.named_modules(remove_duplicate=False))
-            module = modules.get(stem)
-            if module is not None and name in modules:
-                raise NodePathError(
-                    f"{name!r} is a module, and also what {stem!r} {_GIVES[part]}: write "
-                    f"'{name}.output' for the one, "
-                    + (
-                        f"{stem!r} for the other"
-                        if part == "output"
-                        else "a function for the other"
-                    ),
-                    name,
-                )
+        where: Any = name
+        if name in ("input", "output"):
+            where, part = is_root, name
+        elif part in ("input", "output"):
+            module = None
+            if isinstance(self._model, nn.Module):
+                modules = dict(self._model.named_modules(remove_duplicate=False))
+                module = modules.get(stem)
+                if module is not None and name in modules:
+                    other = f"{stem!r}" if part == "output" else "a function"
+                    raise NodePathError(
+                        f"{name!r} is a module, and also the {part} of {stem!r}: write "
+                        f"'{name}.output' for the one, {other} for the other",
+                        name,
+                    )
             if module is not None:
-                return _Source(module, part == "input")
-        if part == "input":
-            return _Source(_Place(stem), True)
-        return _Source(name)
+                where = module
+            elif part == "input":
+                where = _call_at(stem)
+        self._sources.append(_Source(where, part == "input", **options))
 
-    def keepers(self, fixed: set[int] | None, is_lazy: bool) -> list[_Keeper]:
-        """Return what keeps it all, ready to be put in.
+    def insert(self) -> None:
+        """Insert what keeps the values, around all other insertions.
+
+        Inputs are kept after all other insertions have changed them if their keeper is innermost.
 
         Raises:
-            NodePathError: there is nothing by a name.
+            NodePathError: a name matches no node.
         """
-        found: dict[tuple[bool, bool], _Keeper] = {}
-        clock = itertools.count()
-        for source in self.sources:
-            kind = _KeepsInputs if source.is_input else _KeepsOutputs
+        for source in self._sources:
+            kind = _InputKeeper if source.is_input else _Keeper
             key = source.is_input, source.is_alias
-            keeper = found.setdefault(key, kind(fixed, is_lazy, source.is_alias, clock))
+            keeper = self._keepers.setdefault(key, kind(self._clock, source.is_alias))
             try:
-                made = self.bended._board.make(source.where, keeper, allow_none=source.allow_none)
+                made = self.group.make(source.where, keeper, allow_none=source.allow_none)
             except NodePathError as error:
                 raise self.explained(error) from None
-            keeper.made.append(made)
-        return list(found.values())
+            keeper.insertions.append(made)
+        first, last = (
+            [made for keeper in self._keepers.values() if keeper.is_input == is_input
+             for made in keeper.insertions]
+            for is_input in (True, False)
+        )  # fmt: skip
+        self.group.put_around(first, last)
+
+    def close(self) -> None:
+        """Keep nothing more."""
+        self.group.remove()
+        for keeper in self._keepers.values():
+            keeper.thread = None
 
     def explained(self, error: NodePathError) -> NodePathError:
-        """Say which alias it was that led nowhere."""
-        for name in self.asked:
-            alias = self.aliases[name]
+        """Name the alias whose node is missing."""
+        for name in self._asked:
+            alias = self._aliases[name]
             if alias.where == error.path or f"no node {alias.where!r}" in str(error):
                 why = f" ({alias.why})" if alias.why else ""
                 return NodePathError(f"{name!r} stands for {alias.where!r}{why}: {error}", name)
         return error
 
-    def cache(self, keepers: list[_Keeper]) -> ActivationCache:
-        """Return what was kept."""
-        everything = any(source.where is _anything for source in self.sources)
+    def cache(self) -> ActivationCache:
+        """Return the kept values."""
+        everything = any(source.where is _anything for source in self._sources)
         values: dict[str, Any] = {}
         names: dict[str, dict[str, None]] = {}
         hidden = set()
-        rows = [(time, keeper, *key) for keeper in keepers for key, time in keeper.times.items()]
-        totals = Counter((id(keeper), path) for _, keeper, path, _ in rows)
-        for _, keeper, path, number in sorted(rows, key=lambda row: row[0]):
-            value = keeper.kept[path, number]
+        rows = [
+            (time, keeper, path, number, value)
+            for keeper in self._keepers.values()
+            for (path, number), (time, value) in keeper.kept.items()
+        ]
+        totals = Counter((id(keeper), path) for _, keeper, path, *_ in rows)
+        for _, keeper, path, number, value in sorted(rows, key=lambda row: row[0]):
             if everything and next(tensors_in(value), None) is None:
-                continue  # of all, only what has a tensor in it
+                continue  # of all, only those with a tensor in them
             shown = f"{path}:{number + 1}" if totals[id(keeper), path] > 1 else path
             key = f"{shown}.input" if keeper.is_input else shown
             if keeper.is_alias and key not in values:
@@ -461,48 +451,43 @@ class _Wanted:
             for name in self._other_names(path, keeper.modules.get(path), keeper.is_input):
                 names.setdefault(name, {})[key] = None
         listed = {name: list(keys) for name, keys in names.items()}
-        found = ActivationCache(values, listed, self.aliases)
-        for name, is_needed in self.asked.items():
-            alias = self.aliases[name]
+        found = ActivationCache(values, listed, self._aliases)
+        for name, is_needed in self._asked.items():
+            alias = self._aliases[name]
             try:
-                value = found[alias.where]
+                values[name] = _picked(found[alias.where], alias)
             except NodePathError as error:
                 if is_needed:
                     raise self.explained(error) from None
-                continue
-            values[name] = _picked(value, alias)
         left = {key: value for key, value in values.items() if key not in hidden}
-        return ActivationCache(left, {n: k for n, k in listed.items() if not hidden & {*k}},
-                               self.aliases)  # fmt: skip
+        names_left = {name: keys for name, keys in listed.items() if not hidden & {*keys}}
+        return ActivationCache(left, names_left, self._aliases)
 
     def _other_names(self, path: str, module: nn.Module | None, is_input: bool) -> Iterator[str]:
         suffix = "input" if is_input else "output"
         if path == "output":
-            if is_input:
-                yield "input"
+            yield from ["input"] * is_input
             return
         if not is_input:
             yield path
         yield f"{path}.{suffix}"
-        model = self.bended.model
-        if module is None or not isinstance(model, nn.Module):
+        if module is None or not isinstance(self._model, nn.Module):
             return
-        for name, other in model.named_modules(remove_duplicate=False):
+        for name, other in self._model.named_modules(remove_duplicate=False):
             if other is module and name:
                 yield f"{name}.{suffix}"
                 if not is_input and name != path:
                     yield name
 
 
-class _Place:
-    """Says whether a node is the call of a module that has a path."""
+def _call_at(path: str) -> Callable[[Candidate], bool]:
+    """Return a predicate for the call of a module at a node path."""
 
-    def __init__(self, path: str) -> None:
-        self._path = path
-        self.__qualname__ = f"{path}.input"  # what errors call it
+    def matches(node: Candidate) -> bool:
+        return node.is_module and node.path == path
 
-    def __call__(self, node: Candidate) -> bool:
-        return node.is_module and node.path == self._path
+    matches.__qualname__ = f"{path}.input"  # the name in errors
+    return matches
 
 
 def _anything(node: Candidate) -> bool:
@@ -511,10 +496,6 @@ def _anything(node: Candidate) -> bool:
 
 def _any_module(node: Candidate) -> bool:
     return node.is_module
-
-
-def _is_root(node: Candidate) -> bool:
-    return node.path == ""
 
 
 def _names_of(node: Candidate, part: str) -> Iterator[str]:

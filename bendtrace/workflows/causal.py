@@ -2,40 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from bendtrace._checks import required_int, required_number
 from bendtrace.calls import Call, bended_of
 from bendtrace.errors import InputError, SiteError
 from bendtrace.interject.where import describe_where
-from bendtrace.workflows._grids import Exchange, Grid, grid_of, required_missing
-from bendtrace.workflows._metrics import Metric, number_of, required_metric
-from bendtrace.workflows._parts import Columns, NoPart, Part, position_of
-from bendtrace.workflows._sites import Act, At, Key, Row, Seen, Sites, listed_sites
+from bendtrace.workflows._grids import (
+    Columns,
+    Grid,
+    Missing,
+    NoPart,
+    Part,
+    position_of,
+    required_metric,
+)
+from bendtrace.workflows._sites import Act, At, Exchange, Key, Row, Seen, Sites, listed_sites
+from bendtrace.workflows.patching import HINT
 
 __all__ = ["CausalTrace", "causal_tracing"]
 
 
 @dataclass(frozen=True, repr=False, eq=False)
 class CausalTrace(Grid):
-    """What causal tracing has shown.
+    """The result of causal tracing: the metric with each cell restored.
 
     Attributes:
-        values: the metric with each cell restored, in the mean over the samples of noise: in shape
-            (sites, positions), or (sites, positions, heads) where heads were told apart; float64,
+        values: the mean metric over the samples of noise with each cell restored: in shape
+            (sites, positions), or (sites, positions, heads) where heads are separate; float64,
             nan where something is missing.
         sites: names of the sites.
-        positions: along the axis: ints, slices, groups of ints; (None,) where the whole was meant.
-        heads: the numbers of the heads; None where they were not told apart.
+        positions: along the axis: ints, slices, groups of ints; (None,) for the whole value.
+        heads: the numbers of the heads; None where they are not separate.
         clean: the metric of the clean run.
-        corrupted: that of the corrupted runs, in the mean.
-        corrupted_samples: that of each of them, in shape (samples,).
-        samples: that of each cell with each noise, in shape (samples, sites, positions[, heads]).
+        corrupted: the mean metric of the corrupted runs.
+        corrupted_samples: the metric of each of them, in shape (samples,).
+        samples: the metric of each cell with each noise, in shape (samples, sites, positions[,
+            heads]).
         noise: standard deviation of the noise.
         window: how many sites were restored together.
         missing: why cells are nan, by name of the site.
@@ -63,7 +71,7 @@ class CausalTrace(Grid):
 
     @property
     def effect(self) -> Tensor:
-        """The indirect effect as a part of the total effect.
+        """The indirect effect as a fraction of the total effect.
 
         How far restoring takes the metric from that of the corrupted runs (0) to that of the clean
         one (1), in the mean over the samples.
@@ -72,12 +80,12 @@ class CausalTrace(Grid):
 
     @property
     def indirect_effect(self) -> Tensor:
-        """How much restoring changes the metric of the corrupted runs, in its own units."""
+        """The change of the corrupted runs' metric by restoring, in its own units."""
         return self.values - self.corrupted
 
     @property
     def total_effect(self) -> float:
-        """How much the noise takes from the metric."""
+        """The loss of the metric by the noise."""
         return self.clean - self.corrupted
 
     def _title(self) -> str:
@@ -109,31 +117,31 @@ def causal_tracing(
     at: At = "output",
     missing: Literal["raise", "nan"] = "raise",
 ) -> CausalTrace:
-    """Find out where a model keeps what it knows of a subject.
+    """Find out where a model keeps its knowledge of a subject.
 
     After Meng et al., "Locating and Editing Factual Associations in GPT" (2022): noise is added to
     the embedding of a subject, and then, site by site and position by position, the value of the
-    clean run is put back. Where that restores the output, the information passes.
+    clean run is restored. Where that restores the output, the information passes.
 
     The model is called once without noise, and for each sample once with it and once for each cell.
-    These are calls of their own, not rows of one batch, so that any inputs will do, and numbers
-    are bit by bit those of a loop. Each call begins with the same random numbers and buffers,
-    which are put back in the end. The noise is drawn from a generator of its own.
+    These are separate calls, not rows of one batch, so that any inputs will do, and the numbers
+    equal those of a loop bit for bit. Each call begins with the same random numbers and buffers,
+    which are restored at the end. The noise is drawn from a generator of its own.
 
     Args:
-        model: a module, a function, or a `BendedModule`, with what is inserted in it.
+        model: a module, a function, or a `BendedModule`, whose insertions stay active.
         inputs: a tensor, a tuple of arguments, a mapping of keyword arguments, or a `Call`.
         subject_positions: an int, a slice, or ints: where along `axis` the noise is added.
-        sites: what is restored, as for `activation_patching`. Give them in the order of the layers.
-        metric: a function of the model's output that gives a number, such as the probability of
-            the right answer.
-        where: the node that gives the embedding, which noise is added to; of what `interject`
-            takes. It has to come up once.
+        sites: the values that are restored, as for `activation_patching`, in layer order.
+        metric: a function from the model's output to a number, such as the probability of the
+            right answer.
+        where: the node whose output is the embedding, which noise is added to; as `interject`
+            takes it. It has to run once.
         noise: standard deviation of the noise, in units of `std`.
-        std: None: the (unbiased) standard deviation of all numbers that the node gives in the clean
-            run. Or a number: that of the embeddings of a whole data set; 1.0 has `noise` mean what
-            it says.
-        samples: with how many draws of noise.
+        std: None: the (unbiased) standard deviation of the node's output in the clean run. Or a
+            number: that of the embeddings of a whole data set, or 1.0 for `noise` in absolute
+            units.
+        samples: the number of draws of noise.
         seed: of the noise. Sample after sample `torch.randn(shape, generator=generator)` is drawn,
             on the CPU, from `torch.Generator().manual_seed(seed)`, for the part of the embedding at
             the subject's positions, in its dtype (in float32 where that is shorter).
@@ -145,16 +153,16 @@ def causal_tracing(
         head: as for `activation_patching`.
         head_axis: as for `activation_patching`.
         at: "output" or "input", for the sites.
-        missing: what is done where a value cannot be restored: "raise", or "nan" for the cell, if
-            that is so with any of the samples.
+        missing: what happens where a value cannot be restored: "raise", or "nan" for the cell, if
+            any of the samples cannot restore it.
 
     Returns:
         A `CausalTrace`: means in shape (sites, positions).
 
     Raises:
         SiteError: a value cannot be restored; it names the site.
-        NodePathError: something means no node.
-        InputError: something given makes no sense.
+        NodePathError: a site matches no node.
+        InputError: an argument makes no sense.
 
     Example:
         >>> import torch, bendtrace as bt
@@ -168,51 +176,53 @@ def causal_tracing(
         tensor([[0., 1., 0.]], dtype=torch.float64)
     """
     columns = Columns.of(positions, axis, heads, head, head_axis)
-    measured, lenient = required_metric(metric), required_missing(missing)
+    measured, missed = required_metric(metric), Missing(missing, "replace", HINT)
     subject = Part(position_of(subject_positions, "subject_positions"), axis)
-    _require_counts(noise, std, samples, window)
+    required_number("noise", noise)
+    required_number("std", std, or_none=True)
+    required_int("samples", samples, 1)
+    required_int("window", window, 1)
     bended, call = bended_of(model), Call.of(inputs)
     items = listed_sites(sites)
-    also = len(items)
     with Sites(bended, items, [call], at=at, also=[where], label="causal_tracing") as there:
-        clean_output, clean_seen = there.seen(call)
-        clean = number_of(measured, clean_output)
-        del clean_output
-        key, embedding = _embedding_of(clean_seen, also, where)
+        clean, clean_seen = there.measured(call, measured)
+        key, embedding = _embedding_of(clean_seen, len(items), where)
         scale = noise * (_std(embedding) if std is None else std)
-        corrupted, found = [], []
+        corrupted, grids = [], []
         rows: list[Row] = []
-        reasons: dict[str, str] = {}
+
+        def cell_of(exchange: Exchange, corrupting: Act) -> Callable[[int, Part], float]:
+            def run(restoring: Act) -> Any:
+                def act(key: Key, number: int, value: Tensor) -> Tensor | None:
+                    noisy = corrupting(key, number, value)
+                    return restoring(key, number, value) if noisy is None else noisy
+
+                return there.run(call, act)
+
+            def cell(number: int, part: Part) -> float:
+                together = rows[max(0, number - window // 2) : number + (window + 1) // 2]
+                keys = list(dict.fromkeys(key for row in together for key in row.keys))
+                return exchange.cell(rows[number], keys, part, run, measured)
+
+            return cell
+
         for drawn in _noises(embedding, subject, where, scale, samples, seed):
             corrupting = _adding(key, drawn, subject)
-            output, seen = there.seen(call, corrupting)
-            corrupted.append(number_of(measured, output))
-            del output
+            number, seen = there.measured(call, measured, corrupting)
+            corrupted.append(number)
             if not rows:
                 there.settle(clean_seen, seen)
                 rows = there.rows(clean_seen, seen)
-            exchange = Exchange(clean_seen, seen, ("clean", "corrupted"), lenient)
-            run = partial(_run, there, call, corrupting)
-            values, where_, which = grid_of(
-                rows, columns, clean_seen, partial(_cell, exchange, rows, window, run, measured)
-            )
-            found.append(values)
-            reasons = exchange.reasons | reasons
-    every = torch.stack(found)
-    corrupted_samples = torch.tensor(corrupted, dtype=torch.float64)
+            exchange = Exchange(clean_seen, seen, ("clean", "corrupted"), missed)
+            names = [row.name for row in rows]
+            grids.append(columns.grid(names, clean_seen, cell_of(exchange, corrupting)))
+    every = torch.stack([grid["values"] for grid in grids])
+    values = torch.tensor(corrupted, dtype=torch.float64)
     return CausalTrace(
-        every.mean(0), tuple(row.name for row in rows), where_, which, clean,
-        corrupted_samples.mean().item(), corrupted_samples, every, scale, window, missing=reasons,
+        **grids[0] | {"values": every.mean(0)}, clean=clean, corrupted=values.mean().item(),
+        corrupted_samples=values, samples=every, noise=scale, window=window,
+        missing=missed.reasons,
     )  # fmt: skip
-
-
-def _require_counts(noise: Any, std: Any, samples: Any, window: Any) -> None:
-    for name, number in (("noise", noise), ("std", 1.0 if std is None else std)):
-        if isinstance(number, bool) or not isinstance(number, (int, float)) or not number >= 0:
-            raise InputError(f"{name}= has to be a number that is not negative, not {number!r}")
-    for name, number in (("samples", samples), ("window", window)):
-        if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-            raise InputError(f"{name}= has to be a positive int, not {number!r}")
 
 
 def _embedding_of(seen: Seen, number: int, where: Any) -> tuple[Key, Tensor]:
@@ -221,10 +231,10 @@ def _embedding_of(seen: Seen, number: int, where: Any) -> tuple[Key, Tensor]:
         (key, value) for key, found in seen.items() if key[0] == number for value in found.values()
     ]
     if len(passes) != 1:
-        came = "nothing" if not passes else f"{len(passes)} passes of nodes"
+        reached = "nothing" if not passes else f"{len(passes)} passes of nodes"
         raise SiteError(
-            f"where={said} has to mean the one node that gives the embedding, in its one pass, and "
-            f"the clean run came by {came}",
+            f"where={said} has to match the one node that gives the embedding, in its one pass, "
+            f"and the clean run reached {reached}",
             said,
         )
     key, value = passes[0]
@@ -234,8 +244,7 @@ def _embedding_of(seen: Seen, number: int, where: Any) -> tuple[Key, Tensor]:
 
 
 def _std(value: Tensor) -> float:
-    wide = value.float() if value.dtype.itemsize < 4 else value
-    return wide.std().item()
+    return (value.float() if value.dtype.itemsize < 4 else value).std().item()
 
 
 def _noises(
@@ -248,12 +257,10 @@ def _noises(
     dtype = torch.float32 if value.dtype.itemsize < 4 else value.dtype
     generator = torch.Generator().manual_seed(seed)
     # One after the other, so that more samples begin with the same ones.
-    return [
-        (torch.randn(region.shape, generator=generator, dtype=dtype) * scale).to(
-            value.device, value.dtype
-        )
-        for _ in range(samples)
-    ]
+    draws = (
+        torch.randn(region.shape, generator=generator, dtype=dtype) * scale for _ in range(samples)
+    )
+    return [drawn.to(value.device, value.dtype) for drawn in draws]
 
 
 def _adding(key: Key, drawn: Tensor, subject: Part) -> Act:
@@ -266,25 +273,3 @@ def _adding(key: Key, drawn: Tensor, subject: Part) -> Act:
         return made
 
     return act
-
-
-def _run(there: Sites, call: Call, corrupting: Act, restoring: Act) -> Any:
-    def act(key: Key, number: int, value: Tensor) -> Tensor | None:
-        noisy = corrupting(key, number, value)
-        return restoring(key, number, value) if noisy is None else noisy
-
-    return there.run(call, act)
-
-
-def _cell(
-    exchange: Exchange,
-    rows: Sequence[Row],
-    window: int,
-    run: Callable[[Act], Any],
-    metric: Metric,
-    number: int,
-    part: Part,
-) -> float:
-    together = rows[max(0, number - window // 2) : number + (window + 1) // 2]
-    keys = list(dict.fromkeys(key for row in together for key in row.keys))
-    return exchange.cell(rows[number], keys, part, run, metric)

@@ -1,16 +1,19 @@
-"""Lenses: what the rest of a model would make of what earlier nodes give."""
+"""Lenses: the outputs of earlier nodes, decoded by the end of the model."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from bendtrace.calls import Call, bended_of
+from bendtrace._later import required_pandas
+from bendtrace.calls import Call, bended_of, seen_in
+from bendtrace.drawing.heat_map import heat_map
 from bendtrace.errors import InputError
 from bendtrace.interject.structure import describe
 from bendtrace.module import BendedModule
@@ -23,13 +26,13 @@ __all__ = ["LensResult", "TunedLens", "logit_lens"]
 
 @dataclass(frozen=True)
 class LensResult:
-    """Logits at several sites of a model, and those that it gave itself.
+    """Logits at several sites of a model, and its own logits.
 
     Attributes:
         sites: node paths, in the order in which they were given.
         logits: for each site, of shape (examples, positions, classes), or (examples, classes).
-        final: what the model gave, of the same shape.
-        decode: makes a text of a class; None for its number.
+        final: the logits of the model, of the same shape.
+        decode: a function from a class to its text; None for its number.
 
     Example:
         >>> import torch, bendtrace as bt
@@ -68,7 +71,7 @@ class LensResult:
         return {site: divergence(self.final, value) for site, value in self.logits.items()}
 
     def rank(self, classes: Tensor) -> Mapping[str, Tensor]:
-        """Return how many classes have greater logits than some, at each site.
+        """Return how many classes have greater logits than given ones, at each site.
 
         Args:
             classes: one for each example and position: (examples, positions).
@@ -86,19 +89,12 @@ class LensResult:
             k: how many classes to list.
 
         Raises:
-            InputError: pandas is not installed.
+            ImportError: pandas is not installed.
         """
-        try:
-            import pandas
-        except ImportError:
-            raise InputError("tables need pandas: pip install 'bendtrace[pandas]'") from None
         entropy, kl, rows = self.entropy(), self.kl(), []
         for site, value in self.logits.items():
             best = value.softmax(-1).topk(k, dim=-1)
-            for place in torch.cartesian_prod(*map(torch.arange, value.shape[:-1])).reshape(
-                -1, value.dim() - 1
-            ):
-                at = tuple(place.tolist())
+            for at in product(*map(range, value.shape[:-1])):
                 shown = [self._shown(int(c)) for c in best.indices[at]]
                 row: dict[str, Any] = {"site": site}
                 row |= dict(zip(("example", "position"), at, strict=False))
@@ -107,10 +103,19 @@ class LensResult:
                 row |= {"probability": chances[0] if k == 1 else chances}
                 row |= {"entropy": entropy[site][at].item(), "kl": kl[site][at].item()}
                 rows.append(row)
-        return pandas.DataFrame(rows)
+        return required_pandas().DataFrame(rows)  # type: ignore[no-any-return]
 
     def _shown(self, number: int) -> Any:
         return number if self.decode is None else self.decode(number)
+
+    def _repr_html_(self) -> str:
+        """Return the best classes of the first example, coloured by their probabilities."""
+        best = {site: value[0].softmax(-1).max(-1) for site, value in self.logits.items()}
+        values = [found.values.reshape(-1).tolist() for found in best.values()]
+        texts = [list(map(self._shown, b.indices.reshape(-1).tolist())) for b in best.values()]
+        columns = [str(number) for number in range(len(values[0]))]
+        title = "best classes of the first example, and their probabilities"
+        return heat_map(title, columns, self.sites, values, texts)
 
     def __repr__(self) -> str:
         kl = self.kl()
@@ -127,7 +132,7 @@ class LensResult:
 def divergence(final: Tensor, logits: Tensor) -> Tensor:
     """Return KL(final || logits) along the last axis, in nats."""
     ours, theirs = final.log_softmax(-1), logits.log_softmax(-1)
-    # Classes that the first gives no chance count nothing, whatever the second says of them.
+    # Classes without probability in the first count nothing, whatever they have in the second.
     terms = torch.where(ours == -torch.inf, 0.0, ours.exp() * (ours - theirs))
     return terms.sum(-1)
 
@@ -141,25 +146,25 @@ def logit_lens(
     output: Callable[[Any], Tensor] | None = None,
     decode: Callable[[int], str] | None = None,
 ) -> LensResult:
-    """Apply the end of a model to what earlier nodes give (nostalgebraist, 2020).
+    """Apply the end of a model to the outputs of earlier nodes (nostalgebraist, 2020).
 
     Args:
         model: a module, a function or a `BendedModule`.
-        inputs: what it is called with; see `Call.of`.
-        sites: nodes, in the order wanted; see `BendedModule.interject`. Each has to give a tensor
-            that the end of the model takes.
-        unembed: what is applied, in order: qualified names of modules (`"transformer.ln_f"`,
+        inputs: its inputs; see `Call.of`.
+        sites: nodes, in the order wanted; see `BendedModule.interject`. The output of each is a
+            tensor that the end of the model takes.
+        unembed: the end of the model, in order: qualified names of modules (`"transformer.ln_f"`,
             `"lm_head"`), modules, and functions.
-        output: finds the logits in what the model gives; None for a tensor, or its `logits`.
-        decode: makes a text of the number of a class, such as a tokenizer's `decode`.
+        output: a function from the model's output to the logits; None for a tensor, or `logits`.
+        decode: a function from the number of a class to its text, such as a tokenizer's `decode`.
 
     Returns:
-        A `LensResult`, without gradients. A site whose value is what the model itself gives to the
-        end has, bit by bit, the logits of the model.
+        A `LensResult`, without gradients. A site whose value is the model's own input to its end
+        has the logits of the model, bit for bit.
 
     Raises:
-        InputError: the end cannot take what a site gives, or something given makes no sense.
-        NodePathError: there is no such site.
+        InputError: the end does not take the output of a site, or an argument makes no sense.
+        NodePathError: a site matches no node.
 
     Example:
         >>> import torch, bendtrace as bt
@@ -185,12 +190,10 @@ def logit_lens(
 def _seen(
     bended: BendedModule, call: Call, sites: Any, output: Callable[[Any], Tensor] | None
 ) -> tuple[dict[str, Any], Tensor]:
-    """Return what sites give in a call, in the order in which they were asked for."""
-    found, given = bended.get_activations(
-        sites, args=call.args, kwargs=dict(call.kwargs), return_output=True, allow_none=True
-    )
+    """Return the outputs of sites in a call, in the order of `sites`, and the model's logits."""
+    found, given = seen_in(bended, call, sites, return_output=True)
     if not found:
-        raise InputError(f"this call came by none of the sites {sites!r}")
+        raise InputError(f"this call reached none of the sites {sites!r}")
     return dict(found), _logits_in(given, output).detach()
 
 
@@ -212,7 +215,7 @@ def _logits_in(given: Any, output: Callable[[Any], Tensor] | None) -> Tensor:
 def _check_fits(site: str, logits: Tensor, final: Tensor) -> None:
     if logits.shape != final.shape:
         raise InputError(
-            f"the end of the model makes {tuple(logits.shape)} of what {site} gives, and the "
+            f"the end of the model makes {tuple(logits.shape)} of the output of {site}, and the "
             f"model gives {tuple(final.shape)}: name the right modules with unembed=, or the "
             "logits with output="
         )
@@ -244,7 +247,7 @@ class _End:
             else:
                 raise InputError(f"unembed= takes names of modules and functions, not {item!r}")
         if not self.steps:
-            raise InputError("unembed= is empty: say what makes logits of activations")
+            raise InputError("unembed= is empty: name modules that turn activations into logits")
 
     def __call__(self, value: Any, site: str) -> Tensor:
         if not isinstance(value, Tensor) or not value.is_floating_point():
@@ -260,7 +263,8 @@ class _End:
                     made = _called(step, made)
         except RuntimeError as error:
             raise InputError(
-                f"the end of the model cannot take what {site} gives, {tuple(value.shape)}: {error}"
+                f"the end of the model cannot take the output of {site}, {tuple(value.shape)}: "
+                f"{error}"
             ) from error
         if not isinstance(made, Tensor):
             raise InputError(f"the end of the model gives {describe(made)} at {site}, no tensor")
@@ -280,24 +284,24 @@ class TunedLens(nn.Module):
     """A logit lens with an affine translator at each site (Belrose et al., 2023).
 
     At each site the end of the model is applied to `value + A value + b`. `A` and `b` are zero at
-    first, so that it is the logit lens, and are trained such that the logits come near to those
-    of the model: the loss is KL(final || site), the mean over examples and positions.
+    first, so that it is the logit lens, and are trained to bring the logits near to those of the
+    model: the loss is KL(final || site), the mean over examples and positions.
 
     Args:
         model: a module, a function or a `BendedModule`. It stays as it is, and is not a submodule.
-        sites: nodes; see `BendedModule.interject`. Each has to give one tensor.
-        unembed: what makes logits; see `logit_lens`.
-        inputs: an example, by which the sites are found out, and their sizes.
-        output: finds the logits in what the model gives; see `logit_lens`.
+        sites: nodes; see `BendedModule.interject`. The output of each is one tensor.
+        unembed: the end of the model; see `logit_lens`.
+        inputs: an example, which shows the sites and their sizes.
+        output: a function from the model's output to the logits; see `logit_lens`.
 
     Attributes:
         translators: a linear layer for each site.
         sites: their node paths.
-        steps: how many batches it was trained with.
+        steps: the number of batches that it was trained on.
 
     Raises:
-        InputError: something given makes no sense.
-        NodePathError: there is no such site.
+        InputError: an argument makes no sense.
+        NodePathError: a site matches no node.
 
     Example:
         >>> import torch, bendtrace as bt
@@ -326,14 +330,14 @@ class TunedLens(nn.Module):
             found, final = _seen(bended, Call.of(inputs), sites, output)
             for site, value in found.items():
                 _check_fits(site, end(value, site), final)
-        # Not submodules: they are not what is trained, nor saved.
+        # Not submodules: they are neither trained nor saved.
         self.__dict__.update(_bended=bended, _end=end, _where=sites, _output=output)
         self.sites = tuple(found)
         self.steps = 0
         self.translators = nn.ModuleList()
         for value in found.values():
             size = value.shape[-1]
-            # `nn.Linear` would draw random numbers for what is set to zero.
+            # `nn.Linear` would draw random numbers, and the weights are zero.
             made = nn.utils.skip_init(nn.Linear, size, size, dtype=value.dtype, device=value.device)
             nn.init.zeros_(made.weight)
             nn.init.zeros_(made.bias)
@@ -343,15 +347,15 @@ class TunedLens(nn.Module):
     _end: _End
 
     def forward(self, site: str, value: Tensor) -> Tensor:
-        """Return the logits that it makes of what a site gives."""
+        """Return the logits for the output of a site."""
         translator = self.translators[self.sites.index(site)]
         return self._end(value + translator(value), site)
 
     def apply_to(self, inputs: Any, *, decode: Callable[[int], str] | None = None) -> LensResult:
-        """Call the model, and look at what the sites give.
+        """Call the model, and return the logits at the sites.
 
         Args:
-            inputs: what the model is called with; see `Call.of`.
+            inputs: the inputs of the model; see `Call.of`.
             decode: as for `logit_lens`.
         """
         with torch.no_grad():
@@ -376,25 +380,25 @@ class TunedLens(nn.Module):
         """Train the translators with Adam; the model's parameters and gradients stay as they are.
 
         Args:
-            batches: inputs of the model, one after another: a list, a `DataLoader`. A list is
-                gone through in a random order in each epoch; other iterables as they come.
+            batches: inputs of the model, one after another: a list, a `DataLoader`. A list
+                has a random order in each epoch; other iterables keep their own.
             epochs: how many times.
             lr: the learning rate.
             seed: for the order of a list.
-            checkpoint: a file to keep everything in, and to go on from if it is there: batches
-                that it has seen are skipped.
+            checkpoint: a file with everything, to resume from if it exists: the batches before
+                are skipped.
             every: after how many batches the file is written, besides at the end.
 
         Returns:
             The loss at each site, for each batch, those before a resumption included.
 
         Raises:
-            InputError: something given makes no sense, or the file is of another lens.
+            InputError: an argument makes no sense, or the file is of another lens.
         """
         if epochs < 1 or every < 1 or not lr > 0:
             raise InputError("epochs= and every= are at least 1, and lr= is above 0")
         if isinstance(batches, Iterator) and epochs > 1:
-            raise InputError("an iterator can be gone through once only: give a list, or epochs=1")
+            raise InputError("an iterator can be used only once: give a list, or epochs=1")
         parameters = list(self.translators.parameters())
         if torch.is_inference_mode_enabled() or any(p.is_inference() for p in parameters):
             raise InputError("a lens is neither made nor trained in torch.inference_mode()")
@@ -443,7 +447,7 @@ class TunedLens(nn.Module):
         new = [site for site in found if site not in self.sites]
         if new:
             raise InputError(
-                f"this call came by {new[0]!r}, which the lens has no translator for; it has "
+                f"this call reached {new[0]!r}, which the lens has no translator for; it has "
                 f"{', '.join(map(repr, self.sites))}"
             )
         return found, final
@@ -480,7 +484,7 @@ class TunedLens(nn.Module):
         return list(kept["history"]), int(kept["number"])
 
     def extra_repr(self) -> str:
-        """Say which sites there are."""
+        """Return the sites and the number of steps."""
         return f"sites={list(self.sites)}, steps={self.steps}"
 
 

@@ -6,30 +6,33 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from torch import Tensor
-
+from bendtrace._checks import required_choice
 from bendtrace.calls import Call, bended_of
-from bendtrace.errors import InputError
-from bendtrace.workflows._grids import Exchange, Grid, grid_of, required_missing
-from bendtrace.workflows._metrics import number_of, required_metric
-from bendtrace.workflows._parts import Columns, Part
-from bendtrace.workflows._sites import At, Sites, listed_sites
+from bendtrace.workflows._grids import (
+    Columns,
+    Missing,
+    Part,
+    TwoRuns,
+    required_metric,
+)
+from bendtrace.workflows._sites import At, Exchange, Sites, listed_sites
 
 __all__ = ["Direction", "Patching", "activation_patching"]
 
 Direction = Literal["denoise", "noise"]
+HINT = " (missing='nan' gives nan for what cannot be replaced)"
 
 
 @dataclass(frozen=True, repr=False, eq=False)
-class Patching(Grid):
-    """What activation patching has shown.
+class Patching(TwoRuns):
+    """The result of activation patching: the metric with each cell patched.
 
     Attributes:
         values: the metric with each cell patched, in shape (sites, positions), or (sites,
-            positions, heads) where heads were told apart; float64, nan where something is missing.
+            positions, heads) where heads are separate; float64, nan where something is missing.
         sites: names of the sites.
-        positions: along the axis: ints, slices, groups of ints; (None,) where the whole was meant.
-        heads: the numbers of the heads; None where they were not told apart.
+        positions: along the axis: ints, slices, groups of ints; (None,) for the whole value.
+        heads: the numbers of the heads; None where they are not separate.
         clean: the metric of the clean run.
         corrupted: the metric of the corrupted run.
         direction: "denoise", values of the clean run in the corrupted one, or "noise".
@@ -52,38 +55,6 @@ class Patching(Grid):
         {'site': 'relu', 'position': '1', 'value': 3.0, 'effect': 0.75}
     """
 
-    clean: float
-    corrupted: float
-    direction: Direction
-
-    @property
-    def effect(self) -> Tensor:
-        """How far each cell takes the metric from the one run to the other.
-
-        0: it stays what it is in the run that is patched; 1: it becomes what it is in the run that
-        the values come from. nan or inf where both runs have the same metric.
-        """
-        start, end = self.corrupted, self.clean
-        if self.direction == "noise":
-            start, end = end, start
-        return (self.values - start) / (end - start)
-
-    def _title(self) -> str:
-        return (
-            f"Patching ({self.direction}): clean {self.clean:.4g}, corrupted "
-            f"{self.corrupted:.4g}; effect (0 none, 1 all)"
-        )
-
-
-def required_direction(direction: Any) -> None:
-    """Refuse what is no direction.
-
-    Raises:
-        InputError: it is none.
-    """
-    if direction not in ("denoise", "noise"):
-        raise InputError(f'direction= is "denoise" or "noise", not {direction!r}')
-
 
 def activation_patching(
     model: Callable[..., Any],
@@ -101,48 +72,48 @@ def activation_patching(
     at: At = "output",
     missing: Literal["raise", "nan"] = "raise",
 ) -> Patching:
-    """Put what nodes gave for one input into the run of another, one cell of a grid at a time.
+    """Put the values of one input's run into the run of another, one cell of a grid at a time.
 
     After Vig et al., "Investigating Gender Bias in Language Models Using Causal Mediation Analysis"
-    (2020); the directions are called as in Heimersheim and Nanda, "How to use and interpret
+    (2020); the directions have the names of Heimersheim and Nanda, "How to use and interpret
     activation patching" (2024).
 
-    The model is called twice to begin with, and once for each cell; all calls go along the same
-    traces. Each call is given copies of the inputs, and begins with the same random numbers and
-    buffers, which are put back in the end. Gradients are recorded if the caller has them on.
+    The model is called once with each input, and once for each cell; all calls share their traces.
+    Each call is given copies of the inputs, and begins with the same random numbers and buffers,
+    which are restored at the end. Gradients are recorded if the caller has them on.
 
     Args:
-        model: a module, a function, or a `BendedModule`, with what is inserted in it.
+        model: a module, a function, or a `BendedModule`, whose insertions stay active.
         clean: inputs: a tensor, a tuple of arguments, a mapping of keyword arguments, or a `Call`.
         corrupted: other inputs.
-        sites: where: several of what `BendedModule.interject` takes. Something that means several
-            nodes is a row for each of them; a list of sites is one row, of nodes that are exchanged
-            together. A node that has several passes is exchanged in all of them, each for the same
+        sites: where: several of what `BendedModule.interject` takes. An item that matches several
+            nodes is a row for each of them; a list of items is one row, of nodes that are replaced
+            together. A node that has several passes is replaced in all of them, each by the same
             pass of the other run, unless the site names one (`"relu:2"`).
-        metric: a function of the model's output that gives a number or a tensor without dimensions.
-        positions: None for the whole activation, "each" for every position there is along `axis` at
-            any of the sites (nan at sites that have fewer), or positions: ints, slices, or groups
-            of ints that are exchanged together.
+        metric: a function from the model's output to a number or a tensor without dimensions.
+        positions: None for the whole activation, "each" for every position along `axis` at any of
+            the sites (nan at sites that have fewer), or positions: ints, slices, or groups of ints
+            that are replaced together.
         axis: the axis of the positions.
-        heads: how many heads the activation consists of: that many slices of the same size, one
-            after the other, along `head_axis`. Each is a cell of its own.
+        heads: the number of heads of the activation: that many slices of the same size, one after
+            the other, along `head_axis`. Each is a cell of its own.
         head: which of the heads; None for all.
-        head_axis: the axis that is made of heads.
-        direction: "denoise": values of the clean run are put in the corrupted one (which suffice to
-            restore it?); "noise": the other way round (which are needed?).
-        at: "output": what the nodes give; "input": the first tensor that they are given, such as
-            the heads' results, side by side, that the output projection of attention is given.
-        missing: what is done where a value cannot be exchanged, since one of the runs did not come
-            by the node, or as often, or the shapes differ, or there is no such position: "raise",
+        head_axis: the axis that consists of heads.
+        direction: "denoise": values of the clean run are put into the corrupted one (which suffice
+            to restore it?); "noise": the other way round (which are needed?).
+        at: "output": the outputs of the nodes; "input": their first input tensors, such as the
+            heads' results, side by side, in front of the output projection of attention.
+        missing: what happens where a value cannot be replaced, since one of the runs did not reach
+            the node, or not as often, or the shapes differ, or there is no such position: "raise",
             or "nan" in that cell, and the reason in `missing` of the result.
 
     Returns:
         A `Patching`: values in shape (sites, positions) or (sites, positions, heads).
 
     Raises:
-        SiteError: something cannot be exchanged; it names the site.
-        NodePathError: a site means no node.
-        InputError: something given makes no sense.
+        SiteError: a value cannot be replaced; it names the site.
+        NodePathError: a site matches no node.
+        InputError: an argument makes no sense.
 
     Example:
         >>> import torch, bendtrace as bt
@@ -156,29 +127,33 @@ def activation_patching(
                   0      1      2
           relu  0.009  0.090  0.901
     """
-    required_direction(direction)
+    first, patched, names = in_order(direction)
     columns = Columns.of(positions, axis, heads, head, head_axis)
-    measured, lenient = required_metric(metric), required_missing(missing)
+    measured, missed = required_metric(metric), Missing(missing, "replace", HINT)
     bended, calls = bended_of(model), (Call.of(clean), Call.of(corrupted))
     items = listed_sites(sites)
     with Sites(bended, items, calls, at=at, label="activation_patching") as there:
-        (clean_output, clean_seen), (corrupted_output, corrupted_seen) = map(there.seen, calls)
-        base = number_of(measured, clean_output), number_of(measured, corrupted_output)
-        del clean_output, corrupted_output
-        there.settle(clean_seen, corrupted_seen)
-        rows = there.rows(clean_seen, corrupted_seen)
-        source, target, names = clean_seen, corrupted_seen, ("clean", "corrupted")
-        patched = calls[1]
-        if direction == "noise":
-            source, target, names = corrupted_seen, clean_seen, ("corrupted", "clean")
-            patched = calls[0]
-        exchange = Exchange(source, target, names, lenient)
+        runs = [there.measured(call, measured) for call in calls]
+        seen = [values for _, values in runs]
+        there.settle(*seen)
+        rows = there.rows(*seen)
+        source, target = seen[first], seen[patched]
+        exchange = Exchange(source, target, names, missed)
 
         def cell(number: int, part: Part) -> float:
             row = rows[number]
-            run = lambda act: there.run(patched, act)  # noqa: E731
-            return exchange.cell(row, row.keys, part, run, measured)
+            return exchange.cell(
+                row, row.keys, part, lambda act: there.run(calls[patched], act), measured
+            )
 
-        values, where, which = grid_of(rows, columns, target, cell)
-    named = tuple(row.name for row in rows)
-    return Patching(values, named, where, which, *base, direction, missing=exchange.reasons)
+        grid = columns.grid([row.name for row in rows], target, cell)
+    return Patching(
+        **grid, clean=runs[0][0], corrupted=runs[1][0], direction=direction, missing=missed.reasons
+    )
+
+
+def in_order(direction: Any) -> tuple[int, int, tuple[str, str]]:
+    """Return which of two runs is the source, which is patched, and their names in that order."""
+    if required_choice("direction", direction, "denoise", "noise") == "denoise":
+        return 0, 1, ("clean", "corrupted")
+    return 1, 0, ("corrupted", "clean")

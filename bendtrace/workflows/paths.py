@@ -1,45 +1,49 @@
-"""Path patching: what one node contributes to another along some edges, and no others."""
+"""Path patching: the contribution of one node to another along some edges, and no others."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import product
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from bendtrace.calls import Call, bended_of
+from bendtrace.calls import Call, bended_of, own_copy
+from bendtrace.errors import InputError, SiteError
+from bendtrace.interject.where import describe_where
 from bendtrace.still import Still
-from bendtrace.workflows._copies import own_copy
-from bendtrace.workflows._grids import frame, required_missing, table
-from bendtrace.workflows._metrics import number_of, required_metric
-from bendtrace.workflows._parts import Columns
-from bendtrace.workflows._path_cells import Cells, Plan
-from bendtrace.workflows._path_edges import Flow
+from bendtrace.workflows._grids import (
+    Columns,
+    Missing,
+    NoPart,
+    Part,
+    Table,
+    effect_of,
+    required_metric,
+)
+from bendtrace.workflows._path_edges import Edges, Flow, Spot
 from bendtrace.workflows._path_runs import Runs
-from bendtrace.workflows._sites import At, Sites
-from bendtrace.workflows.patching import Direction, required_direction
-
-if TYPE_CHECKING:
-    import pandas
+from bendtrace.workflows._sites import At, Row, Seen, Sites, differing, listed_sites
+from bendtrace.workflows.patching import Direction, in_order
 
 __all__ = ["PathPatching", "path_patching"]
 
+Places = dict[tuple[int, str], list[int]]  # the passes of nodes, by item and path
+
 
 @dataclass(frozen=True, repr=False, eq=False)
-class PathPatching:
-    """What path patching has shown.
+class PathPatching(Table):
+    """The result of path patching: the metric for each sender and receiver.
 
     Attributes:
         values: the metric, in shape (senders, receivers), or (senders, receivers, heads) where the
-            senders' heads were told apart; float64. Where no path leads from the one to the other,
+            senders' heads are separate; float64. Where no path leads from the one to the other,
             that of the run that is patched.
-        edges: how many edges each sender's change was let along, in shape (senders, receivers).
+        edges: how many edges carry each sender's change, in shape (senders, receivers).
         senders: their names.
         receivers: their names.
-        heads: numbers of the heads; None where they were not told apart.
+        heads: numbers of the heads; None where they are not separate.
         clean: the metric of the clean run.
         corrupted: the metric of the corrupted run.
         direction: "denoise" or "noise".
@@ -73,43 +77,20 @@ class PathPatching:
 
     @property
     def effect(self) -> Tensor:
-        """How far each cell takes the metric from the run that is patched (0) to the other (1)."""
-        start, end = self.corrupted, self.clean
-        if self.direction == "noise":
-            start, end = end, start
-        return (self.values - start) / (end - start)
+        """How far each cell takes the metric from the patched run (0) to the other one (1)."""
+        return effect_of(self.values, self.clean, self.corrupted, self.direction)
 
-    def rows(self) -> Iterator[dict[str, Any]]:
-        """Yield a plain row for each cell."""
-        heads = (None,) if self.heads is None else self.heads
-        numbers = zip(self.values.flatten().tolist(), self.effect.flatten().tolist(), strict=True)
-        for (sender, receiver, head), (value, effect) in zip(
-            product(self.senders, self.receivers, heads), numbers, strict=True
-        ):
-            row: dict[str, Any] = {"sender": sender, "receiver": receiver}
-            if self.heads is not None:
-                row["head"] = head
-            yield row | {"value": value, "effect": effect}
+    _between = ", "
 
-    def to_pandas(self) -> pandas.DataFrame:
-        """Return a row for each cell: sender, receiver, head (where there are such), value, effect.
+    def _axes(self) -> dict[str, Sequence[Any]]:
+        axes: dict[str, Sequence[Any]] = {"sender": self.senders, "receiver": self.receivers}
+        return axes if self.heads is None else axes | {"head": self.heads}
 
-        Raises:
-            ImportError: pandas is not installed.
-        """
-        return frame(list(self.rows()))
-
-    def __repr__(self) -> str:
-        heads = (None,) if self.heads is None else self.heads
-        columns = [
-            f"to {receiver}" + ("" if head is None else f", head {head}")
-            for receiver, head in product(self.receivers, heads)
-        ]
-        title = (
+    def _title(self) -> str:
+        return (
             f"PathPatching ({self.direction}): clean {self.clean:.4g}, corrupted "
             f"{self.corrupted:.4g}; effect (0 none, 1 all)"
         )
-        return table(title, columns, self.senders, self.effect.flatten(1))
 
 
 def path_patching(
@@ -137,22 +118,22 @@ def path_patching(
 
     1. Among the data edges of the run that is patched, as the networkx mirror has them, some are
        chosen; see `paths`.
-    2. That run is repeated, and the ops that the chosen edges lead to are carried out once more
-       aside: with the sender's value of the other run, and with what was found aside, on the chosen
-       edges, and with the run's own values on all others. Branches, sizes and random numbers are
-       those of the run.
-    3. It is repeated again. The receiver is given what was found aside on the chosen edges that
-       lead to it. From there on the model goes its own way, and the metric is taken of the output.
+    2. That run is repeated, and the ops that the chosen edges lead to run a second time on the
+       side: with the sender's value of the other run, and with side results, on the chosen edges,
+       and with the run's own values on all others. Branches, sizes and random numbers are those of
+       the run.
+    3. It is repeated again, with the side results as inputs of the receiver on the chosen edges
+       that lead to it. From there on the model runs as usual, and the metric of its output counts.
 
     Args:
         model: a module, a function, or a `BendedModule`. Along the paths nothing may be inserted.
         clean: inputs: a tensor, a tuple of arguments, a mapping of keyword arguments, or a `Call`.
         corrupted: other inputs.
         senders: nodes, as the sites of `activation_patching`: each is a row; a list is one row.
-        receivers: nodes: ops, calls of modules, or `"output"`, what the model gives, or a part of
-            that, `"output|logits"`. Each is a column; a list is one column, of receivers that are
+        receivers: nodes: ops, calls of modules, or `"output"`, the model's output, or a part of
+            it, `"output|logits"`. Each is a column; a list is one column, of receivers that are
             patched together.
-        metric: a function of the model's output that gives a number.
+        metric: a function from the model's output to a number.
         paths: which edges are chosen:
 
             - "direct": those from the sender to the receiver;
@@ -160,29 +141,28 @@ def path_patching(
             - paths: each a sequence of nodes, the first a sender and the last a receiver, such that
               from each an edge leads to the next. A module stands for all ways through it.
 
-            An edge may be that of an element (`split|sub_0`) of what a node gives. What is chosen
-            is a set of edges: of two paths that cross, parts of both together are a path as well.
+            An edge may be that of an element (`split|sub_0`) of a node's output. The choice is a
+            set of edges: of two paths that cross, parts of both together are a path as well.
         frozen: for "all", nodes that keep their values: no path leads through them. In Wang et al.
             all heads of attention (and the MLPs, if only what goes by the residual is wanted).
-        heads: of how many heads the senders' values consist; each is exchanged by itself.
+        heads: of how many heads the senders' values consist; each is replaced by itself.
         head: which of them; None for all.
         head_axis: the axis that is made of heads, one after the other.
         direction: "denoise": the corrupted run is patched, with values of the clean one; "noise":
             the other way round, as in these papers.
-        at: "output": the senders' values are what they give. "input": the first tensor that they
-            are given, and for them alone; with that a projection of attention has its heads as
-            senders.
-        missing: what is done where a sender's value cannot be exchanged, since the runs differ:
+        at: "output": the senders' values are their outputs. "input": their first input tensors,
+            for them alone; with that a projection of attention has its heads as senders.
+        missing: what happens where a sender's value cannot be replaced, since the runs differ:
             "raise", or "nan".
 
     Returns:
         A `PathPatching`: values in shape (senders, receivers) or (senders, receivers, heads).
 
     Raises:
-        SiteError: something cannot be exchanged, there is no such path, or an op on the way cannot
-            be carried out aside: numbers that Python computes with, writes into parts of tensors.
-        NodePathError: something means no node.
-        InputError: something given makes no sense.
+        SiteError: a value cannot be replaced, there is no such path, or an op on the way cannot
+            run on the side: numbers that Python computes with, writes into parts of tensors.
+        NodePathError: an item matches no node.
+        InputError: an argument makes no sense.
 
     Example:
         >>> import torch, bendtrace as bt
@@ -195,41 +175,250 @@ def path_patching(
         ... ).values
         tensor([[2.7183, 4.0000, 5.7183]], dtype=torch.float64)
     """
-    required_direction(direction)
+    first, patched, names = in_order(direction)
     columns = Columns.of(None, 1, heads, head, head_axis)
-    measured, lenient = required_metric(metric), required_missing(missing)
+    measured, missed = required_metric(metric), Missing(missing, "send")
     bended, calls = bended_of(model), (Call.of(clean), Call.of(corrupted))
-    if direction == "noise":
-        calls = calls[1], calls[0]
-    names = ("clean", "corrupted") if direction == "denoise" else ("corrupted", "clean")
-    plan = Plan(senders, receivers, paths, frozen)
+    plan = _Plan(senders, receivers, paths, frozen)
     with Sites(
-        bended, plan.senders, calls, at=at, noted=plan.noted, label="path_patching"
-    ) as there:
-        source_output, source = there.seen(calls[0])
-        target_output, target = there.seen(calls[1])
-        base = number_of(measured, source_output), number_of(measured, target_output)
-        del source_output, target_output
+        bended, plan.senders, (calls[first], calls[patched]), at=at, noted=plan.noted,
+        label="path_patching",
+    ) as there:  # fmt: skip
+        base, source = there.measured(calls[first], measured)
+        start, target = there.measured(calls[patched], measured)
         rows = there.rows(source, target)
         places = there.places
     with Still(bended.model) as still:
-        trace = bended.trace(*(copy := own_copy(calls[1])).args, **copy.kwargs)
+        trace = bended.trace(*(copy := own_copy(calls[patched])).args, **copy.kwargs)
         trace.output = None
         still.rewind()
         flow = Flow(trace)
-        cells = Cells(flow, plan, rows, places, source, target, names, at == "input")
+        cells = _Cells(flow, plan, rows, places, (source, target), names, at == "input")
         parts = columns.parts((None,))
-        with Runs(bended, flow, cells, still, calls[1], measured) as runs:
+        with Runs(bended, flow, cells.needed, cells.made, still, calls[patched], measured) as runs:
             found = [
-                [[cells.value(runs.value, i, j, part, base[1], lenient) for part in parts]
+                [[cells.value(runs, i, j, part, start, missed) for part in parts]
                  for j in range(len(plan.receivers))]
                 for i in range(len(rows))
             ]  # fmt: skip
     values = torch.tensor(found, dtype=torch.float64)
     if columns.heads is None:
         values = values.squeeze(-1)
-    base = base if direction == "denoise" else (base[1], base[0])
+    both = base, start
     return PathPatching(
         values, cells.edges(), tuple(row.name for row in rows), tuple(plan.names),
-        None if columns.heads is None else columns.which, *base, direction, cells.reasons,
+        columns.chosen_heads, both[first], both[patched], direction, missed.reasons,
     )  # fmt: skip
+
+
+class _Plan:
+    """The senders, the receivers, and the paths between them, as they were given.
+
+    Attributes:
+        noted: all places in the model besides the senders.
+    """
+
+    def __init__(self, senders: Any, receivers: Any, paths: Any, frozen: Any) -> None:
+        self.senders = listed_sites(senders, "senders")
+        self.receivers = listed_sites(receivers, "receivers")
+        self.names = [_name(item) for item in self.receivers]
+        self.paths: Any = paths
+        self.noted: list[Any] = list(self.receivers)
+        self._frozen = range(0)
+        self._nodes: list[range] = []
+        if isinstance(paths, str):
+            if paths not in ("direct", "all"):
+                raise InputError(f'paths= is "direct", "all" or a list of paths, not {paths!r}')
+        else:
+            for path in listed_sites(paths, "paths"):
+                if not isinstance(path, (list, tuple)) or len(path) < 2:
+                    raise InputError(
+                        f"a path is a sequence of nodes, from a sender to a receiver, not {path!r}"
+                    )
+                self._nodes.append(self._add(list(path)))
+        if frozen is not None:
+            if paths != "all":
+                raise InputError('frozen= is for paths="all": it names nodes without paths')
+            self._frozen = self._add(listed_sites(frozen, "frozen"))
+
+    def _add(self, items: list[Any]) -> range:
+        first = len(self.senders) + len(self.noted)
+        self.noted += items
+        return range(first, first + len(items))
+
+    def spots(self, flow: Flow, places: Places, number: int) -> list[Spot]:
+        """Return the nodes of a noted item, pass by pass."""
+        return [
+            flow.spot(path, one)
+            for (known, path), numbers in places.items()
+            if known == number
+            for one in numbers
+        ]
+
+    def frozen(self, flow: Flow, places: Places) -> list[Spot]:
+        """Return the nodes that no path leads through."""
+        return [spot for number in self._frozen for spot in self.spots(flow, places, number)]
+
+    def ways(self, flow: Flow, places: Places) -> list[list[list[Spot]]]:
+        """Return the nodes of the paths, each with its passes."""
+        return [[self.spots(flow, places, number) for number in path] for path in self._nodes]
+
+
+def _name(item: Any) -> str:
+    if isinstance(item, str):
+        return item
+    if isinstance(item, (list, tuple, set, frozenset)):
+        return " + ".join(map(_name, item))
+    return describe_where(item)
+
+
+class _Cells:
+    """The edges of each sender and receiver, and the values that are sent along them.
+
+    Args:
+        flow: the patched run.
+        plan: the senders, receivers and paths, as they were given.
+        rows: the senders.
+        places: the passes of all noted nodes.
+        seen: the senders' values in the run that values are taken from, and in the patched run.
+        names: what these runs are called.
+        within: whether the inputs of the senders are changed, and not their outputs.
+
+    Attributes:
+        made: the edges, by sender and receiver.
+        needed: the ops that run on the side for them.
+    """
+
+    def __init__(
+        self,
+        flow: Flow,
+        plan: _Plan,
+        rows: Sequence[Row],
+        places: Places,
+        seen: tuple[Seen, Seen],
+        names: tuple[str, str],
+        within: bool,
+    ) -> None:
+        self.flow = flow
+        self._plan = plan
+        self._rows = rows
+        self._source, self._target = seen
+        self._within = within
+        self.made: dict[tuple[int, int], Edges] = {}
+        self.needed: dict[tuple[int, int], list[int]] = {}
+        self._flaws: dict[int, str] = {}
+        self._used: set[int] = set()
+        ends = [
+            plan.spots(flow, places, len(plan.senders) + number)
+            for number in range(len(plan.receivers))
+        ]
+        for said, spots in zip(plan.names, ends, strict=True):
+            if not spots:
+                raise SiteError(f"the patched run did not reach {said!r}", said)
+            if len(spots) > 1 and any(spot.is_output for spot in spots):
+                raise InputError("the model's output is a receiver by itself, not with others")
+        frozen, ways = plan.frozen(flow, places), plan.ways(flow, places)
+        for spot in frozen:
+            flow.require_own(spot)
+        for i, row in enumerate(rows):
+            for key in row.keys:
+                if why := differing(self._source.get(key), self._target.get(key), names):
+                    self._flaws.setdefault(i, f"{key[1]}: {why}")
+            if i not in self._flaws:
+                senders = [flow.spot(key[1], n) for key in row.keys for n in self._target[key]]
+                for j in range(len(plan.receivers)):
+                    self._connect(i, j, senders, ends[j], frozen, ways)
+        self._require_all_used(ways)
+
+    def _connect(
+        self,
+        i: int,
+        j: int,
+        senders: list[Spot],
+        ends: list[Spot],
+        frozen: list[Spot],
+        ways: list[list[list[Spot]]],
+    ) -> None:
+        flow = self.flow
+        for spot in senders:
+            flow.require_own(spot)
+        made, carried = flow.begin(senders, self._within)
+        if self._plan.paths == "direct":
+            flow.direct(made, carried, ends)
+        elif self._plan.paths == "all":
+            flow.every(made, carried, ends, frozen)
+        else:
+            for number, way in enumerate(ways):
+                if set(way[0]) <= set(senders) and set(way[-1]) <= set(ends):
+                    begun, values = flow.begin(way[0], self._within)
+                    for index, sources in begun.into.items():
+                        made.into.setdefault(index, set()).update(sources)
+                    flow.along(made, values, way)
+                    self._used.add(number)
+        self.made[i, j] = made
+        self.needed[i, j] = flow.needed(made)
+
+    def _require_all_used(self, ways: list[list[list[Spot]]]) -> None:
+        """Refuse paths and edges that lead nowhere."""
+        if self._plan.paths == "all" or self._flaws:
+            return
+        for number, way in enumerate(ways):
+            if number not in self._used:
+                told = " to ".join(repr(spots[0].path) if spots else "nothing" for spots in way)
+                raise SiteError(
+                    f"the path {told} does not begin with one of the senders, or not end with one "
+                    "of the receivers",
+                    self._rows[0].name,
+                )
+        if not any(made.ends for made in self.made.values()):
+            pairs = f"{[row.name for row in self._rows]} to {self._plan.names}"
+            raise SiteError(
+                f"no edge of the mirror leads from {pairs}; paths='all' takes the ways through "
+                "other nodes",
+                self._rows[0].name,
+            )
+
+    def edges(self) -> Tensor:
+        """Return how many edges were chosen, by sender and receiver."""
+        return torch.tensor([
+            [self._count(i, j) for j in range(len(self._plan.receivers))]
+            for i in range(len(self._rows))
+        ])  # fmt: skip
+
+    def _count(self, i: int, j: int) -> int:
+        made = self.made.get((i, j))
+        if made is None:
+            return 0
+        inner = sum(len(made.into[index]) for index in self.needed[i, j])
+        return inner + sum(len(end.sources) for end in made.ends)
+
+    def value(self, runs: Runs, i: int, j: int, part: Part, base: float, missing: Missing) -> float:
+        """Return the metric with a part of one sender's change sent to one receiver.
+
+        Args:
+            runs: returns the metric for some edges, and for the values that begin along them.
+            i: the sender.
+            j: the receiver.
+            part: the part of the sender's value that is changed.
+            base: the metric where no path leads from the one to the other.
+            missing: what happens where the runs differ.
+        """
+        why = self._flaws.get(i, "")
+        if not why:
+            try:
+                known = self._changed(i, part)
+            except NoPart as error:
+                why = str(error)
+            else:
+                return runs.value(self.made[i, j], known) if self.made[i, j].ends else base
+        return missing.note(self._rows[i].name, why)
+
+    def _changed(self, i: int, part: Part) -> dict[int, Tensor]:
+        """Return the changed values that a cell begins with, by their ops."""
+        found: dict[int, Tensor] = {}
+        for key in self._rows[i].keys:
+            for number, value in self._target[key].items():
+                spot = self.flow.spot(key[1], number)
+                made = part.put(value, self._source[key][number])
+                found[self.flow.given(spot) if self._within else self.flow.tensor_of(spot)] = made
+        return found

@@ -1,4 +1,4 @@
-"""Linear probes: what can be read off what nodes give."""
+"""Linear probes: the information that is linear in the outputs of nodes."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from bendtrace.analysis.matrices import Products
-from bendtrace.analysis.ridge import ridge as closed_form
-from bendtrace.calls import Call, bended_of
+from bendtrace.analysis.matrices import ridge as closed_form
+from bendtrace.calls import Call, bended_of, rows_of, seen_in
 from bendtrace.errors import InputError
 from bendtrace.interject.structure import describe
 
@@ -23,7 +23,7 @@ class ProbeData:
     """Features and labels.
 
     Attributes:
-        features: what nodes gave, by path: (samples, size).
+        features: the outputs of nodes, by path: (samples, size).
         labels: one for each sample: (samples,) or (samples, numbers).
 
     Example:
@@ -53,7 +53,7 @@ class RidgeProbe:
     Attributes:
         weight: (numbers, size); in double precision.
         bias: (numbers,).
-        classes: the labels that the numbers stand for; None for a regression.
+        classes: the labels of the numbers; None for a regression.
 
     Example:
         >>> import torch, bendtrace as bt
@@ -86,7 +86,7 @@ class RidgeProbe:
             InputError: it is a regression.
         """
         if self.classes is None:
-            raise InputError("a regression has no accuracy: compare what predict() gives")
+            raise InputError("a regression has no accuracy: compare the values of predict()")
         return (self.predict(features) == labels).double().mean().item()
 
 
@@ -98,22 +98,22 @@ def probe_data(
     split: Callable[[Any], tuple[Any, Tensor]] | None = None,
     reduce: str | Callable[[Tensor, Call], Tensor] = "mean",
 ) -> ProbeData:
-    """Call a model on labelled batches, and return what nodes gave with the labels.
+    """Call a model on labelled batches, and return the outputs of nodes with the labels.
 
     Args:
         model: a module, a function or a `BendedModule`.
         loader: batches of inputs (see `Call.of`) and labels, as pairs.
-        where: nodes; see `BendedModule.interject`. Each has to give one tensor, once in a call.
-        split: makes a pair of inputs and labels of what the loader gives, if that is none.
-        reduce: what becomes of axes between the first and the last: "mean", "last" or "flatten";
+        where: nodes; see `BendedModule.interject`. Each has one output tensor, once in a call.
+        split: a function from a batch to a pair of inputs and labels, if it is none.
+        reduce: how axes between the first and the last are reduced: "mean", "last" or "flatten";
             or a function of the value and the `Call` that returns (samples, size).
 
     Returns:
         `ProbeData`, on the CPU, without gradients.
 
     Raises:
-        InputError: something given does not fit.
-        NodePathError: there are no such nodes.
+        InputError: a batch or a value does not fit.
+        NodePathError: `where` matches no node.
 
     Example:
         >>> import torch, bendtrace as bt
@@ -131,16 +131,14 @@ def probe_data(
         inputs, given = _pair(batch, split)
         call = Call.of(inputs)
         with torch.no_grad():
-            found = bended.get_activations(
-                where, args=call.args, kwargs=dict(call.kwargs), allow_none=True
-            )
+            found = seen_in(bended, call, where)
         rows = {path: _row(value, call, reduce, path) for path, value in found.items()}
         if not rows or (number and rows.keys() != features.keys()):
             listed = ", ".join(map(repr, rows)) or "none of them"
             raise InputError(
-                f"batch {number} came by {listed}, and others by "
-                f"{', '.join(map(repr, features)) or 'none'}: all samples have to come by the same "
-                "nodes; harvest() keeps them apart by the path that they take"
+                f"batch {number} reached {listed}, and others "
+                f"{', '.join(map(repr, features)) or 'none'}: all samples have to reach the same "
+                "nodes; harvest() separates them by their paths"
             )
         for path, value in rows.items():
             if len(value) != len(given):
@@ -150,7 +148,7 @@ def probe_data(
             features.setdefault(path, []).append(value.cpu())
         labels.append(given.cpu())
     if not labels:
-        raise InputError("the loader gave no batches")
+        raise InputError("the loader has no batches")
     return ProbeData(
         {path: torch.cat(values) for path, values in features.items()}, torch.cat(labels)
     )
@@ -166,17 +164,10 @@ def _pair(batch: Any, split: Callable[[Any], tuple[Any, Tensor]] | None) -> tupl
     return pair[0], pair[1].detach()
 
 
-def _row(value: Any, call: Call, reduce: Any, path: str) -> Tensor:
+def _row(given: Any, call: Call, reduce: Any, path: str) -> Tensor:
     if callable(reduce):
-        made = reduce(value, call)
-        if not isinstance(made, Tensor) or made.dim() != 2:
-            raise InputError(f"reduce= has to return (samples, size), not {describe(made)}")
-        return made
-    if not isinstance(value, Tensor) or value.dim() < 2 or not value.is_floating_point():
-        raise InputError(
-            f"{path} gives {describe(value)}, and a tensor of floating point numbers with an axis "
-            "of samples is wanted; of a container, name a part: 'path|sub_0'"
-        )
+        return rows_of(given, path, "reduce", reduce(given, call))
+    value = rows_of(given, path, "reduce")
     if value.dim() == 2:
         return value
     if reduce == "flatten":
@@ -188,15 +179,15 @@ def fit_ridge(features: Tensor, labels: Tensor, *, ridge: float = 1e-3) -> Ridge
     """Fit a linear map to labels by regularised least squares, in double precision.
 
     It minimises the sum of squared errors plus `ridge` times that of the weights (Hoerl and
-    Kennard, 1970); the bias is not held back. Classes are told by the greatest of as many
-    numbers, each fitted to 1 for its class and 0 otherwise. For probes that are trained, and for
-    many at once along a stream, there is `bt.analysis.LinearProbe`.
+    Kennard, 1970); the bias is not penalised. The class is the greatest of as many numbers, each
+    fitted to 1 for its class and 0 otherwise. `bt.analysis.LinearProbe` trains probes, many at once
+    along a stream.
 
     Args:
         features: (samples, size).
         labels: whole numbers or bools, (samples,), for classes; floating point numbers,
             (samples,) or (samples, numbers), for a regression.
-        ridge: how much weights are held back; 0 for none.
+        ridge: the weight of the penalty; 0 for none.
 
     Returns:
         A `RidgeProbe`, in double precision.

@@ -1,8 +1,9 @@
-"""How far values reach: what a value depends on, and what depends on it."""
+"""The reach of values: the ops that a value depends on, and the ops that depend on it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import ast
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import Any
@@ -14,33 +15,37 @@ from bendtrace._later import networkx as nx
 from bendtrace._trace import Trace, run_trace
 from bendtrace.calls import Call
 from bendtrace.errors import InputError, NodePathError
-from bendtrace.flow import FlowStep
+from bendtrace.flow import FlowStep, LogicalFlowStep
 from bendtrace.graph.names import NodeRef
 from bendtrace.history.options import SaveOptions
 from bendtrace.recording.functions import METADATA, SHAPES
+from bendtrace.recording.iterations import running_code, user_code
+from bendtrace.recording.sites import Place, Span
+from bendtrace.recording.syntax import conclude_truth, source_file, spans_of
 from bendtrace.recording.tape import OpKind, TensorMeta, refs_in
 from bendtrace.workflows._elements import Elements, bisected
-from bendtrace.workflows._leaving import kept_by
 
 __all__ = ["Reach", "ReceptiveField", "ancestry", "influence", "receptive_field"]
 
 _NO_VALUES = frozenset({*SHAPES, *METADATA})
+_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
+_LOOPS = (ast.For, ast.AsyncFor, ast.While)
 
 
 @dataclass(frozen=True)
 class Reach:
-    """Nodes that values come from, or go to, along one recorded run.
+    """The nodes that values depend on, or that depend on them, along one recorded run.
 
     Attributes:
-        of: the nodes that were asked about, by their names in the mirror.
-        nodes: those that they depend on, or that depend on them, in the order of the run.
+        of: the nodes in question, by their names in the mirror.
+        nodes: the nodes that they depend on, or that depend on them, in the order of the run.
         inputs: the inputs among them.
         states: the parameters and buffers among them.
         outputs: which parts of the output are reached: `output`, `output.logits`.
-        decisions: the branches and loops that decide whether these nodes run at all; or, of what
-            depends on the nodes, those that they decide.
+        decisions: of an ancestry, the branches and loops that decide whether these nodes run at
+            all; of an influence, those that the nodes decide.
         under: nodes that run because of these decisions, and are not reached otherwise.
-        deciding: for decisions: nodes that their conditions come from, and are not reached
+        deciding: nodes that the conditions of the decisions depend on, and that are not reached
             otherwise.
 
     Example:
@@ -71,20 +76,20 @@ class Reach:
 
 
 def ancestry(trace: Any, node: Any, inputs: Any = None) -> Reach:
-    """Return what a node's value is computed from, by the edges of the mirror.
+    """Return the nodes that a node's value is computed from, by the edges of the mirror.
 
-    Values that were written into memory count, sizes do not. What decides whether the node runs
-    is listed separately.
+    Values that were written into memory count, sizes do not. The conditions on which the node runs
+    are listed separately.
 
     Args:
-        trace: a `Trace`, or a model; then `inputs` say what it is called with.
-        node: the name of a node of the mirror, a node path, the qualified name of a module (what
-            it gives), `output` or a part of it, or several of these.
+        trace: a `Trace`, or a model; then `inputs` are its inputs.
+        node: the name of a node of the mirror, a node path, the qualified name of a module (for
+            its output), `output` or a part of it, or several of these.
         inputs: see `Call.of`; for a model.
 
     Raises:
         NodePathError: there is no such node.
-        InputError: something given makes no sense.
+        InputError: an argument makes no sense.
 
     Example:
         >>> import torch, bendtrace as bt
@@ -103,19 +108,15 @@ def ancestry(trace: Any, node: Any, inputs: Any = None) -> Reach:
     written = _written_into(trace, node)
     above = set(found) | written
     above = above.union(*(nx.ancestors(data, index) for index in above))
-    kept = kept_by(trace)
-    steps, conditions = _decisions_over(trace, kept, above)
+    kept = _kept_by(trace)
+    steps: set[int] = set()
     deciding: set[int] = set()
-    for index in conditions:
-        deciding |= {index} | nx.ancestors(data, index)
-    while True:  # what decides whether the conditions are asked
-        more, further = _decisions_over(trace, kept, deciding | above)
-        new = {c for c in further if c not in deciding}
+    new = {-1}
+    while new:  # also the decisions that lead to the conditions
+        more, conditions = _decisions_over(trace, kept, deciding | above)
         steps |= more
-        if not new:
-            break
-        for index in new:
-            deciding |= {index} | nx.ancestors(data, index)
+        new = conditions - deciding
+        deciding = deciding.union(new, *(nx.ancestors(data, index) for index in new))
     kinds = {kind: _named(trace, above, kind) for kind in (OpKind.INPUT, OpKind.STATE)}
     return Reach(
         of=_names(trace, found), nodes=_names(trace, above - set(found)),
@@ -127,17 +128,17 @@ def ancestry(trace: Any, node: Any, inputs: Any = None) -> Reach:
 
 
 def influence(trace: Any, node: Any, inputs: Any = None) -> Reach:
-    """Return what is computed from a node's value, by the edges of the mirror.
+    """Return the nodes that are computed from a node's value, by the edges of the mirror.
 
     Args:
-        trace: a `Trace`, or a model; then `inputs` say what it is called with.
+        trace: a `Trace`, or a model; then `inputs` are its inputs.
         node: see `ancestry`; inputs and parameters (by the names of the mirror, or qualified
             names) are nodes, too.
         inputs: see `Call.of`; for a model.
 
     Raises:
         NodePathError: there is no such node.
-        InputError: something given makes no sense.
+        InputError: an argument makes no sense.
 
     Example:
         >>> import torch, bendtrace as bt
@@ -161,7 +162,7 @@ def influence(trace: Any, node: Any, inputs: Any = None) -> Reach:
     for _, target, number in trace.graph.control_edges():
         if number in steps and target in positions:
             under.add(positions[target])
-    for number, others in kept_by(trace).items():
+    for number, others in _kept_by(trace).items():
         if number in steps:
             under |= others
     nested = set(under)
@@ -182,9 +183,9 @@ class ReceptiveField:
     Attributes:
         node: the value, by its name in the mirror.
         masks: by input, True where an element counts.
-        coarse: by node of the mirror: ops of which nothing more is known than that all they give
-            may depend on all that they are given, and why. Where there are none the field is
-            exact along the recorded path.
+        coarse: by node of the mirror: ops all of whose output may depend on all of their inputs,
+            as far as is known, and why. Without such ops the field is exact along the recorded
+            path.
         decisions: the branches and loops that decide whether the value is computed, and that
             depend on values of the inputs; they are not in the masks.
 
@@ -250,30 +251,30 @@ def receptive_field(
 ) -> ReceptiveField:
     """Return which elements of the inputs an element of a value depends on.
 
-    Elements are followed op by op along the path that the model takes for these inputs, and go
-    on where an op can give something else. What comes from the inputs is varied for that, so that
-    a relu that is 0 here, or the place of a maximum, hides nothing. Weights and masks are what
-    they are: a weight of zero, or a causal mask, lets nothing through. So the field is that of
-    the architecture with these weights, along this path, and not of the values; what one op undoes
-    of another (a transform and its inverse) counts all the same. What decides the path is listed
-    in `decisions`.
+    Elements are followed op by op along the path that the model takes for these inputs, through
+    every op whose output they can change. All values that depend on the inputs are varied for
+    that, so that a relu that is 0 here, or the place of a maximum, hides nothing. Weights and
+    masks stay: a weight of zero, or a causal mask, lets nothing through. So the field is that of
+    the architecture with these weights, along this path, and not of the values; an op that undoes
+    another one (a transform and its inverse) hides nothing either. The conditions of the path are
+    listed in `decisions`.
 
     Args:
         model: a module or function. It is called once.
-        inputs: what it is called with; see `Call.of`. Small ones are enough: the time grows with
-            the number of elements in the field.
-        index: of the element, or elements, of the value: as a tensor is indexed.
+        inputs: its inputs; see `Call.of`. Small ones are enough: the time grows with the number of
+            elements in the field.
+        index: the element, or elements, of the value, as an index of a tensor.
         node: the value; see `ancestry`. It has to be one tensor.
         of: which inputs; None for all tensors of numbers.
-        seed: for the values that are tried.
+        seed: of the random values.
 
     Returns:
-        A `ReceptiveField`. An element in a mask can make a difference for the element asked
-        about, unless there are `coarse` ops on the way.
+        A `ReceptiveField`. An element in a mask can change the element in question, unless there
+        are `coarse` ops on the way.
 
     Raises:
         NodePathError: there is no such node.
-        InputError: something given makes no sense.
+        InputError: an argument makes no sense.
 
     Example:
         >>> import torch, bendtrace as bt
@@ -345,13 +346,67 @@ def _deciding(trace: Trace, target: int, reached: set[int]) -> tuple[FlowStep, .
     )
 
 
+def _kept_by(trace: Trace) -> dict[int, set[int]]:
+    """Return for branches the ops that ran only because a branch did not leave their block.
+
+    The control edges of the mirror know the ops behind such a branch in its block, and not those
+    before it in the next iteration of a loop.
+    """
+    tape = trace.recording.tape
+    branches = []
+    for number, step in enumerate(trace.flow_steps):
+        if step.guard is None or not isinstance(step, LogicalFlowStep):
+            continue
+        guard = tape.guards[step.guard]
+        spans = tuple(_left(step.place, bool(step.value)))
+        if spans and guard.site is not None:
+            _, activation, _ = user_code(guard.scope, guard.site)
+            branches.append((number, guard.position, activation, step.place.file, spans))
+    kept: dict[int, set[int]] = {}
+    for op in trace.ops if branches else ():
+        places = [] if op.site is None else list(running_code(op.scope, op.site))
+        for number, position, activation, file, spans in branches:
+            if op.index >= position and any(
+                running == activation
+                and place.file == file
+                and any(span.holds(place.span) for span in spans)
+                for place, running in places
+            ):
+                kept.setdefault(number, set()).add(op.index)
+    return kept
+
+
+def _left(place: Place, outcome: bool) -> Iterator[Span]:
+    """Yield the source that would not run if a branch went the other way, and left a block."""
+    file = source_file(place.file)
+    node = file.expressions.get(place.span)
+    if node is None:
+        return
+    test, value = conclude_truth(file, node, outcome)
+    branch = test.parent
+    if not isinstance(branch, ast.If) or test.child is not branch.test:
+        return
+    other = branch.orelse if value else branch.body
+    last = other[-1] if other else None
+    if not isinstance(last, (ast.Break, ast.Return, ast.Raise)):
+        return
+    for _, around in file.ancestors(branch):
+        if isinstance(around, _FUNCTIONS):
+            if not isinstance(last, ast.Break) and not isinstance(around, ast.Lambda):
+                yield from spans_of(around.body)
+            return
+        if isinstance(around, _LOOPS) and isinstance(last, ast.Break):
+            yield from spans_of(around.body)
+            return
+
+
 def _trace_of(model: Any, inputs: Any) -> Trace:
     if isinstance(model, Trace):
         if inputs is not None:
             raise InputError("a trace has its inputs: leave inputs= out")
         return model
     if inputs is None:
-        raise InputError("say with inputs= what the model is called with, or give a trace")
+        raise InputError("give the inputs of the model with inputs=, or a trace")
     call = Call.of(inputs)
     return run_trace(model, call.args, dict(call.kwargs), None)
 
@@ -407,20 +462,20 @@ def _outputs(trace: Trace, ops: set[int]) -> tuple[str, ...]:
 
 
 def _writers(trace: Trace, index: int) -> set[int]:
-    """Return the ops that wrote into what the model gives, after it was made."""
+    """Return the ops that wrote into an output of the model, after it was made."""
     reads = trace.recording.output_reads
     return {writer for read, writer in reads.items() if read == index}
 
 
 def _ops_of(trace: Trace, node: Any) -> list[int]:
-    """Return the ops that give what is meant by a node."""
+    """Return the ops whose outputs are the value of a node."""
     if isinstance(node, (list, tuple, set, frozenset)):
         if not node:
             raise InputError("no node is given")
         return sorted({index for item in node for index in _ops_of(trace, item)})
     name = node.name if isinstance(node, NodeRef) else getattr(node, "_path", node)
     if not isinstance(name, str):
-        raise InputError(f"a node is told by a name or path, not by {node!r}")
+        raise InputError(f"a node is given by a name or path, not by {node!r}")
     outputs = [(path, index) for path, index, _ in trace._tree.outputs if index is not None]
     name = name.replace("|", ".") if name.startswith("output|") else name
     found = [i for path, i in outputs if path == name or path.startswith(f"{name}.")]
@@ -447,7 +502,7 @@ def _ops_of(trace: Trace, node: Any) -> list[int]:
 
 
 def _value_of(trace: Trace, node: Any) -> tuple[int, tuple[Any, ...]]:
-    """Return the op that gives one tensor, and where that is in what it gives."""
+    """Return the op of one tensor, and the place of the tensor in the op's output."""
     outputs = {path: (i, element) for path, i, element in trace._tree.outputs if i is not None}
     said = node.replace("|", ".") if isinstance(node, str) else node
     if isinstance(said, str) and said in outputs:

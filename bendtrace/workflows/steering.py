@@ -5,17 +5,23 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from bendtrace.calls import Call, bended_of, calls_of, required_bended
+from bendtrace.calls import (
+    Call,
+    bended_of,
+    calls_of,
+    own_copy,
+    required_bended,
+    rows_of,
+    seen_in,
+)
 from bendtrace.errors import InputError, InterjectionError
 from bendtrace.interject.bends.parameter import Expression, value_of
-from bendtrace.interject.candidate import Candidate
-from bendtrace.interject.insertion import Insertion
+from bendtrace.interject.group import InsertionGroup, InsertionHandle, is_root
 from bendtrace.interject.interjection import Inputs, Interjection, NodePass
 from bendtrace.interject.report import Report
 from bendtrace.interject.structure import describe
@@ -23,20 +29,19 @@ from bendtrace.interject.where import describe_where
 from bendtrace.module import BendedModule
 from bendtrace.paths.nodes import NodePath
 from bendtrace.recording.serving import served_by
-from bendtrace.workflows._copies import own_copy
 
 __all__ = ["Steering", "SteeringVectors", "steer", "steering_vector"]
 
 
 @dataclass(frozen=True)
 class SteeringVectors:
-    """Directions, by node path, and what they were made of.
+    """Directions, by node path, and the means that they are differences of.
 
     Attributes:
         vectors: a vector for each node, of the size of its last axis.
         positive: the mean over the positive examples, in double precision.
-        negative: that over the negative ones.
-        counts: how many examples there were of each, positive first.
+        negative: the mean over the negative ones.
+        counts: how many examples each set has, positive first.
 
     Example:
         >>> import torch, bendtrace as bt
@@ -86,15 +91,15 @@ def steering_vector(
     """Return the difference of the means of activations over two sets of inputs.
 
     The direction of Turner et al., "Activation Addition" (2023), and of Rimsky et al., "Steering
-    Llama 2 via Contrastive Activation Addition" (2023). Batches are gone through one by one;
-    sums are kept in double precision, and nothing else.
+    Llama 2 via Contrastive Activation Addition" (2023). Batches are run one by one; only sums
+    in double precision are kept.
 
     Args:
         model: a module, a function or a `BendedModule`.
         positive: inputs (see `Call.of`), or a list or another iterable of inputs, such as a
             `DataLoader`. A tuple is the arguments of one call.
         negative: the same for the other set.
-        where: nodes; see `BendedModule.interject`. Each has to give one tensor.
+        where: nodes; see `BendedModule.interject`. The output of each has to be one tensor.
         position: which position of the second axis, for values of three and more axes (batch,
             position, size); a slice for the mean over several; None for the mean over all
             axes but the last; or a function of the value and the `Call` (which has the attention
@@ -106,7 +111,7 @@ def steering_vector(
         `SteeringVectors`, for each node and pass.
 
     Raises:
-        InputError: an option makes no sense, a set is empty, or what a node gives does not fit.
+        InputError: an option makes no sense, a set is empty, or the output of a node does not fit.
 
     Example:
         >>> import torch, bendtrace as bt
@@ -127,16 +132,15 @@ def steering_vector(
             f"position= is a position, a slice, None or a function of the value, not {position!r}"
         )
     bended = bended_of(model)
-    sums = [
-        _Sums(bended, batches, where, position, keeps_rows=callable(reduce))
+    one, other = (
+        _Sums(bended, batches, where, position, callable(reduce))
         for batches in (positive, negative)
-    ]
-    one, other = sums
+    )
     for mine, theirs in ((one, other), (other, one)):
         mine.name_as(theirs)
     if one.totals.keys() != other.totals.keys():
         odd = min(one.totals.keys() ^ other.totals.keys())
-        raise InputError(f"only one of the two sets comes by {odd!r}: the paths differ")
+        raise InputError(f"only one of the two sets reaches {odd!r}: the paths differ")
     vectors = {}
     for path in _in_order(one.totals):
         if callable(reduce):
@@ -146,12 +150,9 @@ def steering_vector(
             vectors[path] = made
         else:
             vectors[path] = (one.mean(path) - other.mean(path)).to(one.dtypes[path])
-    return SteeringVectors(
-        vectors,
-        {path: one.mean(path) for path in vectors},
-        {path: other.mean(path) for path in vectors},
-        (one.count, other.count),
-    )
+    first, second = ({path: sums.mean(path) for path in vectors} for sums in (one, other))
+    counts = max(one.counts.values()), max(other.counts.values())
+    return SteeringVectors(vectors, first, second, counts)
 
 
 def _in_order(paths: Iterable[str]) -> list[str]:
@@ -163,7 +164,7 @@ def _in_order(paths: Iterable[str]) -> list[str]:
 
 
 class _Sums:
-    """Sums over what nodes give, along a loader."""
+    """Sums over the outputs of nodes, along a loader."""
 
     def __init__(
         self, bended: BendedModule, batches: Any, where: Any, position: Any, keeps_rows: bool
@@ -174,52 +175,37 @@ class _Sums:
         self.rows: dict[str, list[Tensor]] = {}
         for call in map(own_copy, calls_of(batches)):  # a cache in it would grow with each call
             with torch.no_grad():
-                found = bended.get_activations(
-                    where, args=call.args, kwargs=dict(call.kwargs), allow_none=True
-                )
+                found = seen_in(bended, call, where)
             for path, value in found.items():
                 rows = _rows(value, call, position, path)
                 self.dtypes.setdefault(path, value.dtype)
                 total = rows.to(torch.float64).sum(0)
-                self.totals[path] = self.totals[path] + total if path in self.totals else total
-                self.counts[path] = self.counts.get(path, 0) + len(rows)
-                if keeps_rows:
-                    self.rows.setdefault(path, []).append(rows)
+                self._add(path, total, len(rows), [rows] if keeps_rows else [])
         self.name_as(self)
         if not any(self.counts.values()):
-            raise InputError(f"no example of one of the two sets comes by {where!r}")
+            raise InputError(f"no example of one of the two sets reaches {where!r}")
+
+    def _add(self, path: str, total: Tensor, count: int, rows: list[Tensor]) -> None:
+        self.totals[path] = self.totals[path] + total if path in self.totals else total
+        self.counts[path] = self.counts.get(path, 0) + count
+        self.rows.setdefault(path, []).extend(rows)
 
     def name_as(self, other: _Sums) -> None:
         """Call the only pass of some calls the first, where others have several."""
         for path in [path for path in self.totals if f"{path}:1" in other.totals]:
             first = f"{path}:1"
-            total, count = self.totals.pop(path), self.counts.pop(path)
-            self.totals[first] = self.totals[first] + total if first in self.totals else total
-            self.counts[first] = self.counts.get(first, 0) + count
+            self._add(first, self.totals.pop(path), self.counts.pop(path), self.rows.pop(path))
             self.dtypes[first] = self.dtypes.pop(path)
-            self.rows.setdefault(first, []).extend(self.rows.pop(path, []))
-
-    @property
-    def count(self) -> int:
-        """How many rows there were, at most."""
-        return max(self.counts.values())
 
     def mean(self, path: str) -> Tensor:
         """Return the mean of the rows of a node, in double precision."""
         return self.totals[path] / self.counts[path]
 
 
-def _rows(value: Any, call: Call, position: Any, path: str) -> Tensor:
-    if not isinstance(value, Tensor) or value.dim() < 2 or not value.is_floating_point():
-        raise InputError(
-            f"{path} gives {describe(value)}, and a tensor of floating point numbers with an axis "
-            "of examples is wanted; of a container, name a part: 'path|sub_0'"
-        )
+def _rows(given: Any, call: Call, position: Any, path: str) -> Tensor:
+    value = rows_of(given, path, "position")
     if callable(position):
-        rows = position(value, call)
-        if not isinstance(rows, Tensor) or rows.dim() != 2:
-            raise InputError(f"position= has to return (examples, size), not {describe(rows)}")
-        return rows
+        return rows_of(value, path, "position", position(value, call))
     if position is None:
         return value.flatten(1, -2).mean(1) if value.dim() > 2 else value
     if value.dim() < 3:
@@ -230,10 +216,10 @@ def _rows(value: Any, call: Call, position: Any, path: str) -> Tensor:
         taken = value[:, position]
     except IndexError:
         raise InputError(
-            f"there is no position {position} in what {path} gives, {tuple(value.shape)}"
+            f"there is no position {position} in the output of {path}, {tuple(value.shape)}"
         ) from None
     if isinstance(position, slice) and not taken.shape[1]:
-        raise InputError(f"{position} is empty in what {path} gives, {tuple(value.shape)}")
+        raise InputError(f"{position} is empty in the output of {path}, {tuple(value.shape)}")
     return taken.flatten(1, -2).mean(1) if taken.dim() > 2 else taken
 
 
@@ -253,19 +239,18 @@ class _Steps(Interjection):
 
     @property
     def number(self) -> int:
-        """Which step it is: 0 before the first call of the model."""
+        """The number of the step: 0 before the first call of the model."""
         # A part of the model, such as an encoder, can be called before the model itself.
         return self._number if self._current() is self._generation else 0
 
     def before(self, at: NodePass, inputs: Inputs) -> None:
-        """Count a call."""
         generation = self._current()
         known = generation is not None and generation is self._generation
         self._number = self._number + 1 if known else 0
         self._generation = generation
 
     def _current(self) -> object:
-        """Return something that stands for the generation at hand; None outside of any."""
+        """Return the identity of the present generation; None outside of any."""
         if self._counting:
             return self
         # It is kept here, so that another one cannot have its identity.
@@ -283,31 +268,22 @@ class _Steps(Interjection):
             self._counting, self._generation, self._number = False, None, 0
 
 
+@dataclass(eq=False, repr=False)
 class _Adds(Interjection):
     """Adds a vector."""
+
+    vector: Tensor | Expression
+    scale: Any
+    positions: Any
+    steps: Callable[[int], bool]
+    counter: _Steps
+    normalise: str | None
 
     self_contained = True
     label = "steer"
 
-    def __init__(
-        self,
-        vector: Tensor | Expression,
-        scale: Any,
-        positions: Any,
-        steps: Callable[[int], bool],
-        counter: _Steps,
-        normalise: str | None,
-    ) -> None:
-        self._vector = vector
-        self._scale = scale
-        self._positions = positions
-        self._steps = steps
-        self._counter = counter
-        self._normalise = normalise
-
     def after(self, at: NodePass, inputs: Inputs, output: Any) -> Any:
-        """Add it, if this is the step for it."""
-        if not self._steps(self._counter.number):
+        if not self.steps(self.counter.number):
             return None
         if not isinstance(output, Tensor):
             raise InterjectionError(
@@ -315,18 +291,17 @@ class _Adds(Interjection):
                 f"'{at.path}.output|sub_0'",
                 at.path,
             )
-        vector: Any = value_of(self._vector)
+        vector: Any = value_of(self.vector)
         vector = vector.to(device=output.device, dtype=output.dtype)
-        if self._normalise == "vector":
+        if self.normalise == "vector":
             vector = vector / vector.norm(dim=-1, keepdim=True)
-        added = value_of(self._scale) * vector
-        if self._positions is None:
-            return self._kept(self._plus(output, added, at), output)
-        positions = self._positions(output) if callable(self._positions) else self._positions
+        added = value_of(self.scale) * vector
+        if self.positions is None:
+            return self._plus(output, added, at)
+        positions = self.positions(output) if callable(self.positions) else self.positions
         index = _index(positions, output, at)
         made = output.clone()
-        taken = output[index]
-        made[index] = self._kept(self._plus(taken, added, at), taken)
+        made[index] = self._plus(output[index], added, at)
         return made
 
     def _plus(self, value: Tensor, added: Tensor, at: NodePass) -> Tensor:
@@ -340,13 +315,9 @@ class _Adds(Interjection):
                 f"{tuple(value.shape)}",
                 at.path,
             )
+        if self.normalise == "value":
+            made = made * (value.norm(dim=-1, keepdim=True) / made.norm(dim=-1, keepdim=True))
         return made
-
-    def _kept(self, made: Tensor, value: Tensor) -> Tensor:
-        if self._normalise != "value":
-            return made
-        longer: Tensor = value.norm(dim=-1, keepdim=True) / made.norm(dim=-1, keepdim=True)
-        return made * longer
 
 
 def _index(positions: Any, value: Tensor, at: NodePass) -> Any:
@@ -386,7 +357,7 @@ def _index(positions: Any, value: Tensor, at: NodePass) -> Any:
     return slice(None), torch.tensor(listed, device=value.device)
 
 
-class Steering:
+class Steering(InsertionHandle):
     """Vectors that are added while the model runs, until they are removed; a context manager.
 
     Attributes:
@@ -406,24 +377,13 @@ class Steering:
         (<Steering at '0', removed>, tensor([[0., 0.]]))
     """
 
-    def __init__(
-        self, bended: BendedModule, insertions: tuple[Insertion, ...], counter: _Steps
-    ) -> None:
-        self.model = bended
-        self._insertions = insertions
+    def __init__(self, bended: BendedModule, group: InsertionGroup, counter: _Steps) -> None:
+        super().__init__(bended, group)
         self._counter = counter
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the model."""
-        return self.model(*args, **kwargs)
-
-    def remove(self) -> None:
-        """Add nothing more. Doing so twice is no error."""
-        self.model._board.remove(*self._insertions)
-
     def reports(self) -> list[Report]:
-        """Say for each vector at which nodes it was, and whether it changed anything."""
-        return [insertion.report() for insertion in self._insertions[1:]]
+        """Return for each vector the nodes where it was called, and whether it changed anything."""
+        return [insertion.report() for insertion in self._group.insertions[1:]]
 
     @contextmanager
     def generation(self) -> Iterator[None]:
@@ -436,25 +396,10 @@ class Steering:
             yield
 
     def __repr__(self) -> str:
-        where = ", ".join(describe_where(insertion.where) for insertion in self._insertions[1:])
-        active = all(insertion.active for insertion in self._insertions)
+        insertions = self._group.insertions
+        where = ", ".join(describe_where(insertion.where) for insertion in insertions[1:])
+        active = all(insertion.active for insertion in insertions)
         return f"<Steering at {where}{'' if active else ', removed'}>"
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        try:
-            if kind is None:
-                for insertion in self._insertions[1:]:
-                    insertion.warn_if_never_fired(3)
-        finally:
-            self.remove()
 
 
 def steer(
@@ -467,15 +412,15 @@ def steer(
     steps: Any = "all",
     normalise: bool | str = False,
 ) -> Steering:
-    """Add vectors to what nodes give, from now on: `value + scale * vector`.
+    """Add vectors to the outputs of nodes, from now on: `value + scale * vector`.
 
     Args:
         model: a `BendedModule`.
         vectors: a vector of the size of the last axis (or anything that can be added), or several
-            by node path. One that is a `BendingParameter` can be changed while it is there.
+            by node path. A `BendingParameter` can be changed while it is inserted.
         where: the nodes, for one vector; see `BendedModule.interject`. Not for several.
         scale: a number, or a `BendingParameter`.
-        positions: which positions of the second axis, of what the pass at hand gives: a number
+        positions: which positions of the second axis of the present pass's output: a number
             (negative ones from the end), several, a slice, a mask of positions or of examples and
             positions, or a function of the value that returns one of these. None for all. With a
             cache, passes after the prompt have one position.
@@ -484,14 +429,14 @@ def steer(
             (`slice(2, None)`: from step 2 on), or a function of the number. A call of the model
             itself is a prompt; see `Steering.generation` for loops by hand.
         normalise: "vector" (or True) to give the vector length 1 before it is scaled, "value"
-            to bring the sum back to the length that the value had, position by position.
+            to scale the sum to the length of the value before, position by position.
 
     Returns:
         A handle, which is also a context manager.
 
     Raises:
-        InputError: something given makes no sense.
-        NodePathError: there are no such nodes.
+        InputError: an argument makes no sense.
+        NodePathError: `where` matches no node.
 
     Example:
         >>> import torch, bendtrace as bt
@@ -512,14 +457,11 @@ def steer(
         raise InputError(f"scale= is a number or a BendingParameter, not {scale!r}")
     _check_positions(positions)
     bended = required_bended(model, "what is steered")
-    counter = _Steps(bended.model)
-    board = bended._board
-    made = [board.make(_is_root, counter, allow_none=True)]
+    counter, group = _Steps(bended.model), InsertionGroup(bended)
+    group.make(is_root, counter, allow_none=True)
     for place, vector in wanted:
-        adds = _Adds(vector, scale, positions, chosen, counter, norm)
-        made.append(board.make(place, adds))
-    board.add(*made)
-    return Steering(bended, tuple(made), counter)
+        group.make(place, _Adds(vector, scale, positions, chosen, counter, norm))
+    return Steering(bended, group, counter)
 
 
 def _by_place(vectors: Any, where: Any) -> list[tuple[Any, Any]]:
@@ -546,21 +488,17 @@ def _by_place(vectors: Any, where: Any) -> list[tuple[Any, Any]]:
 
 
 def _check_positions(positions: Any) -> None:
-    if positions is None or isinstance(positions, slice) or callable(positions):
-        return
-    if isinstance(positions, int) and not isinstance(positions, bool):
-        return
-    if isinstance(positions, Tensor) and not positions.is_floating_point():
-        return
-    if (
-        isinstance(positions, (list, tuple, range))
-        and positions
-        and all(isinstance(p, int) and not isinstance(p, bool) for p in positions)
-    ):
-        return
-    raise InputError(
-        f"positions= takes numbers, a slice, a mask or a function of the value, not {positions!r}"
-    )
+    if isinstance(positions, (list, tuple, range)) and positions:
+        fits = all(isinstance(p, int) and not isinstance(p, bool) for p in positions)
+    elif isinstance(positions, Tensor):
+        fits = not positions.is_floating_point()
+    else:
+        fits = positions is None or isinstance(positions, (int, slice)) or callable(positions)
+    if not fits or isinstance(positions, bool):
+        raise InputError(
+            "positions= takes numbers, a slice, a mask or a function of the value, not "
+            f"{positions!r}"
+        )
 
 
 def _chooser(steps: Any) -> Callable[[int], bool]:
@@ -589,7 +527,3 @@ def _chooser(steps: Any) -> Callable[[int], bool]:
         "steps= is 'all', 'prompt', 'new', numbers counted from 0, a slice without negative "
         f"numbers, or a function of the number, not {steps!r}: nobody knows the last step yet"
     )
-
-
-def _is_root(node: Candidate) -> bool:
-    return node.path == ""

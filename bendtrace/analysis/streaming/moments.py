@@ -1,4 +1,4 @@
-"""Counts, means, variances, higher moments and covariances of a stream."""
+"""Means, variances, higher moments and covariances of a stream."""
 
 from __future__ import annotations
 
@@ -7,39 +7,69 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from bendtrace.analysis.streaming.statistic import Statistic
+from bendtrace.analysis.streaming.statistic import UnitStatistic
 from bendtrace.analysis.values import accumulator
 from bendtrace.errors import InputError
 
-__all__ = ["Covariance", "Mean", "Moments", "Tally", "Variance", "check_shape"]
+__all__ = ["Covariance", "Mean", "Moments", "Variance"]
 
 
-def check_shape(rows: Tensor, shape: tuple[int, ...] | None) -> None:
-    """Refuse rows that are not like those before.
+class _Shifted(UnitStatistic):
+    """Sums of deviations from a fixed value near the data: the mean of the first rows."""
 
-    Raises:
-        InputError: they are of another shape.
-    """
-    if rows.dim() == 0:
-        raise InputError("rows have a dimension that counts them: give (n, *shape)")
-    if shape is not None and tuple(rows.shape[1:]) != shape:
-        raise InputError(
-            f"so far there was a statistic for each of {shape}, now there are values for each of "
-            f"{tuple(rows.shape[1:])}: keep only dimensions that stay the same, keep=-1 or keep=()"
+    def __init__(self) -> None:
+        super().__init__()
+        self._shift: Tensor | None = None  # the fixed value
+        self._sums: list[Tensor] = []  # of deviations from it; of products of those from the mean
+
+    def _take(self, rows: Tensor) -> None:
+        rows = accumulator(rows)
+        count, shift = rows.shape[0], self._shift
+        if shift is None or self.count == 0:
+            mean = rows.mean(0) if count else rows.new_zeros(rows.shape[1:])
+            self._shift = shift = torch.where(mean.isfinite(), mean, 0.0)
+            self._sums = [torch.zeros_like(item) for item in self._sums_of(shift[None])]
+        if count:
+            self._add(count, self._sums_of(rows.to(shift.device) - shift))
+
+    def _add(self, count: int, sums: list[Tensor]) -> None:
+        """Add the sums of rows whose deviations are from the same value."""
+        if self.count:
+            sums = [
+                self._sums[0] + sums[0], *self._joined(float(self.count), float(count), sums)
+            ]  # fmt: skip
+        self.count, self._sums = self.count + count, sums
+
+    def _join(self, other: Self) -> None:
+        if self.count == 0 or self._shift is None or other._shift is None:
+            self.load_state_dict(other.state_dict())
+            return
+        first, *rest = (item.to(self._shift.device) for item in other._sums)
+        apart = other._shift.to(self._shift.device) - self._shift
+        self._add(other.count, [first + other.count * apart, *rest])
+
+    def _sums_of(self, away: Tensor) -> list[Tensor]:
+        raise NotImplementedError
+
+    def _joined(self, na: float, nb: float, sums: list[Tensor]) -> list[Tensor]:
+        """Return the sums after the first one, for the rows so far and for more."""
+        raise NotImplementedError
+
+    @property
+    def mean(self) -> Tensor:
+        """The mean of each unit; nan where there was nothing."""
+        shift = self._known()
+        return (
+            shift + self._sums[0] / self.count if self.count else torch.full_like(shift, torch.nan)
         )
 
-
-def check_same(name: str, mine: Any, theirs: Any) -> None:
-    """Refuse to merge what was made otherwise.
-
-    Raises:
-        InputError: the two differ.
-    """
-    if mine != theirs:
-        raise InputError(f"{name} is {mine} here and {theirs} there: these cannot be merged")
+    def _known(self) -> Tensor:
+        if self._shift is None:
+            return torch.full((), torch.nan, dtype=torch.float64)
+        return self._shift
 
 
-class Moments(Statistic):
+class Moments(_Shifted):
     """Mean, variance, and for `order=4` skewness and kurtosis, of each unit of a stream.
 
     Deviations from a fixed value near the data (the mean of the first rows) are added up in
@@ -53,12 +83,14 @@ class Moments(Statistic):
 
     Args:
         order: 1 for the mean alone, 2, or 4.
+        correction: subtracted from the count in the divisor of the variance: 1 for the estimate
+            without bias, as `torch.var`; 0 as `numpy.var`.
 
     Attributes:
-        count: how many rows there were.
+        count: the number of rows.
 
     Raises:
-        InputError: another order.
+        InputError: the order is another number.
 
     Example:
         >>> import torch, bendtrace as bt
@@ -69,39 +101,19 @@ class Moments(Statistic):
         (tensor([3.], dtype=torch.float64), tensor([4.6667], dtype=torch.float64))
     """
 
-    def __init__(self, order: int = 2) -> None:
+    _settings = ("order",)
+
+    def __init__(self, order: int = 2, correction: int = 1) -> None:
+        super().__init__()
         if order not in (1, 2, 4):
             raise InputError(f"order={order!r}: moments are kept up to order 1, 2 or 4")
         self.order = order
-        self.count = 0
-        self._shift: Tensor | None = None  # what deviations are from
-        self._sums: list[Tensor] = []  # of deviations; of powers 2 to `order` of them from the mean
-
-    @property
-    def shape(self) -> tuple[int, ...] | None:
-        """The shape of the units; None before the first rows."""
-        return None if self._shift is None else tuple(self._shift.shape)
-
-    def update(self, rows: Tensor) -> None:
-        """Take in rows, `(n, *shape)`.
-
-        Raises:
-            InputError: they are of another shape than the ones before.
-        """
-        check_shape(rows, self.shape)
-        count = rows.shape[0]
-        rows = accumulator(rows)
-        shift = self._shift
-        if shift is None or self.count == 0:
-            shift = _finite(rows.mean(0)) if count else rows.new_zeros(rows.shape[1:])
-            self._shift, self._sums = shift, [torch.zeros_like(shift) for _ in range(self.order)]
-        if count:
-            self._add(count, self._sums_of(rows.to(shift.device) - shift))
+        self.correction = correction
 
     def _sums_of(self, away: Tensor) -> list[Tensor]:
         sums = [away.sum(0)]
         if self.order > 1:
-            away -= sums[0] / away.shape[0]
+            away = away - sums[0] / away.shape[0]
             power = away * away
             sums.append(power.sum(0))
             for _ in range(2, self.order):
@@ -109,14 +121,9 @@ class Moments(Statistic):
                 sums.append(power.sum(0))
         return sums
 
-    def _add(self, count: int, sums: list[Tensor]) -> None:
-        """Add the sums of rows whose deviations are from the same value."""
-        if self.count == 0:
-            self.count, self._sums = count, sums
-            return
-        na, nb, n = float(self.count), float(count), float(self.count + count)
-        a, b = self._sums, sums
-        made = [a[0] + b[0]]
+    def _joined(self, na: float, nb: float, sums: list[Tensor]) -> list[Tensor]:
+        n, a, b = na + nb, self._sums, sums
+        made = []
         if self.order > 1:
             delta = b[0] / nb - a[0] / na
             made.append(a[1] + b[1] + delta**2 * (na * nb / n))
@@ -132,29 +139,9 @@ class Moments(Statistic):
                 + 6 * delta**2 * (na * na * b[1] + nb * nb * a[1]) / n**2
                 + 4 * delta * (na * b[2] - nb * a[2]) / n
             )  # fmt: skip
-        self.count, self._sums = self.count + count, made
+        return made
 
-    def merge(self, other: Self) -> None:
-        """Add the rows of another one.
-
-        Raises:
-            InputError: it is of another order, or its rows are of another shape.
-        """
-        check_same("order", self.order, other.order)
-        if other._shift is None:
-            return
-        if self._shift is not None:
-            check_same("the shape of the units", self.shape, other.shape)
-        if self.count == 0:
-            self.load_state_dict(other.state_dict())
-            return
-        assert self._shift is not None  # for the type checker
-        if other.count:
-            sums = [item.to(self._shift.device) for item in other._sums]
-            apart = other._shift.to(self._shift.device) - self._shift
-            self._add(other.count, [sums[0] + other.count * apart, *sums[1:]])
-
-    def result(self) -> dict[str, Any]:
+    def result(self) -> Any:
         """Return the count and the moments by name, as float64 of the shape of the units."""
         found: dict[str, Any] = {"count": self.count, "mean": self.mean}
         if self.order > 1:
@@ -164,28 +151,19 @@ class Moments(Statistic):
         return found
 
     @property
-    def mean(self) -> Tensor:
-        """The mean; nan where there was nothing."""
-        shift = self._known()
-        if self.count == 0:
-            return torch.full_like(shift, torch.nan)
-        return shift + self._sums[0] / self.count
-
-    @property
     def total(self) -> Tensor:
         """The sum; 0 where there was nothing."""
         shift = self._known()
         return torch.zeros_like(shift) if self.count == 0 else shift * self.count + self._sums[0]
 
-    def variance(self, correction: int = 1) -> Tensor:
+    def variance(self, correction: int | None = None) -> Tensor:
         """Return the variance; nan where there are not more rows than `correction`.
 
         Args:
-            correction: what is taken from the count before dividing by it: 1 for the estimate
-                without bias, as `torch.var`; 0 as `numpy.var`.
+            correction: as for the constructor; None for the one given there.
         """
         self._require(2)
-        shift = self._known()
+        shift, correction = self._known(), self.correction if correction is None else correction
         if self.count <= correction:
             return torch.full_like(shift, torch.nan)
         return self._sums[1].clamp(min=0) / (self.count - correction)
@@ -194,24 +172,19 @@ class Moments(Statistic):
     def skewness(self) -> Tensor:
         """The third standardised moment, as `scipy.stats.skew`; nan where all is one value."""
         self._require(4)
-        second = self.variance(correction=0)
+        second = self.variance(0)
         return self._sums[2] / self.count / second**1.5 if self.count else second
 
     @property
     def kurtosis(self) -> Tensor:
         """The fourth standardised moment less 3, as `scipy.stats.kurtosis`; nan likewise."""
         self._require(4)
-        second = self.variance(correction=0)
+        second = self.variance(0)
         return self._sums[3] / self.count / second**2 - 3 if self.count else second
 
     def _require(self, order: int) -> None:
         if self.order < order:
             raise InputError(f"this needs moments of order {order}, kept are {self.order}")
-
-    def _known(self) -> Tensor:
-        if self._shift is None:
-            return torch.full((), torch.nan, dtype=torch.float64)
-        return self._shift
 
 
 class Mean(Moments):
@@ -248,25 +221,24 @@ class Variance(Moments):
     """
 
     def __init__(self, correction: int = 1) -> None:
-        super().__init__(order=2)
-        self.correction = correction
+        super().__init__(2, correction)
 
     def result(self) -> Any:
         """Return the variance."""
-        return self.variance(self.correction)
+        return self.variance()
 
 
-class Covariance(Statistic):
+class Covariance(_Shifted):
     """The covariance matrix of the units of a stream, as `numpy.cov` of all of it.
 
-    Rows of several dimensions are taken as flat. Sums are kept as by `Moments`; memory grows with
+    Rows of several dimensions are flattened. Sums are kept as by `Moments`; memory grows with
     the square of the number of units.
 
     Args:
-        correction: what is taken from the count before dividing by it.
+        correction: subtracted from the count in the divisor.
 
     Attributes:
-        count: how many rows there were.
+        count: the number of rows.
 
     Example:
         >>> import torch, bendtrace as bt
@@ -277,129 +249,34 @@ class Covariance(Statistic):
                 [4., 8.]], dtype=torch.float64)
     """
 
+    _settings = ("correction",)
+
     def __init__(self, correction: int = 1) -> None:
+        super().__init__()
         self.correction = correction
-        self.count = 0
-        self._shift: Tensor | None = None
-        self._sum = self._products = torch.zeros(())
 
-    def update(self, rows: Tensor) -> None:
-        """Take in rows, `(n, *shape)`.
-
-        Raises:
-            InputError: they have another number of units than the ones before.
-        """
-        if rows.dim() == 0:
-            raise InputError("rows have a dimension that counts them: give (n, *shape)")
-        count = rows.shape[0]
+    def _checked(self, rows: Tensor) -> Tensor:
         units = rows.new_empty(rows.shape[1:]).numel()
-        shift = self._shift
-        if shift is not None and units != shift.shape[0]:
-            raise InputError(f"so far there were {shift.shape[0]} units, now there are {units}")
-        rows = accumulator(rows).reshape(count, units)
-        if shift is None or self.count == 0:
-            shift = _finite(rows.mean(0)) if count else rows.new_zeros(units)
-            self._shift, self._sum = shift, torch.zeros_like(shift)
-            self._products = rows.new_zeros(units, units)
-        if count:
-            away = rows.to(shift.device) - shift
-            total = away.sum(0)
-            away -= total / count
-            self._add(count, total, away.T @ away)
+        if rows.dim() and self._shape not in (None, (units,)):
+            raise InputError(f"so far there were {self._shape[0]} units, now there are {units}")
+        return super()._checked(rows.reshape(rows.shape[0], units) if rows.dim() else rows)
 
-    def _add(self, count: int, total: Tensor, products: Tensor) -> None:
-        if self.count:
-            delta = total / count - self._sum / self.count
-            weight = float(self.count) * count / (self.count + count)
-            products = self._products + products + torch.outer(delta, delta) * weight
-        self._sum, self._products, self.count = self._sum + total, products, self.count + count
+    def _sums_of(self, away: Tensor) -> list[Tensor]:
+        total = away.sum(0)
+        away = away - total / away.shape[0]
+        return [total, away.T @ away]
 
-    def merge(self, other: Self) -> None:
-        """Add the rows of another one.
-
-        Raises:
-            InputError: it has another number of units, or another correction.
-        """
-        check_same("correction", self.correction, other.correction)
-        if other._shift is None:
-            return
-        if self._shift is not None:
-            check_same("the number of units", self._shift.shape[0], other._shift.shape[0])
-        if self.count == 0:
-            self.load_state_dict(other.state_dict())
-        elif other.count and self._shift is not None:
-            device = self._shift.device
-            apart = other._shift.to(device) - self._shift
-            total = other._sum.to(device) + other.count * apart
-            self._add(other.count, total, other._products.to(device))
-
-    @property
-    def mean(self) -> Tensor:
-        """The mean of the units, (units,); nan where there was nothing."""
-        if self._shift is None or self.count == 0:
-            return torch.full_like(self._sum, torch.nan)
-        return self._shift + self._sum / self.count
+    def _joined(self, na: float, nb: float, sums: list[Tensor]) -> list[Tensor]:
+        delta = sums[0] / nb - self._sums[0] / na
+        return [self._sums[1] + sums[1] + torch.outer(delta, delta) * (na * nb / (na + nb))]
 
     @property
     def comoment(self) -> Tensor:
         """The sum of products of deviations from the mean, (units, units)."""
-        return self._products.clone()
+        return self._sums[1].clone() if self._sums else torch.zeros(())
 
     def result(self) -> Tensor:
         """Return the matrix, (units, units); nan where there are too few rows."""
         if self.count <= self.correction:
-            return torch.full_like(self._products, torch.nan)
-        return self._products / (self.count - self.correction)
-
-
-class Tally(Statistic):
-    """For how many rows something is true, for each unit, as whole numbers.
-
-    Attributes:
-        count: how many rows there were.
-
-    Example:
-        >>> import torch, bendtrace as bt
-        >>> tally = bt.analysis.Tally()
-        >>> tally.update(torch.tensor([[True, False], [True, True]]))
-        >>> tally.result()
-        tensor([2, 1])
-    """
-
-    def __init__(self) -> None:
-        self.count = 0
-        self._true: Tensor | None = None
-
-    def update(self, rows: Tensor) -> None:
-        """Take in rows of truth values, `(n, *shape)`.
-
-        Raises:
-            InputError: they are of another shape than the ones before.
-        """
-        check_shape(rows, None if self._true is None else tuple(self._true.shape))
-        found = rows.to(torch.bool).sum(0)  # int64
-        self._true = found if self._true is None else self._true + found.to(self._true.device)
-        self.count += rows.shape[0]
-
-    def merge(self, other: Self) -> None:
-        """Add the rows of another one.
-
-        Raises:
-            InputError: its rows are of another shape.
-        """
-        if other._true is None:
-            return
-        if self._true is not None:
-            check_same("the shape of the units", tuple(self._true.shape), tuple(other._true.shape))
-            self._true = self._true + other._true.to(self._true.device)
-        else:
-            self._true = other._true.clone()
-        self.count += other.count
-
-    def result(self) -> Tensor:
-        """Return for how many rows it was true, int64 of the shape of the units."""
-        return torch.zeros((), dtype=torch.int64) if self._true is None else self._true.clone()
-
-
-def _finite(values: Tensor) -> Tensor:
-    return torch.where(values.isfinite(), values, 0.0)
+            return torch.full_like(self.comoment, torch.nan)
+        return self.comoment / (self.count - self.correction)

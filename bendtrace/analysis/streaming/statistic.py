@@ -1,4 +1,4 @@
-"""What every statistic of a stream can do: take in rows, be added up, say its result."""
+"""The base of statistics of a stream: they take in rows, are merged, saved, and have a result."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from torch import Tensor
 
 from bendtrace.errors import InputError
 
-__all__ = ["Count", "Statistic", "decoded", "encoded", "merge_states"]
+__all__ = ["Count", "Statistic", "Tally", "UnitStatistic", "decoded", "encoded", "merge_states"]
 
 
 class Statistic:
-    """What is known of a stream of rows, in memory that does not grow with the stream.
+    """A statistic of a stream of rows, in memory that does not grow with the stream.
 
-    Subclasses keep what they know in attributes that are tensors, numbers, strings, None, or
-    lists, tuples and dicts of these, and override `update`, `merge` and `result`. They check what
-    they are given before they change anything.
+    Subclasses keep their state in attributes that are tensors, numbers, strings, None, or lists,
+    tuples and dicts of these, and override `update`, `merge` and `result`. They check their
+    arguments before they change anything.
 
     Example:
         >>> import torch, bendtrace as bt
@@ -53,7 +53,7 @@ class Statistic:
         raise NotImplementedError
 
     def merge(self, other: Self) -> None:
-        """Add what another statistic of the same kind and settings has taken in.
+        """Add the rows of another statistic of the same kind and settings.
 
         Raises:
             InputError: it cannot be added.
@@ -61,23 +61,86 @@ class Statistic:
         raise NotImplementedError
 
     def result(self) -> Any:
-        """Return what is known."""
+        """Return the statistic."""
         raise NotImplementedError
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all that it holds: tensors, numbers, strings, None, and containers of these."""
+        """Return the state: tensors, numbers, strings, None, and containers of these."""
         return copy.deepcopy(vars(self))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Hold what another held, as `state_dict` returned it."""
+        """Take over a state that `state_dict` returned."""
         vars(self).update(copy.deepcopy(state))
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.result()!r})"
 
 
+class UnitStatistic(Statistic):
+    """A statistic of each unit of rows of one shape.
+
+    Subclasses name their settings in `_settings`, take in rows of the right shape in `_take`, and
+    those of another one, which has some, in `_join`.
+    """
+
+    _settings: ClassVar[tuple[str, ...]] = ()
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._shape: tuple[int, ...] | None = None
+
+    def update(self, rows: Tensor) -> None:
+        """Take in rows, `(n, *shape)`.
+
+        Raises:
+            InputError: they are of another shape than the ones before.
+        """
+        rows = self._checked(rows)
+        self._shape = tuple(rows.shape[1:])
+        self._take(rows)
+
+    def _take(self, rows: Tensor) -> None:
+        raise NotImplementedError
+
+    def _checked(self, rows: Tensor) -> Tensor:
+        if rows.dim() == 0:
+            raise InputError("rows have a dimension that counts them: give (n, *shape)")
+        shape = tuple(rows.shape[1:])
+        if self._shape is not None and shape != self._shape:
+            raise InputError(
+                f"so far there was a statistic for each of {self._shape}, now there are values for "
+                f"each of {shape}: keep only dimensions that stay the same, keep=-1 or keep=()"
+            )
+        return rows.detach()
+
+    def merge(self, other: Self) -> None:
+        """Add the rows of another one.
+
+        Raises:
+            InputError: it has other settings, or its rows are of another shape.
+        """
+        for name in self._settings:
+            self._require_same(name, getattr(self, name), getattr(other, name))
+        if self._shape is not None and other._shape is not None:
+            self._require_same("the shape of the units", self._shape, other._shape)
+        if other._shape is not None:
+            if self._shape is None:
+                self.load_state_dict(other.state_dict())
+            elif other.count:
+                self._join(other)
+
+    def _require_same(self, name: str, mine: Any, theirs: Any) -> None:
+        if isinstance(mine, Tensor):
+            mine, theirs = mine.tolist(), theirs.tolist()
+        if mine != theirs:
+            raise InputError(f"{name} is {mine} here and {theirs} there: these cannot be merged")
+
+    def _join(self, other: Self) -> None:
+        raise NotImplementedError
+
+
 class Count(Statistic):
-    """How many rows there were.
+    """The number of rows.
 
     Example:
         >>> import torch, bendtrace as bt
@@ -99,15 +162,50 @@ class Count(Statistic):
         self.count += other.count
 
     def result(self) -> int:
-        """Return how many rows there were."""
+        """Return the number of rows."""
         return self.count
 
 
+class Tally(UnitStatistic):
+    """The number of true rows of each unit, as whole numbers.
+
+    Attributes:
+        count: the number of rows.
+
+    Example:
+        >>> import torch, bendtrace as bt
+        >>> tally = bt.analysis.Tally()
+        >>> tally.update(torch.tensor([[True, False], [True, True]]))
+        >>> tally.result()
+        tensor([2, 1])
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._true: Tensor | None = None
+
+    def _take(self, rows: Tensor) -> None:
+        self._add(rows.to(torch.bool).sum(0), rows.shape[0])  # int64
+
+    def _add(self, found: Tensor, count: int) -> None:
+        known = self._true
+        self._true = found if known is None else known + found.to(known.device)
+        self.count += count
+
+    def _join(self, other: Self) -> None:
+        if other._true is not None:
+            self._add(other._true, other.count)
+
+    def result(self) -> Tensor:
+        """Return the number of true rows, int64 of the shape of the units."""
+        return torch.zeros((), dtype=torch.int64) if self._true is None else self._true.clone()
+
+
 def merge_states(state: Any, other: Any) -> None:
-    """Add what another state knows to a state: a statistic, or a dict or list of such states.
+    """Merge a state into another one: a statistic, or a dict or list of such states.
 
     Raises:
-        InputError: they cannot be added.
+        InputError: they cannot be merged.
     """
     if type(state) is not type(other):
         raise InputError(
@@ -142,10 +240,8 @@ def encoded(state: Any) -> Any:
     """
     if isinstance(state, Statistic):
         cls = type(state)
-        return {
-            "statistic": f"{cls.__module__}.{cls.__qualname__}",
-            "values": state.state_dict(),
-        }
+        name = f"{cls.__module__}.{cls.__qualname__}"
+        return {"statistic": name, "values": state.state_dict()}
     if isinstance(state, dict):
         return {"items": [(key, encoded(item)) for key, item in state.items()]}
     if isinstance(state, (list, tuple)):

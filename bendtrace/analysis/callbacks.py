@@ -1,0 +1,102 @@
+"""Analysers as callbacks of Lightning and of the Trainer of Hugging Face."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from bendtrace.analysis.evaluation import AnalyserEvaluation
+
+__all__ = ["lightning_callback", "trainer_callback"]
+
+
+def lightning_callback(evaluation: AnalyserEvaluation) -> Any:
+    """Return a `lightning.pytorch.Callback` for `AnalyserEvaluation`.
+
+    The model is the `LightningModule`, unless the evaluation has an `of=`. Batches of
+    validation and of the sanity check are not seen. A step is a batch of training.
+
+    Raises:
+        ImportError: Lightning is not installed.
+    """
+    try:
+        from lightning.pytorch import Callback  # type: ignore[import-not-found, unused-ignore]
+    except ImportError as error:
+        raise ImportError(
+            "this callback needs Lightning: pip install 'bendtrace[lightning]'"
+        ) from error
+
+    class AnalyserCallback(Callback):  # type: ignore[misc, unused-ignore]
+        def __init__(self) -> None:
+            self.evaluation = evaluation
+
+        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            evaluation.begin(pl_module)
+
+        def on_train_batch_start(
+            self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
+        ) -> None:
+            evaluation.begin_step(batch)
+
+        def on_train_batch_end(
+            self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+        ) -> None:
+            evaluation.end_step()
+
+        def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+            evaluation.end_epoch()
+
+        def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+            evaluation.end()
+
+        def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+            evaluation.end()
+
+    return AnalyserCallback()
+
+
+def trainer_callback(evaluation: AnalyserEvaluation) -> Any:
+    """Return a `transformers.TrainerCallback` for `AnalyserEvaluation`.
+
+    Batches of evaluation are not seen. A step is one of the optimizer, also where gradients are
+    accumulated. Callbacks do not learn of batches: without a loader, the targets are taken from the
+    keyword arguments of the model. Nor do they learn of errors: after one, `evaluation.end()`
+    removes all insertions, as the next training does.
+
+    Raises:
+        ImportError: transformers is not installed.
+    """
+    try:
+        from transformers import TrainerCallback  # type: ignore[import-not-found, unused-ignore]
+    except ImportError as error:
+        raise ImportError(
+            "this callback needs transformers: pip install 'bendtrace[transformers]'"
+        ) from error
+
+    class AnalyserCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
+        def __init__(self) -> None:
+            self.evaluation = evaluation
+
+        def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            model = kwargs["model"]
+            evaluation.end()  # of a training that ended by an error
+            evaluation.begin(model)
+            if evaluation.loader is None:
+                hook = model.register_forward_pre_hook(
+                    lambda module, args, kwargs: evaluation.came_by(kwargs), with_kwargs=True
+                )
+                evaluation.at_end(hook.remove)
+
+        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            evaluation.begin_step()
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            evaluation.end_step()
+
+        def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            evaluation.end_epoch()
+
+        def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            evaluation.end()
+
+    return AnalyserCallback()

@@ -1,0 +1,128 @@
+"""Insertions of one model that go in and come out together."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol, Self
+
+from bendtrace.interject.board import Board
+from bendtrace.interject.candidate import Candidate
+from bendtrace.interject.insertion import Insertion
+from bendtrace.recording.recorder import Recording
+
+__all__ = ["InsertionGroup", "InsertionHandle", "is_root"]
+
+
+class _Model(Protocol):
+    _board: Any
+    _known: Any
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
+
+
+class InsertionGroup:
+    """Insertions of one model that go in and come out together; a context manager.
+
+    What several insertions serve as one (workflows, harvests) reaches the model through this class
+    alone. All are checked before the first one is inserted.
+
+    Args:
+        model: a `BendedModule`.
+
+    Attributes:
+        insertions: the insertions, in the order in which they were made.
+    """
+
+    def __init__(self, model: _Model) -> None:
+        self.insertions: list[Insertion] = []
+        self._board: Board = model._board
+        self._known = model._known
+
+    def known_runs(self) -> list[Recording]:
+        """Return the runs of the model that are known, those with insertions included."""
+        return list(self._known.recordings())
+
+    def make(
+        self, where: Any, what: Any, *, allow_none: bool = False, kind: type[Insertion] = Insertion
+    ) -> Insertion:
+        """Make and check an insertion of the group, without putting it in.
+
+        Args:
+            where: the nodes, as `BendedModule.interject` takes them.
+            what: what is inserted there.
+            allow_none: whether `where` may match no node.
+            kind: the class of the insertion.
+
+        Raises:
+            NodePathError: `where` matches no node.
+        """
+        made = self._board.make(where, what, allow_none=allow_none)
+        if kind is not Insertion:
+            checked = made.is_checked
+            made = kind(self._board, made.where, made.wants, made.what, made.passes, allow_none)
+            made.is_checked = checked
+        self.insertions.append(made)
+        return made
+
+    def put_in(self, *order: Insertion) -> None:
+        """Insert all at once, in the order of `order` where it is given."""
+        self._board.add(*(order or self.insertions))
+
+    def put_around(self, first: list[Insertion], last: list[Insertion]) -> None:
+        """Insert some before, and others after, everything that is inserted already."""
+        others = self._board.insertions
+        self._board.remove(*others)
+        self._board.add(*first, *others, *last)
+
+    def replace(self, number: int, where: Any) -> None:
+        """Move an insertion that is put in to other nodes."""
+        old = self.insertions[number]
+        old.remove()
+        self.insertions[number] = self._board.insert(where, old.what, allow_none=True)
+
+    def remove(self) -> None:
+        """Take all of them out. A second call does nothing."""
+        self._board.remove(*self.insertions)
+
+    def forget_plans(self) -> None:
+        """Have the model examine all insertions again, after one of them has changed."""
+        self._board.add()
+
+    def __enter__(self) -> Self:
+        self.put_in()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.remove()
+
+
+class InsertionHandle:
+    """A handle on a group of insertions: calls the model, and removes them at the end."""
+
+    def __init__(self, model: Any, group: InsertionGroup) -> None:
+        self.model = model
+        self._group = group
+        group.put_in()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the model."""
+        return self.model(*args, **kwargs)
+
+    def remove(self) -> None:
+        """Take out what was inserted. A second call does nothing."""
+        self._group.remove()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        try:
+            if kind is None:
+                for insertion in self._group.insertions:
+                    insertion.warn_if_never_fired(3)
+        finally:
+            self._group.remove()
+
+
+def is_root(node: Candidate) -> bool:
+    """Whether a node is the call of the model itself."""
+    return node.path == ""
