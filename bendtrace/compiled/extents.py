@@ -17,7 +17,7 @@ from bendtrace.compiled.probing import Findings
 from bendtrace.recording.functions import name_of
 from bendtrace.recording.recorder import Recording
 from bendtrace.recording.structure import Instance
-from bendtrace.recording.tape import Op, OpKind, Ref, TensorMeta, refs_in
+from bendtrace.recording.tape import Op, OpKind, Ref, TensorMeta
 from bendtrace.recording.writes import works_in_place
 
 __all__ = ["Extents", "Unknown"]
@@ -47,7 +47,7 @@ class Extents:
                 self.varying.add(op.index)
 
     def _varies(self, op: Op) -> bool:
-        refs = [ref.index for ref in refs_in((op.args, op.kwargs))]
+        refs = op.operands
         if _gives_back_its_first(op):
             refs = refs[:1]  # it gives that one back, whatever was added to it
         return any(index in self.varying for index in refs)

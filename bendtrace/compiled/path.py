@@ -20,12 +20,12 @@ from bendtrace.compiled.settings import Settings
 from bendtrace.compiled.shortcuts import Backend, Shortcuts
 from bendtrace.compiled.straight import Straight
 from bendtrace.recording.functions import name_of
-from bendtrace.recording.parts import Access, Part, PartKind
 from bendtrace.recording.recorder import Recording
-from bendtrace.recording.tape import Op, OpKind, TensorMeta, Test, refs_in
+from bendtrace.recording.tape import Op, TensorMeta, Test, refs_in
 from bendtrace.replay.analysis import Analysis
 from bendtrace.replay.codegen import write_run
 from bendtrace.replay.program import Program, Stretch
+from bendtrace.replay.schedule import Schedule
 from bendtrace.replay.source import Code, Source
 
 __all__ = ["FAILED", "CompiledPath", "Unchecked"]
@@ -167,10 +167,8 @@ class CompiledPath:
         # Mostly each is a result of its own, in that order.
         self._slots = None if slots_of_leaves == list(range(len(made))) else slots_of_leaves
         past = len(ops) + 1  # where all ops have been carried out, and all guards tested
-        source = write_run(
-            recording, analysis, self._entry, past, recording.tape, frozenset(leaves)
-        )
-        self._finish = Code(source, "run").function
+        finish = Schedule.of_run(recording, analysis, self._entry, past, recording.tape, leaves)
+        self._finish = write_run(finish).function
         self._picked = straight.picked
         self._needs_sizes = exactly or findings.writes or self._depends_on_identity(leaves)
         self._resizable = [
@@ -370,7 +368,7 @@ def _dynamo() -> Any:
 
 
 def _is_outside(op: Op) -> bool:
-    return op.kind in (OpKind.INPUT, OpKind.STATE)
+    return op.is_given
 
 
 def _leaves(recording: Recording) -> list[int]:
@@ -383,7 +381,7 @@ def _leaves(recording: Recording) -> list[int]:
         if isinstance(op.meta, TensorMeta):
             found[op.index] = None
         else:
-            waiting += [ref.index for ref in refs_in((op.args, op.kwargs))]
+            waiting += op.operands
     return list(found)
 
 
@@ -391,21 +389,8 @@ def _gatherer(recording: Recording, indices: Iterable[int]) -> Callable[..., tup
     """Return a function of the arguments that gives inputs and state, as they are now."""
     targets = [recording.tape.ops[index].target for index in indices]
     source = Source()
-    source.line("def gather(A):")
-    source.indent = 1
-    wanted: set[int] = set()
-    waiting: list[Part] = list(targets)
-    while waiting:
-        part = waiting.pop()
-        part = part.value if part.kind is PartKind.ALIAS else part
-        if part.index not in wanted:
-            wanted.add(part.index)
-            waiting += [part.parent] if part.parent is not None else []
-    for part in recording.surroundings.parts:
-        if part.index in wanted:
-            name = source.part(part)
-            if part.access is not Access.FIXED:
-                source.line(f"{name} = {source.reach(part)}")
+    source.begin("gather(A)")
+    source.take(targets)
     source.line("return (" + "".join(f"{source.part(target)}, " for target in targets) + ")")
     return Code(source, "gather").function
 

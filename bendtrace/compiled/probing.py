@@ -15,7 +15,7 @@ from bendtrace.recording.contexts import ContextSwitch
 from bendtrace.recording.parts import identical
 from bendtrace.recording.recorder import Recording
 from bendtrace.recording.structure import Instance
-from bendtrace.recording.tape import Guard, Op, OpKind, Ref, Test, kind_of, refs_in
+from bendtrace.recording.tape import Guard, Op, OpKind, Ref, Test, kind_of
 from bendtrace.recording.writes import storage_of
 
 __all__ = ["Findings", "Refusal", "probe"]
@@ -86,7 +86,7 @@ class _Probe:
         self._dying: dict[int, list[int]] = {}  # by position, whom nothing needs any more
         last: dict[int, int] = {}
         for op in recording.tape.ops:
-            last.update(dict.fromkeys((r.index for r in refs_in((op.args, op.kwargs))), op.index))
+            last.update(dict.fromkeys(op.operands, op.index))
         for guard in recording.tape.guards:
             for index in _looked_at(guard):
                 last[index] = max(guard.position, last.get(index, 0))
@@ -95,7 +95,7 @@ class _Probe:
 
     def run(self) -> Findings | None:
         for op in self._tape.ops:
-            if op.kind in (OpKind.INPUT, OpKind.STATE):
+            if op.is_given:
                 self._take(op)
         guards: dict[int, list[Guard]] = {}
         for guard in self._tape.guards:
@@ -108,7 +108,7 @@ class _Probe:
                     return None
                 if position < len(self._tape.ops):
                     op = self._tape.ops[position]
-                    if op.kind in (OpKind.CALL, OpKind.SCALAR):
+                    if op.is_work:
                         self._carry_out(op, switch, mode)
                 for index in self._dying.get(position, ()):
                     del self._values[index]
@@ -139,7 +139,7 @@ class _Probe:
         self._values[op.index] = value
         if mode.dynamic:
             self._roots[op.index] = _extent(value)
-        if mode.dynamic or any(r.index in self._dynamic for r in refs_in((op.args, op.kwargs))):
+        if mode.dynamic or not self._dynamic.isdisjoint(op.operands):
             self._dynamic.add(op.index)
         if isinstance(value, Tensor):
             if type(value) not in _PLAIN or value.layout is not torch.strided:
@@ -175,7 +175,7 @@ class _Probe:
             return bool(kind_of(value) == guard.expected)
         if guard.test is Test.RANK:
             return bool(value.dim() == guard.expected)
-        if guard.test in (Test.SAME, Test.OTHER):
+        if guard.is_on_identity:
             return (value is self._values[guard.expected]) is (guard.test is Test.SAME)
         return identical(value, guard.expected)
 
@@ -224,7 +224,7 @@ def _extent(value: Any) -> Any:
 
 
 def _looked_at(guard: Guard) -> tuple[int, ...]:
-    if guard.test in (Test.SAME, Test.OTHER):
+    if guard.is_on_identity:
         return guard.index, guard.expected
     return (guard.index,)
 

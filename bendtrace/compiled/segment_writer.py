@@ -27,7 +27,8 @@ from bendtrace.recording.tape import Op, OpKind, TensorMeta, refs_in
 from bendtrace.recording.writes import works_in_place
 from bendtrace.replay.graph import Exit
 from bendtrace.replay.program import Program
-from bendtrace.replay.segments import SegmentWriter, Unlinked
+from bendtrace.replay.schedule import Schedule, Unlinked, is_freed
+from bendtrace.replay.segments import SegmentWriter
 from bendtrace.replay.source import gives_nothing
 
 __all__ = ["CompiledSegments"]
@@ -117,14 +118,18 @@ class CompiledWriter(SegmentWriter):
     """Writes a segment with calls of bodies in it.
 
     Args:
-        args: as `SegmentWriter` has them.
+        schedule: what it does.
+        direct: see `write_run`.
         find: returns the body for a text, the names in it, and its ops; or None.
     """
 
     def __init__(
-        self, *args: Any, find: Callable[[str, dict[str, Any], list[Op]], Body | None]
+        self,
+        schedule: Schedule,
+        direct: bool,
+        find: Callable[[str, dict[str, Any], list[Op]], Body | None],
     ) -> None:
-        super().__init__(*args)
+        super().__init__(schedule, direct)
         self._find = find
         self._plain_until = 0  # the first op that may be in a body
 
@@ -136,7 +141,7 @@ class CompiledWriter(SegmentWriter):
                 self._plain_until = plan.ops[-1].index + 1
             return super()._write_ops(position)
         source, last = self.source, plan.ops[-1].index
-        self._take_out(plan.ops)
+        self._take_out([(op.args, op.kwargs) for op in plan.ops])
         self._switch_for(plan.ops[0])
         name = source.bound(body)
         results = "".join(f"v{index}, " for index in plan.outputs)
@@ -147,7 +152,7 @@ class CompiledWriter(SegmentWriter):
             self._carry_out(op)
         source.line(f"{name}.seen({results})")
         left = {*plan.outputs, *plan.same}
-        inner = [op for op in plan.ops if op.index not in left and self._is_freed(op)]
+        inner = [op for op in plan.ops if op.index not in left and is_freed(op)]
         if inner:
             source.line("del " + ", ".join(f"v{op.index}" for op in inner))
         source.indent -= 1
@@ -161,7 +166,7 @@ class CompiledWriter(SegmentWriter):
             self._carry_out(op)
             source.emitted.add(op.index)
         for moment in range(2 * position + 1, 2 * last + 2):
-            self._forget(self._dying.get(moment, ()))
+            self._forget(moment)
         return last + 1
 
     def _plan(self, position: int) -> _Plan | None:
@@ -174,7 +179,7 @@ class CompiledWriter(SegmentWriter):
                 return None
             again = self._asked_again(ops)
             later = {op.index for op in ops if self._is_used_after(op.index, ops)}
-            later.update(r.index for op in again for r in refs_in((op.args, op.kwargs)))
+            later.update(index for op in again for index in op.operands)
             # Several tensors in a tuple are taken apart within a body, or made outside.
             torn = [op for op in ops if op.index in later and _gives_several(op)]
             if torn:
@@ -195,11 +200,11 @@ class CompiledWriter(SegmentWriter):
         tape, found = self.tape, []
         known: set[int] = set()
         first = tape.ops[position]
-        for index in range(position, min(self._end, position + _LONGEST)):
-            op = tape.ops[index]
-            if index > position and index in self.guards:
+        for index in range(position, min(self.schedule.end, position + _LONGEST)):
+            op = self.schedule.op_at(index)
+            if index > position and index in self.schedule.guards:
                 break
-            if index not in self._required or op.kind in (OpKind.INPUT, OpKind.STATE):
+            if op is None:
                 continue
             if op.context != first.context or not self._is_compilable(op, known):
                 break
@@ -215,15 +220,15 @@ class CompiledWriter(SegmentWriter):
             return False
         if not (_gives_tensors(op) or _is_of_sizes(op, ops)):
             return False
-        for ref in refs_in((op.args, op.kwargs)):
-            given = ops[ref.index]
+        for index in op.operands:
+            given = ops[index]
             is_number = type(given.meta) in (int, bool) and _is_of_sizes(given, ops)
-            if not (ref.index in known or isinstance(given.meta, TensorMeta) or is_number):
+            if not (index in known or isinstance(given.meta, TensorMeta) or is_number):
                 return False
         return True
 
     def _is_used_after(self, index: int, ops: list[Op]) -> bool:
-        return self._last_use.get(index, -1) > 2 * ops[-1].index + 1
+        return self.schedule.last_use.get(index, -1) > 2 * ops[-1].index + 1
 
     def _asked_again(self, ops: list[Op]) -> list[Op]:
         """Return what is asked of sizes, and used behind a body as well as in it."""
@@ -234,7 +239,7 @@ class CompiledWriter(SegmentWriter):
                 op.index in wanted or self._is_used_after(op.index, ops)
             ):
                 found.insert(0, op)
-                wanted.update(ref.index for ref in refs_in((op.args, op.kwargs)))
+                wanted.update(op.operands)
         return found
 
 
@@ -264,17 +269,17 @@ class _Plan(Expressions):
         needed = {op.index for op in ops if _gives_tensors(op)}
         for op in reversed(ops):
             if op.index in needed:
-                needed.update(ref.index for ref in refs_in((op.args, op.kwargs)))
+                needed.update(op.operands)
         self.ops = [op for op in ops if op.index in needed]
         self.again = again
         self.inputs: list[int] = []
         inside = {op.index for op in self.ops}
         lines: list[str] = []
         for op in self.ops:
-            for ref in refs_in((op.args, op.kwargs)):
-                if ref.index not in inside and ref.index not in self._own:
-                    self._own[ref.index] = f"a{len(self.inputs)}"
-                    self.inputs.append(ref.index)
+            for index in op.operands:
+                if index not in inside and index not in self._own:
+                    self._own[index] = f"a{len(self.inputs)}"
+                    self.inputs.append(index)
             call = self.call(op)
             self._own[op.index] = f"t{len(lines)}"
             lines.append(f"    t{len(lines)} = {call}\n")
@@ -311,7 +316,7 @@ def _is_of_sizes(op: Op, ops: list[Op]) -> bool:
         return op.target in SHAPES or op.target in METADATA or op.target is Tensor.__len__
     if op.kind is not OpKind.SCALAR or _gives_tensors(op):
         return False
-    return all(_is_of_sizes(ops[ref.index], ops) for ref in refs_in((op.args, op.kwargs)))
+    return all(_is_of_sizes(ops[index], ops) for index in op.operands)
 
 
 def _has_sizes_of_values(op: Op, ops: list[Op]) -> bool:

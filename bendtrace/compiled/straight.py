@@ -24,7 +24,7 @@ from bendtrace.compiled.probing import Findings, Refusal
 from bendtrace.recording.contexts import Context
 from bendtrace.recording.functions import METADATA, SHAPES, VALUES, name_of, said_of
 from bendtrace.recording.recorder import Recording
-from bendtrace.recording.tape import Guard, Op, OpKind, Ref, TensorMeta, Test, refs_in
+from bendtrace.recording.tape import Guard, Op, OpKind, Ref, TensorMeta, Test
 from bendtrace.replay.analysis import Analysis, GuardKind
 
 __all__ = ["Straight"]
@@ -97,9 +97,7 @@ class Straight(Expressions):
             self._sort(op)
         self._needed = self._find_needed()
         self.inputs = [
-            op.index
-            for op in self._tape.ops
-            if op.kind in (OpKind.INPUT, OpKind.STATE) and op.index in self._needed
+            op.index for op in self._tape.ops if op.is_given and op.index in self._needed
         ]
         self._write()
         self.text = "\n".join(self._lines) + "\n"
@@ -111,7 +109,7 @@ class Straight(Expressions):
 
     def _sort(self, op: Op) -> None:
         """Note where the number comes from that an op gives, if it gives one."""
-        refs = [ref.index for ref in refs_in((op.args, op.kwargs))]
+        refs = op.operands
         if op.kind is OpKind.INPUT and not isinstance(op.meta, TensorMeta):
             self._kinds[op.index] = _Kind.STATIC
         elif op.kind is OpKind.CALL and (op.target in SHAPES or op.target is Tensor.__len__):
@@ -132,7 +130,7 @@ class Straight(Expressions):
         """Find the ops that the function carries out, and the inputs and state among them."""
         waiting = list(self._leaves)
         for op in self._tape.ops:
-            if op.kind in (OpKind.CALL, OpKind.SCALAR) and op.index not in self._kinds:
+            if op.is_work and op.index not in self._kinds:
                 waiting.append(op.index)
         for _, guard in self._data_guards():
             waiting += self._roots(guard.index)
@@ -142,7 +140,7 @@ class Straight(Expressions):
             if index not in needed:
                 needed.add(index)
                 op = self._tape.ops[index]
-                waiting += [ref.index for ref in refs_in((op.args, op.kwargs))]
+                waiting += op.operands
         return needed
 
     def _roots(self, index: int) -> Iterable[int]:
@@ -150,7 +148,7 @@ class Straight(Expressions):
         kind, op = self._kinds.get(index), self._tape.ops[index]
         if kind is not _Kind.VALUE and not (kind is _Kind.SIZE and type(op.meta) is bool):
             return (index,)
-        refs = [ref.index for ref in refs_in((op.args, op.kwargs))]
+        refs = op.operands
         if op.kind is OpKind.CALL:
             return refs
         return [root for ref in refs for root in self._roots(ref)]
@@ -158,7 +156,7 @@ class Straight(Expressions):
     def _data_guards(self) -> Iterable[tuple[int, Guard]]:
         for number, guard in enumerate(self._tape.guards):
             if self._analysis.kinds[number] is GuardKind.DATA:
-                if guard.test not in (Test.SAME, Test.OTHER):  # see `CompiledPath`
+                if not guard.is_on_identity:  # see `CompiledPath`
                     yield number, guard
 
     # Writing
@@ -181,7 +179,7 @@ class Straight(Expressions):
             if position == len(self._tape.ops):
                 break
             op = self._tape.ops[position]
-            if position not in self._needed or op.kind in (OpKind.INPUT, OpKind.STATE):
+            if position not in self._needed or op.is_given:
                 continue
             if op.kind is OpKind.CALL and op.context.grad != grad:
                 grad = op.context.grad
@@ -250,7 +248,7 @@ class Straight(Expressions):
             size = f"{self.value(op.args[0])}.size(0)"
             if op.target is not Tensor.tolist:
                 raise Refusal("a guard is on the length of a list out of a tensor")
-            if next(refs_in(op.args)).index in self._extents.varying:
+            if op.operands[0] in self._extents.varying:
                 if not self._exactly:
                     raise Unknown("a list of numbers is as long as values say")
             else:
@@ -407,9 +405,8 @@ class Straight(Expressions):
         given = [*map(self.value, op.args), *named]
         if name_of(op.target) == "allclose":
             return f"torch.isclose({', '.join(given)}).all()"
-        refs = list(refs_in((op.args, op.kwargs)))
-        metas = [self._tape.ops[ref.index].meta for ref in refs]
-        dynamic = any(ref.index in self._extents.varying for ref in refs)
+        metas = [self._tape.ops[index].meta for index in op.operands]
+        dynamic = not self._extents.varying.isdisjoint(op.operands)
         if len(given) != 2 or metas[0].shape != metas[1].shape or dynamic:
             raise Refusal("tensors of other sizes are compared")
         self._line(f"if {given[0]}.shape != {given[1]}.shape: return None")

@@ -11,7 +11,6 @@ from bendtrace.recording.objects import kept_in
 from bendtrace.recording.parts import Access, Part, PartKind
 from bendtrace.recording.reach import is_installed
 from bendtrace.recording.recorder import Recording
-from bendtrace.recording.tape import refs_in
 from bendtrace.recording.versions import version_of
 from bendtrace.replay.analysis import Analysis, GuardKind, counts
 from bendtrace.replay.questions import Check, Questions
@@ -58,7 +57,7 @@ class CheckWriter:
         self._write_function(source, "look()", self._in_tables(PartKind.TENSOR))
         self._write_function(source, "search()", self._settled.simple)
         self._write_measurement(source)
-        self._questions.begin(source, "check(A)")
+        source.begin("check(A)")
         self._ask_for_versions(source)
         self._ask_for_sizes(source)
         self._ask_for_wholes(source)
@@ -239,7 +238,7 @@ class CheckWriter:
         needed = needed_for(ops, (guard.index for _, guard in guards if not counts(guard, ops)))
         for _, guard in guards:
             if counts(guard, ops):
-                needed |= needed_for(ops, (ref.index for ref in refs_in(ops[guard.index].args)))
+                needed |= needed_for(ops, ops[guard.index].operands)
         # In the tape's order: a condition may protect the arithmetic of a later one.
         events: list[tuple[int, int, Any]] = [(index, -1, ops[index]) for index in needed]
         events += [(guard.position - 1, number, guard) for number, guard in guards]
@@ -247,7 +246,7 @@ class CheckWriter:
         for _, number, event in sorted(events, key=lambda item: item[:2]):
             if number < 0:
                 if isinstance(event.target, Part):
-                    self._questions.reach(source, event.target)
+                    source.take((event.target,))
                 define(source, event)
             elif test_of(event) not in tested:
                 tested.add(test_of(event))
@@ -264,14 +263,14 @@ class CheckWriter:
 
     def _write_function(self, source: Source, head: str, parts: list[Part]) -> None:
         """Write a function that asks of some parts, one by one."""
-        self._questions.begin(source, head)
+        source.begin(head)
         for part in parts:
             self._questions.ask(source, part)
         source.line("return None")
 
     def _write_measurement(self, source: Source) -> None:
         """Write what is asked if dicts have other numbers of entries."""
-        self._questions.begin(source, "measure()")
+        source.begin("measure()")
         for part in (*self._settled.counted, *self._settled.hollow):
             self._questions.ask(source, part)
         hooks = self._recording.surroundings.hook_dicts
@@ -295,7 +294,7 @@ class CheckWriter:
         for part in settled.hollow:
             if part.parent is not None:
                 hollow.setdefault(part.parent.index, []).append(part)
-        questions.begin(source, "compare(now, A)")
+        source.begin("compare(now, A)")
         source.line("was = seen[0]")
         for number, (holder, parts) in enumerate(versioned):
             source.line(f"if now[{number}] != was[{number}]:")

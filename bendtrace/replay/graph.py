@@ -37,7 +37,8 @@ from bendtrace.recording.recorder import Recording
 from bendtrace.recording.tape import Op, OpKind, State, Tape, map_refs, refs_in
 from bendtrace.recording.writes import works_in_place
 from bendtrace.replay.analysis import Analysis, GuardKind, is_read
-from bendtrace.replay.segments import SegmentWriter, Unlinked, answer_of
+from bendtrace.replay.schedule import Schedule, Unlinked
+from bendtrace.replay.segments import SegmentWriter
 from bendtrace.replay.source import Code
 
 __all__ = ["Exit", "Graph", "Node", "Piece", "Trip", "may_run_again"]
@@ -104,7 +105,7 @@ class Exit:
             self.written = self._write(self.piece, self.number)
         return self.written
 
-    def write_with(self, writer: Callable[..., SegmentWriter]) -> Code:
+    def write_with(self, writer: Callable[[Schedule, bool], SegmentWriter]) -> Code:
         """Return the same code as another writer writes it."""
         return self._write(self.piece, self.number, writer)
 
@@ -276,7 +277,7 @@ class Graph:
                 continue
             if _is_repeated(tape, number):
                 continue
-            answer = answer_of(tape.guards[number])
+            answer = tape.guards[number].answer
             exit = node.after(answer)
             if exit is None and number == self.first.stop and self._is_led_by_first(recording):
                 self._renew(recording)
@@ -298,7 +299,7 @@ class Graph:
             self._cut_first(has_learnt)
         try:
             for node, piece in made:
-                exit = node.after(answer_of(tape.guards[piece.after]))
+                exit = node.after(tape.guards[piece.after].answer)
                 assert exit is not None
                 assert exit.code
         except Unlinked:
@@ -349,7 +350,7 @@ class Graph:
             number in tape.states
             and number in first.states
             and tape.states[number].key == first.states[number].key
-            and identical(answer_of(tape.guards[number]), answer_of(first.guards[number]))
+            and identical(tape.guards[number].answer, first.guards[number].answer)
             for number in range(stop + 1)
         )
 
@@ -400,7 +401,7 @@ class Graph:
     def _pass(self, piece: Piece, number: int) -> None:
         """Note a state that a piece goes through, and what follows in line."""
         tape = piece.recording.tape
-        key, answer = tape.states[number].key, answer_of(tape.guards[number])
+        key, answer = tape.states[number].key, tape.guards[number].answer
         node = self._nodes.get(key)
         if node is None:
             node = self._nodes[key] = Node(piece, number)
@@ -411,14 +412,15 @@ class Graph:
             node.add(Exit(answer, piece, number, self._write))
 
     def _write(
-        self, piece: Piece, number: int, writer: Callable[..., SegmentWriter] = SegmentWriter
+        self,
+        piece: Piece,
+        number: int,
+        writer: Callable[[Schedule, bool], SegmentWriter] = SegmentWriter,
     ) -> Code:
-        written = writer(
-            piece.recording, piece.analysis, self._entry, number, piece.stop, number < 0
+        schedule = Schedule.of_segment(
+            piece.recording, piece.analysis, self._entry, number, piece.stop
         )
-        if self._direct:
-            written.call_directly()
-        return Code(written.write(), "run")
+        return writer(schedule, self._direct).write()
 
 
 def _joined(trips: Iterable[Trip]) -> Iterator[Trip]:
@@ -501,7 +503,7 @@ def _asked_alike(one: Tape, after: int, until: int | None, other: Tape, number: 
     last = len(one.guards) if until is None else until
     pairs = zip(one.guards[after + 1 : last + 1], other.guards[number + 1 :], strict=False)
     return all(
-        mine.test is its.test and (place == last or identical(answer_of(mine), answer_of(its)))
+        mine.test is its.test and (place == last or identical(mine.answer, its.answer))
         for place, (mine, its) in enumerate(pairs, after + 1)
     )
 
@@ -547,7 +549,7 @@ class _Names:
         op = self._ops[index]
         if op.kind is OpKind.SCALAR and op.target is getitem:
             return "element", self.name(op.args[0].index), op.args[1]
-        if op.kind in (OpKind.INPUT, OpKind.STATE):
+        if op.is_given:
             return "part", op.target.label
         return "late", name_of(op.target), self.of(op)
 
@@ -607,8 +609,7 @@ def _may_write_outside(tape: Tape) -> bool:
             if op.kind is OpKind.CALL and _makes_anew(op.target):
                 outside[index] = False
             elif op.kind is OpKind.CALL or op.kind is OpKind.SCALAR:
-                given = refs_in((op.args, op.kwargs))
-                outside[index] = any(is_outside(ref.index) for ref in given)
+                outside[index] = any(map(is_outside, op.operands))
             else:
                 outside[index] = True
         return outside[index]

@@ -7,13 +7,12 @@ from functools import cached_property
 
 from bendtrace.recording.functions import is_gate, name_of
 from bendtrace.recording.recorder import Recording
-from bendtrace.recording.tape import Op, OpKind, Test, refs_in
+from bendtrace.recording.tape import Op, Test, refs_in
 from bendtrace.recording.writes import works_in_place
 from bendtrace.replay.cutting import Cut
 
-__all__ = ["OUTSIDE", "Memory", "is_work"]
+__all__ = ["Memory"]
 
-OUTSIDE = (OpKind.INPUT, OpKind.STATE)  # what was there before the run
 # What gives a view of what it is given, or can: where it is written to, so is what it came from.
 _VIEWS = frozenset(
     {
@@ -24,11 +23,6 @@ _VIEWS = frozenset(
         "unflatten", "unfold", "unsqueeze", "view", "view_as",
     }
 )  # fmt: skip
-
-
-def is_work(op: Op) -> bool:
-    """Whether an op is carried out, and not just there."""
-    return op.kind in (OpKind.CALL, OpKind.SCALAR)
 
 
 class Memory:
@@ -45,7 +39,7 @@ class Memory:
     def owner(self, index: int) -> int:
         """Return the op that gave the memory which a value is in, as far as names tell."""
         op = self._ops[index]
-        while is_work(op) and (works_in_place(op) or name_of(op.target) in _VIEWS):
+        while op.is_work and (works_in_place(op) or name_of(op.target) in _VIEWS):
             given = next(iter(refs_in(op.args)), None)
             if given is None:
                 break
@@ -63,14 +57,11 @@ class Memory:
 
     def sees(self, op: Op, written: dict[int, int]) -> bool:
         """Whether an op, carried out late, would see what others have written meanwhile."""
-        return any(
-            written.get(self.owner(ref.index), -1) > op.index
-            for ref in refs_in((op.args, op.kwargs))
-        )
+        return any(written.get(self.owner(index), -1) > op.index for index in op.operands)
 
     def has_effects(self, done: Collection[int]) -> bool:
         """Whether some ops change something besides what they give, or may do so."""
-        outside = any(self._ops[owner].kind in OUTSIDE for owner in self.written_by(done))
+        outside = any(self._ops[owner].is_given for owner in self.written_by(done))
         return outside or any(is_gate(self._ops[index]) for index in done)
 
     def unclear(self, cut: Cut) -> str:
@@ -80,13 +71,13 @@ class Memory:
             if op.index not in self._again:
                 return ""  # what is inserted made a tensor that nobody else has
             op = self._ops[self._again[op.index]]
-        if works_in_place(op) and self._ops[self.owner(op.index)].kind in OUTSIDE:
+        if works_in_place(op) and self._ops[self.owner(op.index)].is_given:
             return "it writes to what was there before the run"
         first = self._first_name(op.index)
         if call is None:
             hands_on = op.index in self._again
         else:
-            hands_on = not call.start <= first < call.stop or op.kind in OUTSIDE
+            hands_on = not call.start <= first < call.stop or op.is_given
             if sum(self._first_name(ref.index) == first for ref in refs_in(call.output)) > 1:
                 return "the tensor is more than once in what it gives"
         if hands_on and self._uses(cut, first) > 1:
@@ -125,10 +116,10 @@ class Memory:
             and self._first_name(op.index) == first
         }
         uses = sum(
-            ref.index in names
+            index in names
             for op in self._ops[cut.start :]
             if op.index not in names
-            for ref in refs_in((op.args, op.kwargs))
+            for index in op.operands
         )
         recording = self._recording
         given = [recording.root.output, *(change.value for change in recording.changes)]

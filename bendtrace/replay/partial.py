@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from bendtrace.recording.contexts import Context
 from bendtrace.recording.recorder import Recording
-from bendtrace.recording.tape import Guard, Op
+from bendtrace.recording.tape import Guard
 from bendtrace.replay.analysis import Analysis
 from bendtrace.replay.codegen import RunWriter
 from bendtrace.replay.cutting import Cut
 from bendtrace.replay.program import Stretch
 from bendtrace.replay.rest import Rest
-from bendtrace.replay.source import Code
+from bendtrace.replay.schedule import Schedule
 
 __all__ = ["write_rest"]
 
@@ -29,41 +29,35 @@ def write_rest(rest: Rest, analysis: Analysis, entry: Context) -> Stretch:
     whole = rest.recording
     kept = Recording(whole.tape, whole.surroundings, whole.root)
     kept.changes, kept.output_reads = rest.changes, whole.output_reads
-    source = _RestWriter(kept, analysis, entry, rest).write()
-    code = Code(source, "run")
+    schedule = Schedule(
+        kept, analysis, entry, rest.guards, start=rest.start, available=rest.available,
+        needed=rest.needed | rest.available,
+    )  # fmt: skip
+    code = _RestWriter(schedule, rest).write()
     return Stretch(kept, 0, code=code, available=rest.available, start=rest.start)
 
 
 class _RestWriter(RunWriter):
     """Writes `run(A, E)` with the given values in the place of what led to them."""
 
-    def __init__(
-        self, recording: Recording, analysis: Analysis, entry: Context, rest: Rest
-    ) -> None:
-        super().__init__(recording, analysis, entry, rest.start, None, rest.available)
+    _takes_over = True
+
+    def __init__(self, schedule: Schedule, rest: Rest) -> None:
+        super().__init__(schedule)
         self._rest = rest
-        self._takes_over = True
-        self.guards = {}
-        for number, guard in rest.guards.items():
-            position = max(guard.position, rest.start)
-            self.guards.setdefault(position, []).append((number, guard))
         self._cuts: dict[int, list[Cut]] = {}
         for cut in sorted(rest.used, key=lambda cut: cut.start):
             self._cuts.setdefault(max(cut.start, rest.start), []).append(cut)
 
-    def _needed(self) -> set[int]:
-        return self._rest.needed | self.available
-
-    def _define_available(self, needed: set[int]) -> list[Op]:
-        late = super()._define_available(needed)
+    def _enter(self) -> None:
         for slot in sorted({cut.slot for cut in self._rest.used}):
             self.source.line(f"s{slot} = E['s{slot}']")
-        return late
+        super()._enter()
 
-    def _write_position(self, position: int) -> None:
-        """Write what comes before an op: guards, and from there on given values."""
+    def _write_guards(self, position: int) -> None:
+        """Write the guards at a position, and from when on which given values count."""
         cuts = self._cuts.get(position, [])
-        guards = self.guards.get(position, [])
+        guards = self.schedule.guards.get(position, [])
         ahead = [item for item in guards if self._is_ahead(item[1], cuts)]
         for number, guard in ahead:
             self._depart_unless(number, guard)
@@ -76,7 +70,7 @@ class _RestWriter(RunWriter):
     def _is_ahead(self, guard: Guard, cuts: list[Cut]) -> bool:
         """Whether a guard is about the values that calls have had before some cuts."""
         return any(
-            cut.index in (guard.index, guard.expected)
+            cut.index in guard.operands
             and self._rest.cuts.at(cut.index, guard.position, guard.scope) is not cut
             for cut in cuts
         )

@@ -15,16 +15,16 @@ import torch
 from bendtrace.recording.agreement import ENDS, JointCall, joint_call, needs_agreement
 from bendtrace.recording.contexts import AutocastHold
 from bendtrace.recording.handlers import raised_by
-from bendtrace.recording.parts import Access, Part, identical
+from bendtrace.recording.parts import Part, identical
 from bendtrace.recording.recorder import Prefix, Recording
 from bendtrace.recording.tape import Guard, Op, OpKind, Ref, Test, refs_in
 from bendtrace.replay.ambience import Ambience
 from bendtrace.replay.analysis import Analysis, counts
 from bendtrace.replay.check import CheckWriter
-from bendtrace.replay.codegen import may_be_caught, write_run
+from bendtrace.replay.codegen import write_run
 from bendtrace.replay.graph import Exit, Graph, Piece, Trip, may_run_again
 from bendtrace.replay.questions import Check
-from bendtrace.replay.segments import Unlinked, answer_of
+from bendtrace.replay.schedule import Schedule, Unlinked, may_be_caught
 from bendtrace.replay.source import Code, Departure, Source, define, gives_nothing, needed_for
 
 __all__ = ["Divergence", "Failure", "Finished", "Path", "Program", "Side", "Stretch"]
@@ -297,8 +297,8 @@ class Program:
             self.root = Stretch(recording, 1, code=self.graph.beginning.code)
             self.graph.first.owner = self.root
             return
-        source = write_run(recording, self.analysis, ambience.context, direct=direct)
-        self.root = Stretch(recording, 1, code=Code(source, "run"))
+        schedule = Schedule.of_run(recording, self.analysis, ambience.context)
+        self.root = Stretch(recording, 1, code=write_run(schedule, direct))
 
     def failing(self, arguments: tuple[Any, ...]) -> Check | None:
         """Return the first input guard that does not hold, or None if all do.
@@ -333,18 +333,11 @@ class Program:
         """Compute what an input guard tests, for other arguments."""
         ops = self.recording.tape.ops
         source = Source()
-        source.line("def value(A):")
-        source.indent = 1
+        source.begin("value(A)")
         counted = counts(guard, ops)
         roots = refs_in(ops[guard.index].args) if counted else [Ref(guard.index)]
         needed = sorted(needed_for(ops, (ref.index for ref in roots)))
-        parts = [ops[index].target for index in needed if isinstance(ops[index].target, Part)]
-        while missing := [p.parent for p in parts if p.parent and p.parent not in parts]:
-            parts += missing
-        for part in sorted(set(parts), key=lambda part: part.index):
-            name = source.part(part)
-            if part.access is not Access.FIXED:
-                source.line(f"{name} = {source.reach(part)}")
+        source.take(ops[index].target for index in needed if ops[index].is_given)
         for index in needed:
             define(source, ops[index])
         last = f"v{guard.index}"
@@ -588,14 +581,13 @@ class Program:
             side.live = Path(recording, hits)
         else:
             available = parent.available | {i for i in parent.code.emitted if i < position}
-            source = write_run(
+            schedule = Schedule.of_run(
                 recording, Analysis(recording.tape), self.ambience.context, position,
-                divergence.recording.tape, frozenset(available), not self.ambience.modes,
+                divergence.recording.tape, available,
             )  # fmt: skip
-            code = Code(source, "run")
             side.target = Stretch(
-                recording, hits, code=code, available=frozenset(available), start=position,
-                parent=parent,
+                recording, hits, code=write_run(schedule, not self.ambience.modes),
+                available=schedule.available, start=position, parent=parent,
             )  # fmt: skip
         return True
 
@@ -614,7 +606,7 @@ class Program:
         self.root.code, self.root.recording = graph.beginning.code, graph.first.recording
         for node, piece in pieces:
             guard = recording.tape.guards[piece.after]
-            exit = node.after(answer_of(guard))
+            exit = node.after(guard.answer)
             assert exit is not None
             parent: Stretch = node.piece.owner
             piece.owner = Stretch(

@@ -60,27 +60,11 @@ class Questions:
             parts = recording.surroundings.parts
             self.marked |= {part for part in parts if part.kind is PartKind.TENSOR}
         self._analysis = analysis
-        self._reached: set[int] = set()  # in the function that is being written
-
-    def begin(self, source: Source, head: str) -> None:
-        """Begin a function, in which no part has been reached yet."""
-        self._reached.clear()
-        source.indent = 0
-        source.line(f"def {head}:")
-        source.indent = 1
 
     def note(self, text: str, part: Part | None = None, guard: int | None = None) -> int:
         """Return the number of a new check."""
         self.checks.append(Check(text, part, guard))
         return len(self.checks) - 1
-
-    def reach(self, source: Source, part: Part) -> None:
-        """Give a part its name, after what it is reached from."""
-        if part.access is not Access.FIXED and part.index not in self._reached:
-            self._reached.add(part.index)
-            if part.parent is not None:
-                self.reach(source, part.parent)
-            source.line(f"{source.part(part)} = {source.reach(part)}")
 
     def ask(self, source: Source, part: Part) -> None:
         """Ask of a part whether it is what it was, as far as that matters."""
@@ -96,7 +80,7 @@ class Questions:
             if kind in _SAME_FOR_EVER:
                 return
         elif kind is not PartKind.ALIAS:
-            self.reach(source, part)
+            source.take((part,))
         if kind is PartKind.PLAIN:
             wrong = f"{label} is not {part.value!r}"
             if part.value is None or type(part.value) is bool:
@@ -109,10 +93,10 @@ class Questions:
             if first.kind in (PartKind.MODULE, PartKind.IDENTITY):
                 name = source.constant(first.value)
             else:
-                self.reach(source, first)
+                source.take((first,))
             wrong = f"{label} is not the same as {first.label}"
             if part.parent is not None:
-                self.reach(source, part.parent)
+                source.take((part.parent,))
             fail_if(f"{source.reach(part)} is not {name}", wrong)
         elif kind in (PartKind.MODULE, PartKind.IDENTITY):
             fail_if(f"{name} is not {source.constant(part.value)}", f"{label} was replaced")

@@ -7,21 +7,19 @@ from collections.abc import Collection, Iterator, Sequence
 from functools import cached_property
 from typing import Any
 
-from bendtrace.recording.functions import FLEETING, name_of
 from bendtrace.recording.handlers import is_handled
 from bendtrace.recording.parts import Change, Part
 from bendtrace.recording.recorder import Recording
-from bendtrace.recording.tape import Guard, ModuleCall, Op, OpKind, Ref, Test, refs_in
+from bendtrace.recording.structure import existing_in
+from bendtrace.recording.tape import Guard, ModuleCall, Op, OpKind, Ref, refs_in
 from bendtrace.recording.writes import works_in_place
-from bendtrace.replay.analysis import Analysis, GuardKind, is_read
-from bendtrace.replay.codegen import HARMLESS, existing_in
+from bendtrace.replay.analysis import Analysis, GuardKind
 from bendtrace.replay.cutting import Cut, Cuts, Lack, argument_of
-from bendtrace.replay.memory import OUTSIDE, Memory, is_work
+from bendtrace.replay.memory import Memory
+from bendtrace.replay.schedule import is_droppable
 from bendtrace.replay.source import test_of
 
 __all__ = ["Rest"]
-
-_IDENTITY = (Test.SAME, Test.OTHER)
 
 
 class Rest:
@@ -143,7 +141,7 @@ class Rest:
             if index not in found:
                 found.add(index)
                 waiting += _used_by(self._ops[index])
-        return sorted(index for index in found if is_work(self._ops[index]))
+        return sorted(index for index in found if self._ops[index].is_work)
 
     # What is needed
 
@@ -156,7 +154,7 @@ class Rest:
             self._need(ref.index, end, None, -1, self.recording.output_reads.get(ref.index))
         done = -1
         while done != (done := self._size()):
-            self._sorted = sorted(i for i in self.needed if is_work(self._ops[i]))
+            self._sorted = sorted(i for i in self.needed if self._ops[i].is_work)
             self._add_changes()
             self._add_effects()
             self._add_guards()
@@ -200,8 +198,7 @@ class Rest:
                 self._use(op.target, index)
             for existing in existing_in((op.args, op.kwargs)):
                 self._use(existing.part, index)
-            for ref in refs_in((op.args, op.kwargs)):
-                waiting.append((ref.index, index, None, index, op.reads.get(ref.index)))
+            waiting += [(i, index, None, index, op.reads.get(i)) for i in op.operands]
 
     def _use(self, part: Part, by: int) -> None:
         if argument_of(part) in self._missing:
@@ -246,7 +243,7 @@ class Rest:
             return True
         if any(self._lacks(index, end) for index in refs):
             return False
-        computed = [index for index in refs if is_work(self._ops[index])]
+        computed = [index for index in refs if self._ops[index].is_work]
         if computed:
             return any(self._takes_place(self._ops[i]) or i in self.needed for i in computed)
         calls = [c for c in self.recording.tape.calls if holder and c.path == holder]
@@ -257,20 +254,10 @@ class Rest:
     def _add_effects(self) -> None:
         known = self.needed | self.available | set(self._dropped)
         for op in self._ops:
-            if op.index in known or self.cuts.replaces(op) or self._is_droppable(op):
+            if op.index in known or self.cuts.replaces(op) or is_droppable(op, self._analysis):
                 continue
             if self._takes_place(op):
                 self._need(op.index, 0, None, -1)
-
-    def _is_droppable(self, op: Op) -> bool:
-        """Whether an op that nothing needs can be left out without anybody noticing."""
-        if op.kind in OUTSIDE:
-            return True
-        if op.raised is not None or not self._analysis.fixed_metadata:
-            return False
-        if op.kind is OpKind.CALL and name_of(op.target) in FLEETING:
-            return False
-        return is_read(op) or (op.kind is OpKind.SCALAR and op.target in HARMLESS)
 
     def _takes_place(self, op: Op) -> bool:
         """Whether an op that nothing needs belongs to the rest."""
@@ -318,7 +305,7 @@ class Rest:
             self.guards[number] = guard
             reader = self._ops[guard.index]
             self._need(guard.index, guard.position, guard.scope, -1)
-            if guard.test in _IDENTITY:
+            if guard.is_on_identity:
                 self._need(guard.expected, guard.position, guard.scope, reader.index)
         for op in self._ops[self.start :]:  # whether an error was caught is a condition as well
             if (
@@ -333,7 +320,7 @@ class Rest:
     def _matters(self, guard: Guard) -> bool:
         position, scope = guard.position, guard.scope
         kind = self._kinds[id(guard)]
-        if guard.test in _IDENTITY:  # no two names are mixed up of what is not computed
+        if guard.is_on_identity:  # no two names are mixed up of what is not computed
             return (
                 guard.index in self.needed
                 and self.cuts.at(guard.index, position, scope) is None
@@ -389,12 +376,11 @@ class Rest:
             or op.raised is not None
             or self.memory.sees(op, written)
             or any(
-                self.cuts.has_begun(ref.index, self.start)
-                and self.cuts.at(ref.index, op.index) is None
-                for ref in refs_in((op.args, op.kwargs))
+                self.cuts.has_begun(index, self.start) and self.cuts.at(index, op.index) is None
+                for index in op.operands
             )
             for op in map(self._ops.__getitem__, self.needed)
-            if op.index < self.start and is_work(op)
+            if op.index < self.start and op.is_work
         )
 
     def disturbs(self, done: Collection[int], until: int) -> bool:
@@ -427,7 +413,7 @@ class Rest:
 
 def _used_by(op: Op) -> list[int]:
     """Return the ops that an op uses: those that gave its arguments, and that wrote to them."""
-    return [ref.index for ref in refs_in((op.args, op.kwargs))] + list(op.reads.values())
+    return op.operands + list(op.reads.values())
 
 
 def _any_in(ordered: Sequence[int], call: ModuleCall) -> bool:

@@ -48,9 +48,8 @@ class Sameness:
         Tied ones are known as such. That others have become one and the same is asked when a dict
         that the model consists of was written to, and each time where they are in others.
         """
-        self._questions.begin(source, "distinct(A)")
-        for part in self._held:
-            self._questions.reach(source, part)
+        source.begin("distinct(A)")
+        source.take(self._held)
         if len(self._held) > 1:
             tied = self._questions.note(
                 "two things that the model holds are now one and the same object"
@@ -86,8 +85,7 @@ class Sameness:
             given = [part for part in given if part.kind is not PartKind.TENSOR]
         if not given or not held:
             return
-        for part in held:
-            self._questions.reach(source, part)
+        source.take(held)
         names = ", ".join(f"id({source.part(part)})" for part in given)
         own = ", ".join(f"id({source.part(part)})" for part in held)
         number = self._questions.note("an argument is now what the model holds itself")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import builtins
 import operator
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from keyword import iskeyword
 from typing import Any
 
@@ -110,8 +110,32 @@ class Source:
         self.emitted: set[int] = set()
         self.indent = 0
         self.shared: frozenset[int] = frozenset()  # containers that are used twice
+        self._taken: set[int] = set()  # parts that have their names
         self._constants: dict[int, str] = {}
         self._built: dict[int, str] = {}
+
+    def begin(self, head: str) -> None:
+        """Begin a function, in which no part has its name yet."""
+        self._taken.clear()
+        self.indent = 0
+        self.line(f"def {head}:")
+        self.indent = 1
+
+    def take(self, parts: Iterable[Part]) -> None:
+        """Add the lines that give parts their names, after what they are reached from."""
+        wanted: dict[int, Part] = {}
+        waiting = list(parts)
+        while waiting:
+            part = waiting.pop()
+            part = part.value if part.kind is PartKind.ALIAS else part
+            if part.index not in self._taken:
+                self._taken.add(part.index)
+                wanted[part.index] = part
+                waiting += () if part.parent is None else (part.parent,)
+        for _, part in sorted(wanted.items()):
+            name = self.part(part)
+            if part.access is not Access.FIXED:
+                self.line(f"{name} = {self.reach(part)}")
 
     def line(self, text: str, op: int | None = None) -> None:
         """Add a line, carrying out `op`."""
@@ -271,21 +295,27 @@ class Source:
         return f"{self.constant(target)}({', '.join(given)})"
 
 
-def needed_for(ops: list[Op], roots: Iterable[int]) -> set[int]:
-    """Return the ops that the values of some depend on, these included."""
+def needed_for(ops: list[Op], roots: Iterable[int], available: Collection[int] = ()) -> set[int]:
+    """Return the ops that the values of some depend on, these included.
+
+    Args:
+        ops: all ops.
+        roots: these.
+        available: ops whose values are there, whatever they depend on.
+    """
     needed: set[int] = set()
     waiting = list(roots)
     while waiting:
         index = waiting.pop()
         if index not in needed:
             needed.add(index)
-            waiting += [ref.index for ref in refs_in((ops[index].args, ops[index].kwargs))]
+            waiting += () if index in available else ops[index].operands
     return needed
 
 
 def define(source: Source, op: Op) -> None:
     """Add the line that gives an op its value."""
-    if op.kind in (OpKind.INPUT, OpKind.STATE):
+    if op.is_given:
         source.line(f"v{op.index} = {source.part(op.target)}", op.index)
     else:
         source.line(f"v{op.index} = {source.call(op)}", op.index)
@@ -298,7 +328,7 @@ def gives_nothing(op: Op) -> bool:
 
 def test_of(guard: Guard) -> tuple[Any, ...]:
     """What makes two guards the same test."""
-    other = guard.expected if guard.test in (Test.SAME, Test.OTHER) else None
+    other = guard.expected if guard.is_on_identity else None
     return guard.index, guard.test, other
 
 
@@ -341,4 +371,4 @@ def outcome(guard: Guard) -> str:
         return f"len({name})"
     if guard.test is Test.KIND:
         return f"kind_of({name})"
-    return "None" if guard.test in (Test.SAME, Test.OTHER) else name
+    return "None" if guard.is_on_identity else name

@@ -20,7 +20,6 @@ from bendtrace.recording.tape import Guard
 from bendtrace.replay.ambience import Ambience
 from bendtrace.replay.index import ProgramIndex
 from bendtrace.replay.program import Divergence, Failure, Finished, Path, Program, Stretch
-from bendtrace.replay.segments import answer_of
 
 __all__ = ["TraceTree"]
 
@@ -407,7 +406,7 @@ def _goes_on_from(recording: Recording, divergence: Divergence, guard: Guard) ->
         state is not None
         and not tape.blockers
         and any(
-            own.key == state.key and identical(answer_of(tape.guards[number]), divergence.outcome)
+            own.key == state.key and identical(tape.guards[number].answer, divergence.outcome)
             for number, own in tape.states.items()
         )
     )
