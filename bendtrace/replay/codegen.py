@@ -83,10 +83,7 @@ class RunWriter:
             self._switch_for(op)
             define(source, op)
             source.emitted.add(op.index)
-        self._dying: dict[int, list[int]] = {}
-        for index, moment in schedule.last_use.items():
-            moment = max(moment, self._kept_until, 2 * schedule.start - 1)
-            self._dying.setdefault(moment, []).append(index)
+        self._dying = schedule.deaths(self._kept_until)
         self._forget(2 * schedule.start - 1)
         position = schedule.start
         while position < schedule.end:

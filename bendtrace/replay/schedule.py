@@ -214,6 +214,17 @@ class Schedule:
         use((ref.index for ref in refs_in(self.outputs)), 2 * len(self.tape.ops) + 2)
         return last
 
+    def deaths(self, kept_until: int = -1) -> dict[int, list[int]]:
+        """Return which values nothing uses any more, by the moment from which on.
+
+        Args:
+            kept_until: the moment until which all values are kept.
+        """
+        dying: dict[int, list[int]] = {}
+        for index, moment in self.last_use.items():
+            dying.setdefault(max(moment, kept_until, 2 * self.start - 1), []).append(index)
+        return dying
+
     @cached_property
     def last_departure(self) -> int:
         """The last position where the run can be left with all that it has computed; else -1."""

@@ -34,6 +34,7 @@ from bendtrace.replay.analysis import counts
 from bendtrace.replay.cheapest import Asked, Call
 
 __all__ = [
+    "INFIX",
     "Code",
     "Departure",
     "Source",
@@ -45,7 +46,7 @@ __all__ = [
     "test_of",
 ]
 
-_INFIX: dict[Any, str] = {
+INFIX: dict[Any, str] = {
     operator.add: "+", operator.sub: "-", operator.mul: "*", operator.truediv: "/",
     operator.floordiv: "//", operator.mod: "%", operator.lshift: "<<", operator.rshift: ">>",
     operator.and_: "&", operator.or_: "|", operator.xor: "^", operator.eq: "==",
@@ -183,11 +184,15 @@ class Source:
             return f"{parent}.get({self.bound(UNSET)})"
         return f"getattr({parent}, {part.key.name!r})"
 
+    def name(self, index: int) -> str:
+        """Return the name of the value of an op."""
+        return f"v{index}"
+
     def value(self, value: Any) -> str:
         """Return an expression for recorded arguments."""
         kind = type(value)
         if kind is Ref:
-            return f"v{value.index}"
+            return self.name(value.index)
         if kind is tuple or kind is list or kind is dict:
             return self._container(value)
         if kind is slice and any(refs_in(value)):
@@ -263,8 +268,8 @@ class Source:
     def call(self, op: Op) -> str:
         """Return an expression (or, for an item assignment, a statement) that does an op."""
         args, target = op.args, op.target
-        if op.kind is OpKind.SCALAR and target in _INFIX:
-            return f"({self.value(args[0])} {_INFIX[target]} {self.value(args[1])})"
+        if op.kind is OpKind.SCALAR and target in INFIX:
+            return f"({self.value(args[0])} {INFIX[target]} {self.value(args[1])})"
         if op.kind is OpKind.CALL and exchanged():  # what follows would be looked up by name
             return self._called(target, args, op.kwargs)
         if target is operator.getitem or (target is Tensor.__getitem__ and not op.kwargs):

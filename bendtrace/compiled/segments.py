@@ -10,15 +10,20 @@ and the rounds of a loop, share what is compiled.
 from __future__ import annotations
 
 import functools
+import itertools
 import operator
-from collections.abc import Callable
+import threading
+import time
+import warnings
+from collections import deque
+from collections.abc import Callable, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
-from bendtrace.compiled.bodies import Body
+from bendtrace.compiled.attempts import CompiledFunction, Failed, Quiet, State, now
 from bendtrace.compiled.eligible import why_not_op, why_not_under
 from bendtrace.compiled.expressions import Expressions
 from bendtrace.compiled.settings import Settings
@@ -31,12 +36,116 @@ from bendtrace.replay.schedule import Schedule, Unlinked, is_freed
 from bendtrace.replay.segments import SegmentWriter
 from bendtrace.replay.source import gives_nothing
 
-__all__ = ["CompiledSegments"]
+__all__ = ["Body", "CompiledSegments"]
 
+_serials = itertools.count()
 _FEWEST = 2  # ops of a body
+_MOST_FAILURES = 4  # of a body, in a row
 _LONGEST = 1024
 _MOST_BODIES = 1024  # those that are of no use included
 _PASSES = 8  # of a segment before it is compiled
+
+
+class Body(CompiledFunction):
+    """Ops that follow each other, compiled.
+
+    It is called by the code of segments with what the ops need, and gives what they make; or None,
+    for the ops to be carried out one by one. `seen` is told what that gave.
+
+    Args:
+        text: the source of a function of tensors and sizes.
+        names: what the names in it stand for.
+        settings: how to compile.
+        targets: the functions that it calls.
+
+    Attributes:
+        text: as given.
+        functions: the names of the functions that it calls.
+    """
+
+    def __init__(
+        self, text: str, names: dict[str, Any], settings: Settings, targets: Sequence[Any]
+    ) -> None:
+        super().__init__(settings)
+        self.text = text
+        self.functions = tuple(map(name_of, targets))
+        self._names = names
+        exec(compile(text, f"<bendtrace body {next(_serials)}>", "exec"), names)
+        self._compilers: deque[Callable[..., Any]] = deque()
+        self._pending = threading.local()
+        self._compiling = threading.Lock()
+
+    def __call__(self, *given: Any) -> Sequence[Tensor] | None:
+        """Carry out the ops; None if that has to be done one by one."""
+        pending = self._pending.__dict__
+        pending.clear()
+        is_measured = self.state is State.MEASURED
+        if not self.is_used:
+            return None
+        begun = now(given) if is_measured else 0.0
+        if is_measured and len(self.replayed) < len(self.served):
+            pending["begun"] = begun, given
+            return None
+        try:
+            made = self._run(given)
+        except Exception as error:
+            self.note(error)
+            self.failures += 1
+            if self.failures >= _MOST_FAILURES:
+                self.state = State.REFUSED
+            return None
+        if made is None:
+            return None
+        if self.graphs != self._confirmed:
+            pending["made"] = made, given
+            return None
+        made = self.in_order(made)
+        self.hits += 1
+        self.failures = 0
+        if is_measured:
+            self.was_served(now(given) - begun)
+        return made
+
+    def seen(self, *results: Tensor) -> None:
+        """Learn from what the ops gave when they were carried out one by one."""
+        pending = self._pending.__dict__
+        if "made" in pending:
+            made, given = pending.pop("made")
+            known = [value for value in given if isinstance(value, Tensor)]
+            self.compare(list(made), list(results), made, known)
+        elif "begun" in pending:
+            begun, given = pending.pop("begun")
+            self.was_replayed(now(given) - begun)
+
+    def _run(self, given: Sequence[Any]) -> Sequence[Tensor] | None:
+        if self._confirmed:
+            return self._called(given)
+        if not self._compiling.acquire(blocking=False):
+            return None  # another thread compiles
+        begun = time.perf_counter()
+        try:
+            with warnings.catch_warnings(), Quiet():
+                warnings.simplefilter("ignore")
+                if self._function is None:
+                    on_cpu = all(v.device.type == "cpu" for v in given if isinstance(v, Tensor))
+                    self._compilers.extend(self.settings.compilers(on_cpu))
+                    self.compile(self._names["body"], self._compilers.popleft())
+                while True:
+                    try:
+                        return self._called(given)
+                    except Exception as error:
+                        if not (Failed(error).is_final and self._compilers):
+                            raise
+                    # With what compiles where the first cannot.
+                    self.compile(self._names["body"], self._compilers.popleft())
+        finally:
+            self.seconds += time.perf_counter() - begun
+            self._compiling.release()
+
+    def _called(self, given: Sequence[Any]) -> Sequence[Tensor]:
+        result = self.call(given)
+        assert result is not None
+        return result[1]
 
 
 class CompiledSegments:
