@@ -20,9 +20,10 @@ from bendtrace.recording.recorder import Recording
 from bendtrace.recording.tape import Op, TensorMeta, Test, refs_in
 from bendtrace.replay.analysis import Analysis
 from bendtrace.replay.codegen import write_run
-from bendtrace.replay.program import Program, Stretch
+from bendtrace.replay.program import Program
 from bendtrace.replay.schedule import Schedule
 from bendtrace.replay.source import Code, Source
+from bendtrace.replay.stretches import Stretch
 
 __all__ = ["FAILED", "CompiledPath", "Unchecked"]
 

@@ -18,7 +18,8 @@ from bendtrace.compiled.settings import Settings
 from bendtrace.errors import CompileWarning
 from bendtrace.recording.places import users_level
 from bendtrace.recording.recorder import Recording
-from bendtrace.replay.program import Finished, Program, Stretch
+from bendtrace.replay.program import Program
+from bendtrace.replay.stretches import Finished, Stretch
 
 __all__ = ["Guess", "Speculation"]
 

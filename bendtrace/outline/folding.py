@@ -26,7 +26,8 @@ from bendtrace.recording.parts import identical
 from bendtrace.recording.recorder import Recording
 from bendtrace.recording.sites import Place
 from bendtrace.replay.graph import Graph, Piece
-from bendtrace.replay.program import Path, Program, Side, Stretch
+from bendtrace.replay.program import Program
+from bendtrace.replay.stretches import Path, Side, Stretch
 from bendtrace.replay.tree import TraceTree
 
 __all__ = ["Walk", "fold", "most_divergent", "walks_of"]

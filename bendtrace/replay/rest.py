@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterator, Sequence
 from functools import cached_property
 from typing import Any
 
+from bendtrace.recording.contexts import Context
 from bendtrace.recording.handlers import is_handled
 from bendtrace.recording.parts import Change, Part
 from bendtrace.recording.recorder import Recording
@@ -14,12 +15,13 @@ from bendtrace.recording.structure import existing_in
 from bendtrace.recording.tape import Guard, ModuleCall, Op, OpKind, Ref, refs_in
 from bendtrace.recording.writes import works_in_place
 from bendtrace.replay.analysis import Analysis, GuardKind
-from bendtrace.replay.cutting import Cut, Cuts, Lack, argument_of
-from bendtrace.replay.memory import Memory
-from bendtrace.replay.schedule import is_droppable
+from bendtrace.replay.codegen import RunWriter
+from bendtrace.replay.cutting import Cut, Cuts, Lack, Memory, argument_of
+from bendtrace.replay.schedule import Schedule, is_droppable
 from bendtrace.replay.source import test_of
+from bendtrace.replay.stretches import Stretch
 
-__all__ = ["Rest"]
+__all__ = ["Rest", "write_rest"]
 
 
 class Rest:
@@ -439,3 +441,64 @@ def _decides(output: Any) -> bool:
     if isinstance(output, dict):
         return any(map(_decides, output.values()))
     return isinstance(output, (bool, int, float, str)) and not isinstance(output, Ref)
+
+
+def write_rest(rest: Rest, analysis: Analysis, entry: Context) -> Stretch:
+    """Write the code of the rest of a run.
+
+    It takes the given values, and for a run that goes on those computed so far, from `E`:
+    `s<slot>` and `v<op>`.
+
+    Args:
+        rest: what is needed.
+        analysis: the guards of the run, sorted.
+        entry: grad mode and so on when it begins.
+    """
+    whole = rest.recording
+    kept = Recording(whole.tape, whole.surroundings, whole.root)
+    kept.changes, kept.output_reads = rest.changes, whole.output_reads
+    schedule = Schedule(
+        kept, analysis, entry, rest.guards, start=rest.start, available=rest.available,
+        needed=rest.needed | rest.available,
+    )  # fmt: skip
+    code = _RestWriter(schedule, rest).write()
+    return Stretch(kept, 0, code=code, available=rest.available, start=rest.start)
+
+
+class _RestWriter(RunWriter):
+    """Writes `run(A, E)` with the given values in the place of what led to them."""
+
+    _takes_over = True
+
+    def __init__(self, schedule: Schedule, rest: Rest) -> None:
+        super().__init__(schedule)
+        self._rest = rest
+        self._cuts: dict[int, list[Cut]] = {}
+        for cut in sorted(rest.used, key=lambda cut: cut.start):
+            self._cuts.setdefault(max(cut.start, rest.start), []).append(cut)
+
+    def _enter(self) -> None:
+        for slot in sorted({cut.slot for cut in self._rest.used}):
+            self.source.line(f"s{slot} = E['s{slot}']")
+        super()._enter()
+
+    def _write_guards(self, position: int) -> None:
+        """Write the guards at a position, and from when on which given values count."""
+        cuts = self._cuts.get(position, [])
+        guards = self.schedule.guards.get(position, [])
+        ahead = [item for item in guards if self._is_ahead(item[1], cuts)]
+        for number, guard in ahead:
+            self._depart_unless(number, guard)
+        for cut in cuts:
+            self.source.line(f"v{cut.index} = s{cut.slot}")
+        for number, guard in guards:
+            if (number, guard) not in ahead:
+                self._depart_unless(number, guard)
+
+    def _is_ahead(self, guard: Guard, cuts: list[Cut]) -> bool:
+        """Whether a guard is about the values that calls have had before some cuts."""
+        return any(
+            cut.index in guard.operands
+            and self._rest.cuts.at(cut.index, guard.position, guard.scope) is not cut
+            for cut in cuts
+        )
