@@ -26,6 +26,7 @@ from bendtrace.recording.tape import Guard, Op, OpKind, Ref, TensorMeta, Test, k
 from bendtrace.recording.writes import storage_of, works_in_place
 from bendtrace.replay.analysis import Analysis
 from bendtrace.replay.schedule import Schedule
+from bendtrace.replay.stretches import random_states, restore
 
 __all__ = ["Extents", "Findings", "Refusal", "Unknown", "probe"]
 
@@ -64,22 +65,13 @@ def probe(recording: Recording, arguments: tuple[Any, ...]) -> Findings | None:
     Raises:
         Refusal: an op writes to what was there before, or draws random numbers.
     """
-    states = _random_states()
+    states = random_states()
     try:
         return _Probe(recording, arguments).run()
     finally:
-        if any(not torch.equal(*pair) for pair in zip(states, _random_states(), strict=True)):
-            torch.set_rng_state(states[0])
-            for device, state in enumerate(states[1:]):
-                torch.cuda.set_rng_state(state, device)
+        if any(not torch.equal(generator.get_state(), state) for generator, state in states):
+            restore(states)
             raise Refusal("it draws random numbers")
-
-
-def _random_states() -> list[Tensor]:
-    states = [torch.get_rng_state()]
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        states += torch.cuda.get_rng_state_all()
-    return states
 
 
 class _Probe:
@@ -99,9 +91,9 @@ class _Probe:
         self._dying = self._schedule.deaths()
 
     def run(self) -> Findings | None:
-        for op in self._tape.ops:
-            if op.is_given:
-                self._take(op)
+        for given in self._tape.ops:
+            if given.is_given:
+                self._take(given)
         switch = ContextSwitch()
         mode = _Watch(self._protected)
         try:

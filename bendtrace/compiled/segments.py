@@ -30,10 +30,10 @@ from bendtrace.compiled.settings import Settings
 from bendtrace.recording.functions import METADATA, SHAPES, name_of
 from bendtrace.recording.tape import Op, OpKind, TensorMeta, refs_in
 from bendtrace.recording.writes import works_in_place
+from bendtrace.replay.codegen import SegmentWriter
 from bendtrace.replay.graph import Exit
 from bendtrace.replay.program import Program
 from bendtrace.replay.schedule import Schedule, Unlinked, is_freed
-from bendtrace.replay.segments import SegmentWriter
 from bendtrace.replay.source import gives_nothing
 
 __all__ = ["Body", "CompiledSegments"]

@@ -313,6 +313,11 @@ class Guard:
         """Whether it tests that two ops gave the same tensor, or that they did not."""
         return self.test is Test.SAME or self.test is Test.OTHER
 
+    def is_like(self, other: Guard) -> bool:
+        """Whether another run has the same test of the same op, at the same place."""
+        mine, its = (self.position, self.index), (other.position, other.index)
+        return mine == its and self.test is other.test
+
     @property
     def answer(self) -> object:
         """The recorded answer to what it asks."""

@@ -21,7 +21,7 @@ from bendtrace.recording.functions import (
 from bendtrace.recording.parts import Part
 from bendtrace.recording.tape import Guard, Op, OpKind, Tape, Test
 
-__all__ = ["Analysis", "GuardKind", "counts", "is_read"]
+__all__ = ["Analysis", "GuardKind", "counts", "is_read", "tested_by"]
 
 
 class GuardKind(Enum):
@@ -136,6 +136,11 @@ def is_read(op: Op) -> bool:
     return op.kind is OpKind.CALL and (
         op.target in SHAPES or op.target in METADATA or op.target is Tensor.__len__
     )
+
+
+def tested_by(guard: Guard, ops: list[Op]) -> list[int]:
+    """Return the ops whose values an input guard is tested with."""
+    return ops[guard.index].operands if counts(guard, ops) else [guard.index]
 
 
 def counts(guard: Guard, ops: list[Op]) -> bool:

@@ -17,7 +17,7 @@ from bendtrace.recording.parts import Access, Part, PartKind
 from bendtrace.recording.reach import is_installed
 from bendtrace.recording.recorder import Recording
 from bendtrace.recording.versions import version_of
-from bendtrace.replay.analysis import Analysis, GuardKind, counts
+from bendtrace.replay.analysis import Analysis, GuardKind, tested_by
 from bendtrace.replay.questions import Check, Questions, Sameness
 from bendtrace.replay.source import Source, define, fails, needed_for, test_of
 
@@ -238,10 +238,7 @@ class CheckWriter:
                 if isinstance(ops[index].target, Part)
             )
         ]
-        needed = needed_for(ops, (guard.index for _, guard in guards if not counts(guard, ops)))
-        for _, guard in guards:
-            if counts(guard, ops):
-                needed |= needed_for(ops, ops[guard.index].operands)
+        needed = needed_for(ops, (i for _, guard in guards for i in tested_by(guard, ops)))
         # In the tape's order: a condition may protect the arithmetic of a later one.
         events: list[tuple[int, int, Any]] = [(index, -1, ops[index]) for index in needed]
         events += [(guard.position - 1, number, guard) for number, guard in guards]

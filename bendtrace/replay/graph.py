@@ -26,9 +26,9 @@ from bendtrace.recording.parts import identical
 from bendtrace.recording.recorder import Recording
 from bendtrace.recording.tape import Op, OpKind, State, Tape, map_refs
 from bendtrace.replay.analysis import Analysis, GuardKind
+from bendtrace.replay.codegen import SegmentWriter
 from bendtrace.replay.repeatable import may_draw, may_run_again
 from bendtrace.replay.schedule import Schedule, Unlinked
-from bendtrace.replay.segments import SegmentWriter
 from bendtrace.replay.source import Code
 
 __all__ = ["Exit", "Graph", "Node", "Piece", "Trip"]

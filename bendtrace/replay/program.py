@@ -8,24 +8,22 @@ from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
-import torch
-
 from bendtrace.recording.agreement import ENDS, JointCall, joint_call, needs_agreement
 from bendtrace.recording.contexts import AutocastHold
 from bendtrace.recording.handlers import raised_by
 from bendtrace.recording.parts import Part
 from bendtrace.recording.recorder import Recording
-from bendtrace.recording.tape import Guard, Ref, Test, refs_in
+from bendtrace.recording.tape import Guard, Test
 from bendtrace.replay.ambience import Ambience
-from bendtrace.replay.analysis import Analysis, counts
+from bendtrace.replay.analysis import Analysis, counts, tested_by
 from bendtrace.replay.check import CheckWriter
 from bendtrace.replay.codegen import write_run
 from bendtrace.replay.graph import Exit, Graph, Piece, Trip
 from bendtrace.replay.questions import Check
 from bendtrace.replay.repeatable import may_run_again
 from bendtrace.replay.schedule import Schedule, Unlinked, may_be_caught
-from bendtrace.replay.source import Code, Departure, Source, define, needed_for
-from bendtrace.replay.stretches import Divergence, Finished, Path, Side, Stretch
+from bendtrace.replay.source import Code, Departure, Source, counted, define, needed_for, outcome
+from bendtrace.replay.stretches import Divergence, Finished, Path, Side, Stretch, random_states
 
 __all__ = ["Program"]
 
@@ -115,21 +113,15 @@ class Program:
         ops = self.recording.tape.ops
         source = Source()
         source.begin("value(A)")
-        counted = counts(guard, ops)
-        roots = refs_in(ops[guard.index].args) if counted else [Ref(guard.index)]
-        needed = sorted(needed_for(ops, (ref.index for ref in roots)))
+        needed = sorted(needed_for(ops, tested_by(guard, ops)))
         source.take(ops[index].target for index in needed if ops[index].is_given)
         for index in needed:
             define(source, ops[index])
-        last = f"v{guard.index}"
-        if counted:
-            tensor, dim = (*ops[guard.index].args, 0)[:2]
-            last = f"{source.value(tensor)}.size({dim})"
-        elif guard.test is Test.LENGTH:
-            last = f"len({last})"
-        elif guard.test is Test.TRUTH:
-            last = f"bool({last})"
-        source.line(f"return {last}")
+        if counts(guard, ops):
+            now = counted(source, ops[guard.index])
+        else:
+            now = f"bool(v{guard.index})" if guard.test is Test.TRUTH else outcome(guard)
+        source.line(f"return {now}")
         return Code(source, "value").function(arguments)
 
     def run(
@@ -172,7 +164,7 @@ class Program:
         self, graph: Graph, arguments: tuple[Any, ...], first: bool, compiled: bool
     ) -> Finished | Divergence:
         """Replay from state to state."""
-        random_states = _random_states() if graph.draws else ()
+        states = random_states() if graph.draws else ()
         exit: Exit | None = graph.beginning
         assert exit is not None
         piece, entered = graph.first, -1
@@ -211,9 +203,8 @@ class Program:
                     piece, number = node.piece, node.number
             held.clear()
             return Divergence(
-                piece.owner, piece.recording, number, answer, {}, AutocastHold(), True,
-                random_states,
-            )  # fmt: skip
+                piece.owner, piece.recording, number, answer, {}, AutocastHold(), True, states
+            )
 
     def go_on(self, divergence: Divergence, arguments: tuple[Any, ...]) -> Finished | Divergence:
         """Continue a replay whose other side has become known since it diverged."""
@@ -465,13 +456,6 @@ def _written(exit: Exit) -> Code | None:
         return exit.code
     except Unlinked:
         return None
-
-
-def _random_states() -> tuple[tuple[torch.Generator, torch.Tensor], ...]:
-    generators = [torch.default_generator]
-    if torch.cuda.is_initialized():
-        generators += torch.cuda.default_generators
-    return tuple((generator, generator.get_state()) for generator in generators)
 
 
 ENDS.add(Program.carry_out.__code__)

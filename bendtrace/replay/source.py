@@ -38,6 +38,7 @@ __all__ = [
     "Code",
     "Departure",
     "Source",
+    "counted",
     "define",
     "fails",
     "gives_nothing",
@@ -343,9 +344,7 @@ def fails(source: Source, guard: Guard, ops: list[Op] | None = None) -> str:
     With `ops`, the guard is tested before the run, from what it counts alone.
     """
     if ops is not None and counts(guard, ops):
-        tensor, *dim = ops[guard.index].args
-        dim = dim or [ops[guard.index].kwargs.get("dim", 0)]
-        return f"{source.value(tensor)}.size({source.value(dim[0])}) != {guard.expected}"
+        return f"{counted(source, ops[guard.index])} != {guard.expected}"
     name = f"v{guard.index}"
     if guard.test is Test.TRUTH:
         return f"not {name}" if guard.expected else name
@@ -365,6 +364,13 @@ def fails(source: Source, guard: Guard, ops: list[Op] | None = None) -> str:
     if type(guard.expected) in (int, str):
         return f"{name} != {expected} or type({name}) is not {type(guard.expected).__name__}"
     return f"not identical({name}, {expected})"
+
+
+def counted(source: Source, op: Op) -> str:
+    """Return an expression for how many slices an op takes a tensor apart into."""
+    tensor, *dim = op.args
+    dim = dim or [op.kwargs.get("dim", 0)]
+    return f"{source.value(tensor)}.size({source.value(dim[0])})"
 
 
 def outcome(guard: Guard) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -15,10 +15,38 @@ from bendtrace.recording.tape import Guard, Op, OpKind
 from bendtrace.replay.graph import Trip
 from bendtrace.replay.source import Code, gives_nothing
 
-__all__ = ["Divergence", "Failure", "Finished", "Path", "Side", "Stretch"]
+__all__ = [
+    "Divergence",
+    "Failure",
+    "Finished",
+    "Path",
+    "RandomStates",
+    "Side",
+    "Stretch",
+    "random_states",
+    "restore",
+]
 
 # The name of an exception's type, and the file and line where the model raised it.
 Failure = tuple[str, str, int]
+
+
+# Torch's generators of random numbers, each with its state at some moment.
+RandomStates: TypeAlias = tuple[tuple[torch.Generator, torch.Tensor], ...]
+
+
+def random_states() -> RandomStates:
+    """Return the states of torch's generators of random numbers now."""
+    generators = [torch.default_generator]
+    if torch.cuda.is_initialized():
+        generators += torch.cuda.default_generators
+    return tuple((generator, generator.get_state()) for generator in generators)
+
+
+def restore(states: RandomStates) -> None:
+    """Have random numbers drawn again."""
+    for generator, state in states:
+        generator.set_state(state)
 
 
 @dataclass(eq=False)
@@ -179,7 +207,7 @@ class Divergence:
     values: dict[str, Any]
     hold: AutocastHold
     is_anew: bool = False
-    random_states: tuple[tuple[torch.Generator, torch.Tensor], ...] = ()
+    random_states: RandomStates = ()
 
     @property
     def guard(self) -> Guard | None:
@@ -222,8 +250,7 @@ class Divergence:
 
     def rewind(self) -> None:
         """Have random numbers drawn again."""
-        for generator, state in self.random_states:
-            generator.set_state(state)
+        restore(self.random_states)
 
     def release(self, prefix: Prefix | None) -> None:
         """Let go of the values, once a run has been resumed with them."""

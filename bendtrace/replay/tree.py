@@ -19,7 +19,7 @@ from bendtrace.recording.functions import name_of
 from bendtrace.recording.parts import Access, Part, PartKind, identical
 from bendtrace.recording.places import users_level
 from bendtrace.recording.recorder import Recording
-from bendtrace.recording.tape import Guard, Op, OpKind, Ref, Test
+from bendtrace.recording.tape import Op, OpKind, Ref, Test
 from bendtrace.replay.ambience import Ambience
 from bendtrace.replay.analysis import GuardKind
 from bendtrace.replay.program import Program
@@ -129,10 +129,13 @@ class TraceTree:
                 recording.tape.block(f"{label} changes on every call{see}")
         program = Program(recording, ambience, ignored)
         with self._lock:
-            self._indices.setdefault(names, ProgramIndex()).add(program)
-            self._programs[names] = (program, *self._programs.get(names, ()))
+            self._insert(names, program)
         self._keep_to_limit()
         return program
+
+    def _insert(self, names: tuple[str, ...], program: Program) -> None:
+        self._indices.setdefault(names, ProgramIndex()).add(program)
+        self._programs[names] = (program, *self._programs.get(names, ()))
 
     def grow(self, program: Program, divergence: Divergence, recording: Recording) -> None:
         """Keep the path that a resumed run took after `divergence`."""
@@ -151,8 +154,7 @@ class TraceTree:
             if program in listed:
                 self._drop(names, program)
                 for other in others:
-                    self._indices[names].add(other)
-                    self._programs[names] = (other, *self._programs[names])
+                    self._insert(names, other)
                 return
 
     def ran_live(self, program: Program, divergence: Divergence | None = None) -> None:
@@ -192,8 +194,7 @@ class TraceTree:
                 program.root.make_side(*leaves).live = live.live
             if live in self._programs.get(names, ()):  # else another thread was faster
                 self._drop(names, live)
-            self._indices.setdefault(names, ProgramIndex()).add(program)
-            self._programs[names] = (program, *self._programs.get(names, ()))
+            self._insert(names, program)
         self._keep_to_limit()
         return program, leaves
 
@@ -331,8 +332,7 @@ class TraceTree:
         arguments: tuple[Any, ...],
     ) -> Recording | None:  # fmt: skip
         """Find a recorded run that is the same up to a divergence and then took its side."""
-        guard = divergence.guard
-        if guard is None or not program.analysis.fixed_metadata:
+        if divergence.guard is None or not program.analysis.fixed_metadata:
             return None  # the arguments are not any more what the other programs check
         goes = _goes_on_from if divergence.is_anew else _goes_the_other_way
         index = self._indices.get(names)
@@ -340,7 +340,7 @@ class TraceTree:
             if other is program or other.live_only or not other.admits(arguments):
                 continue
             for recording in other.recordings():
-                if goes(recording, divergence, guard):
+                if not recording.tape.blockers and goes(recording, divergence):
                     return recording
         return None
 
@@ -383,61 +383,42 @@ def _described(part: Part) -> tuple[str, Any]:
     return part.label, part.size if part.kind is PartKind.TENSOR else None
 
 
-def _equal(guard: Guard, other: Guard) -> bool:
-    """Whether two guards ask for the same outcome of the same test."""
-    if (guard.position, guard.index, guard.test) != (other.position, other.index, other.test):
-        return False
-    return identical(guard.expected, other.expected)
-
-
 def _parting(recording: Recording, other: Recording) -> Departing | None:
     """Return the first guard of a run that another run, the same so far, found otherwise."""
-    for number, (mine, its) in enumerate(
-        zip(recording.tape.guards, other.tape.guards, strict=False)
-    ):
-        if (mine.position, mine.index, mine.test) != (its.position, its.index, its.test):
+    pairs = zip(recording.tape.guards, other.tape.guards, strict=False)
+    for number, (mine, its) in enumerate(pairs):
+        if not mine.is_like(its):
             return None
         if not identical(mine.expected, its.expected):
             return number, its.expected
     return None
 
 
-def _goes_on_from(recording: Recording, divergence: Divergence, guard: Guard) -> bool:
+def _goes_on_from(recording: Recording, divergence: Divergence) -> bool:
     """Whether a run was in the state of a divergence, and found the same answer there."""
     state = divergence.recording.tape.states.get(divergence.number)
     tape = recording.tape
-    return (
-        state is not None
-        and not tape.blockers
-        and any(
-            own.key == state.key and identical(tape.guards[number].answer, divergence.outcome)
-            for number, own in tape.states.items()
-        )
+    return state is not None and any(
+        own.key == state.key and identical(tape.guards[number].answer, divergence.outcome)
+        for number, own in tape.states.items()
     )
 
 
-def _goes_the_other_way(recording: Recording, divergence: Divergence, guard: Guard) -> bool:
-    guards = recording.tape.guards
-    if recording.tape.blockers or len(guards) <= divergence.number:
+def _goes_the_other_way(recording: Recording, divergence: Divergence) -> bool:
+    """Whether a run did the same up to a divergence, and took its side."""
+    here = divergence.recording
+    parting = _parting(here, recording)
+    if parting is None or parting[0] != divergence.number:
         return False
-    twin = guards[divergence.number]
-    if (twin.position, twin.index, twin.test) != (guard.position, guard.index, guard.test):
+    if not identical(parting[1], divergence.outcome):
         return False
-    if not identical(twin.expected, divergence.outcome):
+    parts = here.surroundings.parts, recording.surroundings.parts
+    if list(map(_described, parts[0])) != list(map(_described, parts[1])):
         return False
-    here, there = divergence.recording, recording
-    if list(map(_described, here.surroundings.parts)) != list(
-        map(_described, there.surroundings.parts)
-    ):
-        return False
-    before = zip(here.tape.guards[: divergence.number], guards, strict=False)
-    if not all(_equal(mine, other) for mine, other in before):
-        return False
-    done = divergence.stretch.ops_until(divergence.position)
-    if len(there.tape.ops) < len(done):
-        return False
-    prefixes = zip(done, there.tape.ops, strict=False)
-    return all(mine.does_the_same_as(other) for mine, other in prefixes)
+    done, ops = divergence.stretch.ops_until(divergence.position), recording.tape.ops
+    return len(ops) >= len(done) and all(
+        mine.does_the_same_as(other) for mine, other in zip(done, ops, strict=False)
+    )
 
 
 class Fixed(NamedTuple):
