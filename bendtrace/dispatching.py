@@ -197,11 +197,7 @@ class Dispatcher:
         ambience = Ambience.current()
         evolving = call.tree.outdated(call.names, call.arguments)
         mismatch = self.explained(call.tree, call.names, call.arguments, _NEAR).nearest
-        try:
-            recording = self._recorded(call)
-        except Exception as error:
-            call.tree.failed(error)
-            raise
+        recording = self._traced(call)
         if recording.is_transient and self._passing < _PASSING:
             self._passing += 1
             self.stats.live += 1
@@ -222,11 +218,7 @@ class Dispatcher:
     def _look_again(self, call: _Call, live: Program) -> Any:
         """Record a call whose like could only be run live: it may go another way."""
         ambience = Ambience.current()
-        try:
-            recording = self._recorded(call)
-        except Exception as error:
-            call.tree.failed(error)
-            raise
+        recording = self._traced(call)
         if recording.tape.blockers or recording.is_transient:
             self.stats.live += 1
             call.tree.ran_live(live)
@@ -239,6 +231,16 @@ class Dispatcher:
             before, now = live.recording, recording.tape.guards[leaves[0]].expected
             self._mismatch = explain_guard(before.tape, leaves[0], now, _steps_of(before))
         return self._kept(recording, program)
+
+    def _traced(
+        self, call: _Call, divergence: Divergence | None = None, prefix: Prefix | None = None
+    ) -> Recording:
+        """Record a call, from its start or after a divergence, and note it if the model raises."""
+        try:
+            return self._recorded(call, prefix, divergence is not None and divergence.is_anew)
+        except Exception as error:
+            call.tree.failed(error, divergence)
+            raise
 
     def _recorded(
         self, call: _Call, prefix: Prefix | None = None, reads_states: bool = False
@@ -279,10 +281,7 @@ class Dispatcher:
             with self._called():
                 return call_itself(self._model, call.args, dict(call.kwargs))
         try:
-            recording = self._recorded(call, prefix, divergence.is_anew)
-        except Exception as error:
-            call.tree.failed(error, divergence)
-            raise
+            recording = self._traced(call, divergence, prefix)
         finally:
             divergence.release(prefix)
         self.stats.retraces += 1

@@ -17,7 +17,7 @@ from bendtrace.compiled.settings import Settings
 from bendtrace.compiled.straight import Straight
 from bendtrace.recording.functions import name_of
 from bendtrace.recording.recorder import Recording
-from bendtrace.recording.tape import Op, TensorMeta, Test, refs_in
+from bendtrace.recording.tape import TensorMeta, Test, refs_in
 from bendtrace.replay.analysis import Analysis
 from bendtrace.replay.codegen import write_run
 from bendtrace.replay.program import Program
@@ -133,8 +133,8 @@ class CompiledPath(CompiledFunction):
         ops = recording.tape.ops
         leaves = _leaves(recording)
         roots = {leaf: findings.first.get(leaf, leaf) for leaf in leaves}
-        made = [i for i in dict.fromkeys(roots.values()) if not _is_outside(ops[i])]
-        given = [i for i in dict.fromkeys(roots.values()) if _is_outside(ops[i])]
+        made = [i for i in dict.fromkeys(roots.values()) if not ops[i].is_given]
+        given = [i for i in dict.fromkeys(roots.values()) if ops[i].is_given]
         analysis = Analysis(recording.tape)
         straight = Straight(recording, analysis, findings, self._entry, made, exactly)
         gathered = straight.inputs + [i for i in given if i not in straight.inputs]
@@ -303,10 +303,6 @@ def _dynamo() -> Any:
     import torch._dynamo  # late: it takes a second to import
 
     return torch._dynamo
-
-
-def _is_outside(op: Op) -> bool:
-    return op.is_given
 
 
 def _leaves(recording: Recording) -> list[int]:

@@ -80,12 +80,9 @@ def explain_guard(tape: Tape, number: int, new: Any, steps: FlowSteps) -> Mismat
     """Say what a guard found when it was recorded, and what it finds now."""
     guard = tape.guards[number]
     step = next((step for step in steps if step.guard == number), None)
-    if guard.test in (Test.TRUTH, Test.LENGTH):
-        recorded = guard.expected
-    else:
-        recorded = _IDENTITY.get(guard.test, guard.expected)
-        if guard.test in _IDENTITY:
-            new = _IDENTITY[Test.OTHER if guard.test is Test.SAME else Test.SAME]
+    recorded = _IDENTITY.get(guard.test, guard.expected)
+    if guard.is_on_identity:
+        new = _IDENTITY[Test.OTHER if guard.test is Test.SAME else Test.SAME]
     if step is not None:
         what, where = f"{step.kind} `{step.text}`", str(step.place)
     else:

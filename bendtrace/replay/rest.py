@@ -12,7 +12,7 @@ from bendtrace.recording.handlers import is_handled
 from bendtrace.recording.parts import Change, Part
 from bendtrace.recording.recorder import Recording
 from bendtrace.recording.structure import existing_in
-from bendtrace.recording.tape import Guard, ModuleCall, Op, OpKind, Ref, refs_in
+from bendtrace.recording.tape import Guard, ModuleCall, Op, OpKind, leaves_in, refs_in
 from bendtrace.recording.writes import works_in_place
 from bendtrace.replay.analysis import Analysis, GuardKind
 from bendtrace.replay.codegen import RunWriter
@@ -435,12 +435,8 @@ def _is_below(path: str, module: str) -> bool:
 
 
 def _decides(output: Any) -> bool:
-    """Whether what a call gave holds numbers or the like that Python may go by."""
-    if isinstance(output, (tuple, list)):
-        return any(map(_decides, output))
-    if isinstance(output, dict):
-        return any(map(_decides, output.values()))
-    return isinstance(output, (bool, int, float, str)) and not isinstance(output, Ref)
+    """Whether the output of a call holds numbers or the like that Python may go by."""
+    return any(isinstance(leaf, (bool, int, float, str)) for leaf in leaves_in(output))
 
 
 def write_rest(rest: Rest, analysis: Analysis, entry: Context) -> Stretch:
