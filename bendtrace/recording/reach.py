@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from bendtrace.recording.instructions import computes_names, named_in
+from bendtrace.recording.instructions import computes_names, named_in, passed_on
 from bendtrace.recording.parts import module_of
 from bendtrace.recording.places import TORCH
 from bendtrace.recording.stamps import Depends, Named, Stamp
@@ -62,6 +62,7 @@ class Reach(NamedTuple):
         globals: (namespace, name) of the globals that these name, also in other modules.
         owners: the namespaces of the classes that it looks for members in.
         members: (class namespace, name) of the class attributes and methods that they name.
+        modules: modules that it hands on, so that other code may name what is in them.
         names: all names of globals and attributes in it.
         stores: names of attributes that it assigns.
         tells_numbers: whether some of it asks for the exact type of a number.
@@ -74,6 +75,7 @@ class Reach(NamedTuple):
     globals: tuple[Named, ...]
     owners: tuple[Mapping[str, Any], ...]
     members: tuple[Named, ...]
+    modules: tuple[types.ModuleType, ...]
     names: frozenset[str]
     stores: frozenset[str]
     tells_numbers: bool
@@ -118,6 +120,7 @@ def _search(subject: type | types.FunctionType, entries: frozenset[str]) -> Reac
         tuple(search.globals.values()),
         tuple(search.owners.values()),
         tuple(search.members.values()),
+        tuple(search.modules.values()),
         frozenset(search.names),
         frozenset(name for code in codes for name in _facts_of(code).stores),
         any(_facts_of(code).tells_numbers for code in codes)
@@ -149,6 +152,7 @@ class _Search:
         self.opaque: dict[int, types.FunctionType] = {}
         self.globals: dict[tuple[int, str], Named] = {}
         self.members: dict[tuple[int, str], Named] = {}
+        self.modules: dict[int, types.ModuleType] = {}
         self.names: set[str] = set()
         self.owners: dict[int, Mapping[str, Any]] = {}
         self.depends = Depends(functions=self.functions)
@@ -183,9 +187,27 @@ class _Search:
             for full in (name, f"{package}.{name}"):
                 if isinstance(self._look(sys.modules, full), types.ModuleType):
                     modules.append(sys.modules[full])
-        others = [vars(module) for module in modules if is_users_module(module)]
-        self.depends.sized |= {id(space): space for space in others}
-        spaces += others
+        others = {id(module): vars(module) for module in modules if is_users_module(module)}
+        waiting = [space for space in others.values() if not is_installed_space(space)]
+        while waiting:  # what is in a package is named by way of it
+            held = waiting.pop()
+            for name in names & held.keys():
+                inner = self._look(held, name)
+                if (
+                    isinstance(inner, types.ModuleType)
+                    and id(inner) not in others
+                    and is_users_module(inner)
+                    and not is_installed_space(vars(inner))
+                ):
+                    others[id(inner)] = vars(inner)
+                    waiting.append(vars(inner))
+        self.depends.sized |= {id(space): space for space in others.values()}
+        spaces += others.values()
+        if others and not is_finished(function):
+            for name in passed_on(function.__code__):
+                value = function.__globals__.get(name)
+                if isinstance(value, types.ModuleType) and id(value) in others:
+                    self.modules[id(value)] = value
         computes = not is_finished(function) and _facts_of(function.__code__).computes
         standard = [] if is_finished(function) else [vars(m) for m in modules if _is_standard(m)]
         for owner in tuple(self.owners.values()):

@@ -19,6 +19,7 @@ import hashlib
 import operator
 import sys
 import types
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from types import CodeType, FrameType
 from typing import Any
@@ -352,15 +353,16 @@ class _Reader:
             return self._by_identity(value)
         if is_constant(value, kind):
             return self._by_identity(kind), str(value)
-        if is_array(value):
-            return "array", str(value.dtype), value.shape, value.tobytes()
+        if is_array(value) and not value.dtype.hasobject and not hasattr(value, "__dict__"):
+            return self._array(value)
         if isinstance(value, TorchFunctionMode) and kind.__module__.startswith("bendtrace."):
             return "recorder"
         if kind.__module__.startswith("bendtrace.") or not can_build(kind):
             raise _Unreadable(f"a {kind.__qualname__} cannot be read")
         items: Any = ()
         if isinstance(value, dict):
-            items = self.values_of(part for pair in dict.items(value) for part in pair)
+            ordered: Any = OrderedDict if isinstance(value, OrderedDict) else dict
+            items = self.values_of(part for pair in ordered.items(value) for part in pair)
         elif isinstance(value, (tuple, list)):
             base: Any = tuple if isinstance(value, tuple) else list
             items = self.values_of(base.__iter__(value))
@@ -369,6 +371,15 @@ class _Reader:
         own = attributes_of(value)
         found = tuple((key.name, self.value(item)) for key, item in own.items())
         return self._by_identity(kind), items, found
+
+    def _array(self, array: Any) -> Any:
+        base, place = array.base, 0
+        if base is not None:
+            if not is_array(base):
+                raise _Unreadable("an array shares memory that is not numpy's")
+            place = _address(array) - _address(base)
+        content = str(array.dtype), array.shape, array.strides, array.tobytes()
+        return "array", content, place, self.value(base)
 
     def _by_identity(self, value: Any) -> int:
         self.kept.append(value)
@@ -532,6 +543,10 @@ def _plain(value: Any, kind: type) -> Any:
     if kind is complex:
         return value.real.hex(), value.imag.hex()
     return value
+
+
+def _address(array: Any) -> int:
+    return int(array.__array_interface__["data"][0])
 
 
 def _numbers_in(values: Iterable[Any]) -> int:
