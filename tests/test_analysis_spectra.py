@@ -737,7 +737,7 @@ def test_where_says_which_weights() -> None:
         weight_ranks(model, "layer.1")
     with pytest.raises(InputError, match="matches no weight"):
         weight_ranks(model, nn.Conv2d)
-    with pytest.raises(InputError, match="only be told from a run"):
+    with pytest.raises(InputError, match="needs a run, and weights have none"):
         weight_ranks(model, bt.node_selector.Activations.ReLU.last())
     with pytest.raises(InputError, match="and is no matrix"):
         weight_ranks(model, "head.bias")
