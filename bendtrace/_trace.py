@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import functools
 import json
 import os
 import re
@@ -19,15 +18,13 @@ from torch import fx, nn
 from bendtrace._history import ModelHistory
 from bendtrace._later import Later
 from bendtrace.errors import DivergenceError, InputError, LayerKeyError, NotReplayableError
-from bendtrace.flow import FlowSteps, flow_steps
-from bendtrace.graph.names import node_names
-from bendtrace.history.building import Log, build_log
+from bendtrace.flow import FlowSteps
+from bendtrace.history.building import Log
 from bendtrace.history.capture import Capture
 from bendtrace.history.options import SaveOptions
 from bendtrace.history.selection import Selection
 from bendtrace.history.text import Facts
 from bendtrace.paths.naming import Registry
-from bendtrace.paths.tree import tree_of
 from bendtrace.paths.view import Tree
 from bendtrace.recording.recorder import Recording
 from bendtrace.recording.run import Signature, record
@@ -36,18 +33,17 @@ from bendtrace.replay.ambience import Ambience
 from bendtrace.replay.explain import explain_check, explain_divergence
 from bendtrace.replay.guard_table import GuardTable
 from bendtrace.replay.program import Divergence, Program
+from bendtrace.run import Run, name_of_function
 
 if TYPE_CHECKING:
     from bendtrace import storage
     from bendtrace.graph import fx as conversion
-    from bendtrace.graph import mirror
     from bendtrace.graph.mirror import Graph
     from bendtrace.history import flops, validate
     from bendtrace.history.validate import Validation
 else:
     conversion = Later("bendtrace.graph.fx")
     flops = Later("bendtrace.history.flops")
-    mirror = Later("bendtrace.graph.mirror")
     storage = Later("bendtrace.storage")
     validate = Later("bendtrace.history.validate")
 
@@ -193,8 +189,9 @@ def _refuse_taken_names(function: Callable[..., Any]) -> None:
     taken = OPTIONS & Signature(function).parameters
     if taken:
         raise InputError(
-            f"{_name(function)} has an argument of its own called {min(taken)}, which would be "
-            "taken for an option: bind it with functools.partial, or use bendtrace.log_forward_pass"
+            f"{name_of_function(function)} has an argument of its own called {min(taken)}, which "
+            "would be taken for an option: bind it with functools.partial, or use "
+            "bendtrace.log_forward_pass"
         )
 
 
@@ -205,6 +202,7 @@ class Trace(ModelHistory):
 
     Attributes:
         recording: what the recorder left.
+        run: the views that are derived from it.
         function: what was run.
         output: what it returned; None for a trace that a `BendedModule` made when called.
 
@@ -239,7 +237,7 @@ class Trace(ModelHistory):
         self._ambience = ambience
         self._signature = signature
         self._capture = capture
-        self._registry = registry
+        self.run = Run(recording, function, registry)
         self._has_counted = False
         self.keeps: object = None  # what was inserted, for as long as the trace can be replayed
         if program is not None:
@@ -255,20 +253,20 @@ class Trace(ModelHistory):
         """The calls of modules, in the order in which they began."""
         return self.recording.tape.calls
 
-    @cached_property
+    @property
     def names(self) -> list[str]:
         """The name of each op's node."""
-        return node_names(self.ops)
+        return self.run.names
 
-    @cached_property
-    def flow_steps(self) -> FlowSteps:  # computed here, once
+    @property
+    def flow_steps(self) -> FlowSteps:
         """Where the model's Python depended on the inputs."""
-        return flow_steps(self.recording.tape, self.names)
+        return self.run.steps
 
-    @cached_property
+    @property
     def graph(self) -> Graph:  # type: ignore[override]
         """The networkx mirror, at op level."""
-        return mirror.mirror(self.recording, self.names, self.flow_steps, self.function)
+        return self.run.graph
 
     @cached_property
     def program(self) -> Program:
@@ -290,15 +288,13 @@ class Trace(ModelHistory):
         """
         return GuardTable(self.recording.tape.guards, self.program.analysis.kinds, self.names)
 
-    @cached_property
+    @property
     def _tree(self) -> Tree:  # type: ignore[override]
-        return tree_of(self.recording, self.function, self._registry)
+        return self.run.tree
 
     @cached_property
     def _log(self) -> Log:  # type: ignore[override]
-        log = build_log(
-            self.recording, _model_name(self.function), self.names, self.flow_steps, self._tree
-        )
+        log = self.run.log
         if self._capture is not None:
             self._capture.attach(log.entries, log.given_out, len(self.ops))
         self._claim(log)
@@ -471,7 +467,7 @@ class Trace(ModelHistory):
     def to_dict(self) -> dict[str, Any]:
         """Return ops, flow steps and guards as plain values."""
         return {
-            "function": _name(self.function),
+            "function": name_of_function(self.function),
             "nodes": self.graph.to_list(),
             "flow_steps": self.flow_steps.to_list(),
             "guards": self.guards.to_list(),
@@ -489,19 +485,8 @@ class Trace(ModelHistory):
     def __repr__(self) -> str:
         counts = f"{_counted(len(self.ops), 'op')}, {_counted(len(self.flow_steps), 'flow step')}"
         live = "" if not self.why_live else ", live only"
-        return f"<Trace of {_name(self.function)}: {counts}{live}>"
+        return f"<Trace of {name_of_function(self.function)}: {counts}{live}>"
 
 
 def _counted(number: int, noun: str) -> str:
     return f"{number} {noun}{'s' * (number != 1)}"
-
-
-def _model_name(function: Callable[..., Any]) -> str:
-    return type(function).__name__ if isinstance(function, nn.Module) else _name(function)
-
-
-def _name(function: Callable[..., Any]) -> str:
-    if isinstance(function, functools.partial):
-        return f"partial({_name(function.func)})"
-    name = getattr(function, "__qualname__", None) or type(function).__name__
-    return str(name).rpartition("<locals>.")[2]

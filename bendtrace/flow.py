@@ -22,6 +22,7 @@ from typing import Any, overload
 
 from bendtrace._later import tabulate
 from bendtrace.recording.features import is_off
+from bendtrace.recording.finish import Recording
 from bendtrace.recording.functions import SHAPES, is_gate
 from bendtrace.recording.iterations import Iterations, Mark, is_inside_comparison, marks_of
 from bendtrace.recording.probes import look_at_flow_once
@@ -40,6 +41,7 @@ __all__ = [
     "LoopFlowStep",
     "ShapeFlowStep",
     "flow_steps",
+    "steps_of",
 ]
 
 
@@ -303,6 +305,22 @@ def _iterations(step: LoopFlowStep) -> str:
     if bound is not None and number is not None and bound != number:
         return f"{number} of {bound} iterations"
     return step.how_often
+
+
+def steps_of(recording: Recording) -> FlowSteps:
+    """Return the flow steps of a recorded run, derived once.
+
+    Example:
+        >>> import torch, bendtrace as bt
+        >>> trace = bt.trace(lambda x: x + 1 if x.sum() > 0 else x, torch.ones(2))
+        >>> bt.flow.steps_of(trace.recording) is trace.flow_steps
+        True
+    """
+    return recording.view(_derived)
+
+
+def _derived(recording: Recording) -> FlowSteps:
+    return flow_steps(recording.tape, recording.names)
 
 
 def flow_steps(tape: Tape, names: list[str]) -> FlowSteps:

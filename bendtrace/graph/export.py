@@ -13,9 +13,9 @@ from bendtrace._plain import DEVICE, DTYPE, TUPLE, Codec, Form, text_of
 from bendtrace.errors import ConversionError
 from bendtrace.flow import FlowStep, FlowSteps
 from bendtrace.graph.mirror import Graph
-from bendtrace.graph.names import NodeRef, target_name
 from bendtrace.graph.rows import flow_rows, flow_steps_of
 from bendtrace.recording.contexts import Autocast, Context
+from bendtrace.recording.names import NodeRef, target_name
 from bendtrace.recording.tape import TensorMeta
 
 __all__ = ["GRAPH_CODEC", "from_node_link", "to_dot", "to_graphml", "to_node_link"]

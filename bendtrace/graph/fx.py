@@ -15,12 +15,12 @@ import torch
 from torch import fx, nn
 
 from bendtrace.errors import ConversionError, DivergenceError
-from bendtrace.flow import flow_steps
+from bendtrace.flow import steps_of
 from bendtrace.graph.fold import Folding, folding, is_leaf_module, results
 from bendtrace.graph.mirror import Graph
-from bendtrace.graph.names import NodeRef
 from bendtrace.recording.contexts import Context
 from bendtrace.recording.iterations import user_code
+from bendtrace.recording.names import NodeRef
 from bendtrace.recording.objects import build
 from bendtrace.recording.parts import Access, AttributeKey, Part, PartKind, identical
 from bendtrace.recording.recorder import Recording
@@ -83,7 +83,7 @@ class _Writer:
         indices = {data.get("index"): name for name, data in graph.nodes(data=True)}
         self.names = [indices.get(op.index, "") for op in self.tape.ops]
         self.guards = guards
-        steps = flow_steps(self.tape, self.names) if guards else ()
+        steps = steps_of(recording) if guards else ()
         self.steps = {step.guard: step for step in steps}
         self.waiting = self._guards() if guards else []
         self.arguments: list[fx.Node] = []

@@ -16,9 +16,8 @@ from bendtrace.flow import (
     IndexFlowStep,
     LogicalFlowStep,
     LoopFlowStep,
-    flow_steps,
+    steps_of,
 )
-from bendtrace.graph.names import node_names
 from bendtrace.recording.recorder import Recording
 from bendtrace.recording.tape import OpKind, TensorMeta
 
@@ -172,8 +171,7 @@ class PathNames:
 
 
 def _path_of(run: Recording) -> Path:
-    steps = flow_steps(run.tape, node_names(run.tape.ops))
-    conditions = tuple(c for step in steps if (c := _condition(step)) is not None)
+    conditions = tuple(c for step in steps_of(run) if (c := _condition(step)) is not None)
     # Branches on what is no tensor (an argument that is None) show in what was carried out.
     carried_out = [
         [op.scope.path, getattr(op.target, "__name__", str(op.target))]

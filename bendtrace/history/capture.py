@@ -11,7 +11,6 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from bendtrace.graph.names import target_name
 from bendtrace.history.copies import (
     copied,
     lazily_copied,
@@ -24,6 +23,7 @@ from bendtrace.history.gradients import Gradients
 from bendtrace.history.naming import Layer, Namer, nbytes_of, tensors_of
 from bendtrace.history.selection import Selection
 from bendtrace.recording.functions import name_of
+from bendtrace.recording.names import target_name
 from bendtrace.recording.observer import StopRun
 from bendtrace.recording.parts import requires_grad
 from bendtrace.recording.tape import ModuleCall, Op, OpKind, meta_of

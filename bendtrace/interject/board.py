@@ -13,7 +13,6 @@ from typing import Any, Protocol
 from torch import nn
 
 from bendtrace.errors import InputError, NodePathError
-from bendtrace.interject.candidate import Candidate
 from bendtrace.interject.insertion import Insertion, as_interjection
 from bendtrace.interject.interjection import Interjection
 from bendtrace.interject.passes import Passes
@@ -30,6 +29,7 @@ from bendtrace.interject.where import (
     near_misses,
     wants_of,
 )
+from bendtrace.paths.candidates import Candidate
 from bendtrace.paths.naming import Registry
 from bendtrace.recording.recorder import Recording
 

@@ -7,8 +7,7 @@ from contextlib import nullcontext
 from typing import Any, Protocol
 
 from bendtrace.errors import DivergenceError, InputError, NodePathError, NondeterminismError
-from bendtrace.flow import flow_steps
-from bendtrace.graph.names import node_names
+from bendtrace.flow import steps_of
 from bendtrace.interject.cuts import path_in
 from bendtrace.interject.gates import running
 from bendtrace.interject.keys import by_path, text_of
@@ -265,7 +264,7 @@ class _Run:
                 following = self._following(other, position, done, passed)
             if following is None:
                 divergence = Divergence(owner, number, result.outcome, result.values, hold)
-                why = _explained(prepared, result)
+                why = explain_divergence(result, steps_of(prepared.recording))
                 del result
                 left = Left(run, prepared, divergence, position, done, slots, random)
                 return self._gone_on(left, why, tree, plan)
@@ -353,8 +352,3 @@ class _Run:
     def _live(self) -> Any:
         """Call the model with the values in the place of its own."""
         return call_with(self._model, self._given, self._args, self._kwargs, bended=self._bended)
-
-
-def _explained(prepared: Prepared, divergence: Divergence) -> Mismatch:
-    tape = prepared.recording.tape
-    return explain_divergence(divergence, flow_steps(tape, node_names(tape.ops)))

@@ -11,18 +11,15 @@ from torch import nn
 
 from bendtrace._later import Later
 from bendtrace.errors import NodePathError
-from bendtrace.flow import FlowSteps, flow_steps
-from bendtrace.graph.names import node_names
 from bendtrace.history.names import Names
-from bendtrace.interject.candidate import Candidate
-from bendtrace.interject.graphs import candidate_graph
-from bendtrace.interject.rehearsal import Rehearsal, names_of, rehearse
+from bendtrace.interject.rehearsal import Rehearsal, rehearse
+from bendtrace.paths.candidates import Candidate
 from bendtrace.paths.naming import Registry, identifier
 from bendtrace.paths.strings import find
-from bendtrace.paths.tree import tree_of
 from bendtrace.paths.view import Tree
 from bendtrace.recording.owners import module_of
 from bendtrace.recording.recorder import Recording
+from bendtrace.run import Run
 
 if TYPE_CHECKING:
     from bendtrace.interject import absence
@@ -61,19 +58,15 @@ class Knowledge:
         self._inserted = inserted
         self._coverage = coverage
         self._settled = settled
-        # By identity, with the run itself so that no identity is used twice.
-        self._trees: dict[int, tuple[Recording, Tree]] = {}
-        self._nodes: dict[int, tuple[Recording, list[Candidate]]] = {}
         self._of_examples: dict[int, Names] = {}  # which are kept, as the examples are
-        self._named: dict[int, tuple[Recording, bool, Names]] = {}
-        self._steps: dict[int, tuple[Recording, FlowSteps]] = {}
+        self._views: dict[int, Run] = {}  # by the identity of their recordings
 
     def trees(self) -> Iterator[Tree]:
         """Yield the trees of the runs, those without insertions first."""
         self.name_nodes()
         yield from self.examples
         for recording in self.recordings():
-            yield self._tree(recording)
+            yield self._run(recording).tree
 
     def names(self) -> Iterator[Names]:
         """Yield what strings name in the runs, those without insertions first.
@@ -84,20 +77,15 @@ class Knowledge:
         for example in self.examples:
             yield self._of_examples.setdefault(id(example), Names(example, None))
         plain = self._runs()
-        _forget(self._named, self.recordings())
         for recording in self.recordings():
-            is_plain = not plain or any(recording is run for run in plain)
-            known = self._named.get(id(recording))
-            if known is None or known[1] is not is_plain:
-                tree = self._tree(recording)
-                names = names_of(recording, tree) if is_plain else Names(tree, None)
-                known = self._named[id(recording)] = recording, is_plain, names
-            yield known[2]
+            run = self._run(recording)
+            is_plain = not plain or any(recording is other for other in plain)
+            yield run.naming if is_plain else run.naming_without_log
 
     def name_nodes(self) -> None:
         """Name the nodes of all runs in the order in which these were recorded."""
         for recording in reversed(self._runs()):
-            self._tree(recording)
+            _ = self._run(recording).tree
 
     def recordings(self) -> list[Recording]:
         """Return all runs that are known."""
@@ -109,14 +97,9 @@ class Knowledge:
         if not runs:
             return None
         self.name_nodes()
-        _forget(self._nodes, runs)
         found: dict[str, Candidate] = {}
         for recording in runs:
-            known = self._nodes.get(id(recording))
-            if known is None:
-                graph = candidate_graph(recording, self.model, self.registry)
-                known = self._nodes[id(recording)] = recording, list(graph)
-            for node in known[1]:
+            for node in self._run(recording).candidates:
                 found.setdefault(node.path, node)
         return list(found.values())
 
@@ -162,9 +145,8 @@ class Knowledge:
     def mirror_path(self, name: str) -> str:
         """Return the path of the node of a mirror that has a name; "" if none has."""
         for recording in self._runs():
-            names = node_names(recording.tape.ops)
-            if name in names:
-                return self._tree(recording).path_of(names.index(name))
+            if name in recording.names:
+                return self.run(recording).tree.path_of(recording.names.index(name))
         return ""
 
     def hint(self, name: str) -> str:
@@ -196,12 +178,12 @@ class Knowledge:
         nodes = {node.path: node for node in self.candidates() or ()}
         if not others:
             return ""
-        return absence.why_past(path, nodes, others, map(self._with_steps, runs))
+        return absence.why_past(path, nodes, others, runs)
 
     def count_passes(self, path: str, run: Recording) -> int:
         """Return how often a run came by a node."""
         try:
-            return len(find(self._tree(run).data, path)[0].passes)
+            return len(find(self.run(run).tree.data, path)[0].passes)
         except NodePathError:
             return 0
 
@@ -210,34 +192,21 @@ class Knowledge:
         recording = self._settled(args, kwargs)
         if recording is None:
             return rehearse(self.model, args, kwargs, self.registry)
-        tree = self.tree(recording)
-        totals = {node.path: len(node.passes) for node in tree.data.walk()}
-        graph = candidate_graph(recording, self.model, self.registry)
-        return Rehearsal(graph, tree, names_of(recording, tree), totals)
+        run = self.run(recording)
+        totals = {node.path: len(node.passes) for node in run.tree.data.walk()}
+        return Rehearsal(run.candidates, run.tree, run.naming, totals)
 
-    def tree(self, recording: Recording) -> Tree:
-        """Return the tree of a run, with the names that the runs before it leave to it."""
+    def run(self, recording: Recording) -> Run:
+        """Return the views of a run, with the names that the runs before it leave to it."""
         self.name_nodes()
-        return self._tree(recording)
+        return self._run(recording)
 
-    def _with_steps(self, recording: Recording) -> tuple[Recording, FlowSteps]:
-        known = self._steps.get(id(recording))
+    def _run(self, recording: Recording) -> Run:
+        known = self._views.get(id(recording))
         if known is None:
-            _forget(self._steps, self.recordings())
-            steps = flow_steps(recording.tape, node_names(recording.tape.ops))
-            known = self._steps[id(recording)] = recording, steps
+            living = {id(other) for other in self.recordings()}
+            for key in [key for key in self._views if key not in living]:
+                del self._views[key]
+            run = Run(recording, self.model, self.registry)
+            known = self._views[id(recording)] = run
         return known
-
-    def _tree(self, recording: Recording) -> Tree:
-        known = self._trees.get(id(recording))
-        if known is None:
-            _forget(self._trees, self.recordings())
-            tree = tree_of(recording, self.model, self.registry)
-            known = self._trees[id(recording)] = recording, tree
-        return known[1]
-
-
-def _forget(kept: dict[int, Any], runs: list[Recording]) -> None:
-    living = {id(recording) for recording in runs}
-    for key in [key for key in kept if key not in living]:
-        del kept[key]

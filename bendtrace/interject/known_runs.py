@@ -6,8 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from bendtrace.errors import DivergenceError, InputError, NotReplayableError
-from bendtrace.flow import flow_steps
-from bendtrace.graph.names import node_names
+from bendtrace.flow import steps_of
 from bendtrace.interject.rests import KnownRun, kept
 from bendtrace.recording.parts import Access
 from bendtrace.recording.recorder import Recording
@@ -129,8 +128,7 @@ class KnownRuns:
             return f"{type(error).__name__}: {error}"
         if number is None:
             return None
-        tape = program.recording.tape
-        steps = flow_steps(tape, node_names(tape.ops))
+        steps = steps_of(program.recording)
         return explain_check(checks[number], program, arguments, steps).reason
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import operator
 import random
 import sys
@@ -15,25 +14,19 @@ import torch
 from torch import Tensor, nn
 
 from bendtrace.errors import InputError
-from bendtrace.flow import flow_steps
-from bendtrace.graph.names import node_names
-from bendtrace.history.building import Log, build_log
 from bendtrace.history.names import Names
-from bendtrace.history.naming import layer_type, number_type
-from bendtrace.interject.candidate import CandidateGraph
-from bendtrace.interject.graphs import candidate_graph
 from bendtrace.interject.inserter import LiveInserter
 from bendtrace.interject.plan import Plan
 from bendtrace.interject.structure import take_apart
+from bendtrace.paths.candidates import CandidateGraph
 from bendtrace.paths.naming import Registry
-from bendtrace.paths.tree import tree_of
 from bendtrace.paths.view import Tree
 from bendtrace.recording.agreement import alone
-from bendtrace.recording.recorder import Recording
 from bendtrace.recording.run import Signature, record
 from bendtrace.recording.surroundings import Surroundings
+from bendtrace.run import Run
 
-__all__ = ["Rehearsal", "names_of", "rehearse"]
+__all__ = ["Rehearsal", "rehearse"]
 
 
 class Rehearsal(NamedTuple):
@@ -82,31 +75,13 @@ def rehearse(
     ):
         recording = record(twin, args, kwargs, Signature(twin), inserter=inserter)
     recording.result = None
-    graph = candidate_graph(recording, twin, registry)
+    run = Run(recording, twin, registry)
     if isinstance(model, nn.Module) and isinstance(twin, nn.Module):
         own = dict(zip(map(id, twin.modules()), model.modules(), strict=True))
-        for node in graph:
+        for node in run.candidates:
             node.module = own.get(id(node.module), node.module)
             node.scope = own.get(id(node.scope), node.scope)
-    tree = tree_of(recording, twin, registry)
-    return Rehearsal(graph, tree, names_of(recording, tree), inserter.passes)
-
-
-def names_of(recording: Recording, tree: Tree) -> Names:
-    """Return what strings name in a run; its log is built once a string looks like a layer's."""
-    tape = recording.tape
-
-    @functools.cache
-    def log() -> Log:
-        names = node_names(tape.ops)
-        return build_log(recording, "", names, flow_steps(tape, names), tree)
-
-    @functools.cache
-    def layer_types() -> frozenset[str]:
-        found = {layer_type(op) for op in tape.ops} | {number_type(op, tape.ops) for op in tape.ops}
-        return frozenset({"input", "output", *filter(None, found)})
-
-    return Names(tree, log, layer_types)
+    return Rehearsal(run.candidates, run.tree, run.naming, inserter.passes)
 
 
 # Whoever watches what autograd saves, such as a checkpoint around, is not to see the rehearsal.

@@ -84,7 +84,7 @@ class Rests:
 
     def tree_of(self, recording: Recording) -> Tree:
         """Return the tree of a run."""
-        tree: Tree = self._model._known.tree(recording)
+        tree: Tree = self._model._known.run(recording).tree
         return tree
 
     def of(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bendtrace.interject.candidate import Candidate, CandidateGraph
+from bendtrace.paths.candidates import Candidate, CandidateGraph
 
 __all__ = ["NodeSelector"]
 

@@ -6,11 +6,11 @@ import re
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from bendtrace.graph.names import base_name
 from bendtrace.paths.build import Builder
 from bendtrace.paths.layout import Line, kept_name, layout
 from bendtrace.paths.nodes import TreeNode
 from bendtrace.paths.structure import items_of
+from bendtrace.recording.names import base_name
 from bendtrace.recording.structure import Existing, Instance
 from bendtrace.recording.tape import Ref, refs_in
 

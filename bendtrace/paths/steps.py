@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-
-from bendtrace.flow import FlowStep, FlowSteps, LoopFlowStep
+from bendtrace.flow import FlowStep, LoopFlowStep, steps_of
 from bendtrace.paths.build import Builder
 from bendtrace.paths.nodes import Step, TreeNode
 from bendtrace.recording.tape import ModuleCall
@@ -19,23 +17,17 @@ class StepSource:
 
     Args:
         builder: what built the tree.
-        steps: gives the flow steps of the run.
-        names: name of each op's node, as the steps have it.
     """
 
-    def __init__(
-        self, builder: Builder, steps: Callable[[], FlowSteps], names: Callable[[], Sequence[str]]
-    ) -> None:
+    def __init__(self, builder: Builder) -> None:
         self._builder = builder
-        self._steps = steps
-        self._names = names
 
     def place(self) -> None:
         """Put the steps into the nodes of the graphs that they happened in."""
-        builder = self._builder
-        index_of = {name: index for index, name in enumerate(self._names())}
+        builder, recording = self._builder, self._builder.events.recording
+        index_of = {name: index for index, name in enumerate(recording.names)}
         found: dict[tuple[object, ...], tuple[TreeNode, str, int, FlowStep, _Counts]] = {}
-        for number, step in enumerate(self._steps()):
+        for number, step in enumerate(steps_of(recording)):
             position, call = self._position(step, index_of)
             place = builder.where.get(id(call))
             if place is None:

@@ -8,7 +8,6 @@ from typing import Any
 
 from torch import nn
 
-from bendtrace.graph.names import base_name
 from bendtrace.paths.build import Builder
 from bendtrace.paths.code import call_text, module_expression, value_text
 from bendtrace.paths.locals import Body
@@ -16,6 +15,7 @@ from bendtrace.paths.naming import identifier
 from bendtrace.paths.nodes import Kind, Pass, TreeNode
 from bendtrace.paths.structure import result_type, type_name
 from bendtrace.recording.functions import is_gate
+from bendtrace.recording.names import base_name
 from bendtrace.recording.tape import ModuleCall, Op, OpKind, Ref, TensorMeta, refs_in
 
 __all__ = ["Visit"]

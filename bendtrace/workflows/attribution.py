@@ -14,7 +14,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from bendtrace.calls import Call, bended_of
 from bendtrace.errors import InputError, SiteError
-from bendtrace.interject.candidate import Candidate
+from bendtrace.paths.candidates import Candidate
 from bendtrace.workflows._grids import Grid, grid_of, required_missing
 from bendtrace.workflows._metrics import Metric, required_metric, scalar_of
 from bendtrace.workflows._parts import Beyond, Columns, NoPart, Part

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from bendtrace.calls import required_bended
 from bendtrace.errors import InputError, InterjectionError
 from bendtrace.interject.bends.parameter import Expression, value_of
-from bendtrace.interject.candidate import Candidate
 from bendtrace.interject.insertion import Insertion
 from bendtrace.interject.interjection import Inputs, Interjection, NodePass
 from bendtrace.interject.reading import is_contained
@@ -20,6 +19,7 @@ from bendtrace.interject.report import Report
 from bendtrace.interject.structure import describe
 from bendtrace.interject.where import describe_where
 from bendtrace.module import BendedModule
+from bendtrace.paths.candidates import Candidate
 
 __all__ = ["LatentEdit", "SplicedAutoencoder", "splice_autoencoder"]
 

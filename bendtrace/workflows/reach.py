@@ -15,9 +15,9 @@ from bendtrace._trace import Trace, run_trace
 from bendtrace.calls import Call
 from bendtrace.errors import InputError, NodePathError
 from bendtrace.flow import FlowStep
-from bendtrace.graph.names import NodeRef
 from bendtrace.history.options import SaveOptions
 from bendtrace.recording.functions import METADATA, SHAPES
+from bendtrace.recording.names import NodeRef
 from bendtrace.recording.tape import OpKind, TensorMeta, refs_in
 from bendtrace.workflows._elements import Elements, bisected
 from bendtrace.workflows._leaving import kept_by

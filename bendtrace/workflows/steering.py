@@ -14,13 +14,13 @@ from torch import Tensor
 from bendtrace.calls import Call, bended_of, calls_of, required_bended
 from bendtrace.errors import InputError, InterjectionError
 from bendtrace.interject.bends.parameter import Expression, value_of
-from bendtrace.interject.candidate import Candidate
 from bendtrace.interject.insertion import Insertion
 from bendtrace.interject.interjection import Inputs, Interjection, NodePass
 from bendtrace.interject.report import Report
 from bendtrace.interject.structure import describe
 from bendtrace.interject.where import describe_where
 from bendtrace.module import BendedModule
+from bendtrace.paths.candidates import Candidate
 from bendtrace.paths.nodes import NodePath
 from bendtrace.recording.serving import served_by
 from bendtrace.workflows._copies import own_copy

@@ -25,7 +25,7 @@ from bendtrace.interject.bends.names import (
     level_of,
     names_of,
 )
-from bendtrace.interject.candidate import Candidate
+from bendtrace.paths.candidates import Candidate
 from bendtrace.paths.naming import Registry, identifier
 from bendtrace.paths.text import Text
 from bendtrace.recording.owners import module_of

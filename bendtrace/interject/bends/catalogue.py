@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from torch import Tensor, nn
@@ -18,12 +18,12 @@ from bendtrace.interject.bends.names import (
     weights_named,
 )
 from bendtrace.interject.bends.spec import BendSpec
-from bendtrace.interject.candidate import Candidate
-from bendtrace.interject.graphs import candidate_graph
 from bendtrace.interject.where import describe_where
+from bendtrace.paths.candidates import Candidate
 from bendtrace.paths.naming import Registry
 from bendtrace.paths.nodes import NodePath
 from bendtrace.recording.recorder import Recording
+from bendtrace.run import Run
 
 __all__ = ["Catalogue", "Known"]
 
@@ -44,6 +44,9 @@ class Known(Protocol):
     def recordings(self) -> list[Recording]:
         """Return all runs, those without insertions first."""
 
+    def run(self, recording: Recording) -> Run:
+        """Return the views of a run."""
+
 
 class Catalogue:
     """The activations and weights of a model.
@@ -54,8 +57,6 @@ class Catalogue:
 
     def __init__(self, known: Known) -> None:
         self._known = known
-        # By identity, with the run itself so that no identity is used twice.
-        self._runs: dict[int, tuple[Recording, list[Candidate], list[Activation]]] = {}
 
     @property
     def model(self) -> Callable[..., Any]:
@@ -80,27 +81,15 @@ class Catalogue:
         leaves = leaves_of(self.model)
         nodes: dict[str, Candidate] = {}
         inputs: dict[str, Activation] = {}
-        for _, run_nodes, run_inputs in self._looked_at():
-            for node in run_nodes:
+        for recording in self._known.recordings():
+            for node in self._known.run(recording).candidates:
                 nodes.setdefault(node.path, node)
-            for given in run_inputs:
+            for given in inputs_in(recording, self._known.registry):
                 inputs.setdefault(given.name, given)
         found = list(inputs.values())
         found += [a for node in nodes.values() if (a := of_candidate(node, leaves)) is not None]
         called = {node.module_path for node in nodes.values() if node.is_module}
         return found + [a for a in modules_of(self.model, leaves) if a.name not in called]
-
-    def _looked_at(self) -> Iterator[tuple[Recording, list[Candidate], list[Activation]]]:
-        """Yield all runs, with their nodes and inputs."""
-        runs, known = self._known.recordings(), self._runs
-        self._runs = {}
-        for run in runs:
-            seen = known.get(id(run))
-            if seen is None:
-                graph = candidate_graph(run, self.model, self._known.registry)
-                seen = run, list(graph), list(inputs_in(run, self._known.registry))
-            self._runs[id(run)] = seen
-            yield seen
 
     def selector(self, spec: BendSpec, without: frozenset[str]) -> NamedActivations | None:
         """Return what selects the activations that are meant; None if only weights are.

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from bendtrace.errors import InputError
 from bendtrace.graph.fold import is_leaf_module
-from bendtrace.interject.candidate import Candidate
 from bendtrace.interject.selector import NodeSelector
+from bendtrace.paths.candidates import Candidate
 from bendtrace.recording.owners import module_of
 
 __all__ = [

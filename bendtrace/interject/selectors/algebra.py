@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from bendtrace.errors import InputError
-from bendtrace.interject.candidate import Candidate, CandidateGraph
 from bendtrace.interject.selector import NodeSelector
+from bendtrace.paths.candidates import Candidate, CandidateGraph
 
 __all__ = ["Combined", "Not", "Nth", "Selector", "Slice", "as_selector", "selected"]
 

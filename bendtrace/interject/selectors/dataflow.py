@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from bendtrace.errors import InputError
-from bendtrace.interject.candidate import Candidate, CandidateGraph
 from bendtrace.interject.selector import NodeSelector
 from bendtrace.interject.selectors.algebra import Selector, as_selector, cannot_tell, selected
+from bendtrace.paths.candidates import Candidate, CandidateGraph
 
 __all__ = ["between", "has_following", "has_preceding"]
 

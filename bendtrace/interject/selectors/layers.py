@@ -13,9 +13,9 @@ from torch import nn
 from torch._ops import OpOverload, OpOverloadPacket
 
 from bendtrace.errors import NoLayerError
-from bendtrace.interject.candidate import Candidate
 from bendtrace.interject.selectors.algebra import Selector
 from bendtrace.interject.selectors.families import ALIASES, FAMILIES, GROUPS, NOT_THE_SAME, PARTS
+from bendtrace.paths.candidates import Candidate
 
 __all__ = ["Family", "Layers", "NoLayerError"]
 

@@ -11,8 +11,8 @@ from torch import nn
 from torch.nn.utils.parametrize import is_parametrized as _is_parametrized
 
 from bendtrace.errors import InputError
-from bendtrace.interject.candidate import Candidate
 from bendtrace.interject.selectors.algebra import Selector, as_selector
+from bendtrace.paths.candidates import Candidate
 from bendtrace.paths.strings import dug
 from bendtrace.paths.view import Node
 from bendtrace.recording.functions import is_torchs_function, name_of

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from bendtrace.errors import InputError
-from bendtrace.interject.candidate import Candidate
 from bendtrace.interject.selectors.algebra import Selector
 from bendtrace.interject.selectors.lines import Mark, mark
+from bendtrace.paths.candidates import Candidate
 from bendtrace.recording.sites import Place
 from bendtrace.recording.syntax import (
     BRANCHES,

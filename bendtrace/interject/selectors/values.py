@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from bendtrace.errors import InputError
-from bendtrace.interject.candidate import Candidate
 from bendtrace.interject.selectors.algebra import Selector
+from bendtrace.paths.candidates import Candidate
 
 __all__ = ["with_dtype", "with_shape"]
 
