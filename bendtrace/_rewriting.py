@@ -9,11 +9,10 @@ from torch import nn
 
 from bendtrace.errors import InputError
 from bendtrace.interject.leaves import leaves_in, outside
-from bendtrace.interject.selector import NodeSelector
 from bendtrace.interject.sharing import replaced, shared_copy
 from bendtrace.interject.where import describe_where, near_misses
 from bendtrace.module import BendedModule
-from bendtrace.paths.candidates import Candidate, CandidateGraph
+from bendtrace.paths.candidates import Candidate, CandidateGraph, NodeSelector
 from bendtrace.paths.naming import identifier
 
 __all__ = ["replace_module", "replace_module_native"]

@@ -20,8 +20,7 @@ from bendtrace._later import Later
 from bendtrace.errors import DivergenceError, InputError, LayerKeyError, NotReplayableError
 from bendtrace.flow import FlowSteps
 from bendtrace.history.building import Log
-from bendtrace.history.capture import Capture
-from bendtrace.history.options import SaveOptions
+from bendtrace.history.capture import Capture, SaveOptions
 from bendtrace.history.selection import Selection
 from bendtrace.history.text import Facts
 from bendtrace.paths.naming import Registry
@@ -39,11 +38,10 @@ if TYPE_CHECKING:
     from bendtrace import storage
     from bendtrace.graph import fx as conversion
     from bendtrace.graph.mirror import Graph
-    from bendtrace.history import flops, validate
+    from bendtrace.history import validate
     from bendtrace.history.validate import Validation
 else:
     conversion = Later("bendtrace.graph.fx")
-    flops = Later("bendtrace.history.flops")
     storage = Later("bendtrace.storage")
     validate = Later("bendtrace.history.validate")
 
@@ -316,7 +314,7 @@ class Trace(ModelHistory):
         if self._has_counted:
             return
         self._has_counted = True
-        counts = flops.flops_of(self.ops)
+        counts = validate.flops_of(self.ops)
         for entry in self.entries:
             if entry.kind == "op" and entry.index is not None and not any(entry.element[:1]):
                 entry.flop_count = counts.get(entry.index, 0)

@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from bendtrace.interject.activations import get_activations, inputs_of
-from bendtrace.interject.bends.activations import Filter
 from bendtrace.interject.bends.bending import Bending, Out
+from bendtrace.interject.bends.catalogue import Filter
 from bendtrace.interject.bends.config import BendingConfig
 from bendtrace.interject.bends.handle import BendHandle
 from bendtrace.interject.bends.parameter import Value

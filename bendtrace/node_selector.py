@@ -42,9 +42,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from bendtrace.interject.selector import NodeSelector
-from bendtrace.interject.selectors.algebra import Nth, Selector, Slice, as_selector
-from bendtrace.interject.selectors.dataflow import between, has_following, has_preceding
+from bendtrace.interject.selectors.algebra import (
+    Nth,
+    Selector,
+    Slice,
+    as_selector,
+    between,
+    has_following,
+    has_preceding,
+)
 from bendtrace.interject.selectors.layers import Family, Layers
 from bendtrace.interject.selectors.naming import (
     has_parameters,
@@ -59,10 +65,11 @@ from bendtrace.interject.selectors.naming import (
     matches_qualified_name,
     node_lambda,
     source_text,
+    with_dtype,
+    with_shape,
 )
 from bendtrace.interject.selectors.source import at_line, in_loop, under_branch
-from bendtrace.interject.selectors.values import with_dtype, with_shape
-from bendtrace.paths.candidates import Candidate, CandidateGraph
+from bendtrace.paths.candidates import Candidate, CandidateGraph, NodeSelector
 
 if TYPE_CHECKING:
     from bendtrace._trace import Trace

@@ -12,15 +12,13 @@ from torch import nn
 from bendtrace._later import Later
 from bendtrace.flow import FlowSteps, steps_of
 from bendtrace.history.building import Log, build_log
+from bendtrace.history.entries import layer_type, number_type
 from bendtrace.history.names import Names
-from bendtrace.history.naming import layer_type, number_type
-from bendtrace.paths.build import Builder
+from bendtrace.paths.build import Builder, StepSource, Visit
 from bendtrace.paths.candidates import CandidateGraph, candidates_of
 from bendtrace.paths.events import Events
 from bendtrace.paths.naming import Registry
-from bendtrace.paths.steps import StepSource
 from bendtrace.paths.view import Tree
-from bendtrace.paths.visit import Visit
 from bendtrace.recording.recorder import Recording
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 import bendtrace as bt
 from bendtrace.paths.candidates import CandidateGraph
 from bendtrace.paths.naming import Registry
-from bendtrace.paths.strings import dug
+from bendtrace.paths.view import dug
 from bendtrace.run import Run
 from tests.sweep.modules import MODULES
 from tests.tree_models import EarlyExit

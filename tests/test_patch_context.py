@@ -30,7 +30,7 @@ from bendtrace.interject.patches.probes import ProbePatch, RecordPatch
 from bendtrace.interject.patches.values import AddPatch, ReplacePatch, ZeroPatch
 from bendtrace.patchable import PatchableGraph
 from bendtrace.paths.nodes import TreeNode
-from bendtrace.paths.strings import dug
+from bendtrace.paths.view import dug
 from tests.corpus import CASES
 from tests.corpus._case import Case
 from tests.promise import bits, footprint, outcome, state

@@ -20,10 +20,9 @@ from torch.nn.utils import parametrizations
 import bendtrace as bt
 from bendtrace import node_selector as ns
 from bendtrace.errors import BendtraceError, InputError
-from bendtrace.interject.selector import NodeSelector
-from bendtrace.interject.selectors.families import ALIASES, FAMILIES, PARTS
+from bendtrace.interject.selectors.layers import ALIASES, FAMILIES, PARTS
 from bendtrace.interject.selectors.source import branches_around
-from bendtrace.paths.candidates import Candidate, CandidateGraph
+from bendtrace.paths.candidates import Candidate, CandidateGraph, NodeSelector
 from bendtrace.recording.sites import Place, Span
 from bendtrace.run import Run
 from tests.sweep.modules import MODULES

@@ -12,7 +12,7 @@ from bendtrace.recording.sites import Site, Span
 from bendtrace.recording.statements import governed
 from bendtrace.recording.tape import ModuleCall, Tape
 
-__all__ = ["Control", "control_of"]
+__all__ = ["control_of"]
 
 
 class Control(NamedTuple):

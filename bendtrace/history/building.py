@@ -12,8 +12,17 @@ from torch import nn
 
 from bendtrace.flow import FlowSteps, steps_of
 from bendtrace.graph.control import control_of
-from bendtrace.history.entries import LayerEntry, ModuleEntry, ParameterUse, Source
-from bendtrace.history.naming import Layer, Namer, nbytes_of, number_type, tensors_of
+from bendtrace.history.entries import (
+    Layer,
+    LayerEntry,
+    ModuleEntry,
+    Namer,
+    ParameterUse,
+    Source,
+    nbytes_of,
+    number_type,
+    tensors_of,
+)
 from bendtrace.paths.view import Tree
 from bendtrace.recording.functions import name_of
 from bendtrace.recording.iterations import user_code

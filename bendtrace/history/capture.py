@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import collections
+import os
 import re
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
+from bendtrace.errors import InputError
 from bendtrace.history.copies import (
+    Gradients,
     copied,
     lazily_copied,
     lazily_copied_unless,
     materialize,
     tensors_in,
 )
-from bendtrace.history.entries import LayerEntry
-from bendtrace.history.gradients import Gradients
-from bendtrace.history.naming import Layer, Namer, nbytes_of, tensors_of
+from bendtrace.history.entries import Layer, LayerEntry, Namer, nbytes_of, tensors_of
 from bendtrace.history.selection import Selection
 from bendtrace.recording.functions import name_of
 from bendtrace.recording.names import target_name
@@ -30,7 +32,8 @@ from bendtrace.recording.tape import ModuleCall, Op, OpKind, meta_of
 from bendtrace.recording.watcher import unwatched
 from bendtrace.recording.writes import storage_of, version_of
 
-__all__ = ["Capture", "Key", "Store"]
+__all__ = ["Capture", "SaveOptions"]
+
 
 Key = tuple[int, tuple[Any, ...]]
 _SMALL = 10_000  # elements
@@ -422,3 +425,76 @@ class Capture:
 
 def _is_small(tensor: Tensor) -> bool:
     return tensor.layout is torch.strided and not tensor.is_nested and tensor.numel() <= _SMALL
+
+
+@dataclass(frozen=True)
+class SaveOptions:
+    """What to keep of a run, and how.
+
+    Attributes:
+        save: "all", "none", or what `Selection` takes.
+        gradients: whether to keep gradients as well.
+        stop_after: after what to end the run; what `Selection` takes.
+        device: where to keep values; None for where they are.
+        dtype: of kept floating point values; None for their own.
+        keep_graph: whether kept values stay part of the autograd graph.
+        directory: where to stream kept values to; None to keep them in memory.
+
+    Raises:
+        InputError: one of them cannot be meant.
+    """
+
+    save: Any = "all"
+    gradients: bool = False
+    stop_after: Any = None
+    device: torch.device | str | None = None
+    dtype: torch.dtype | None = None
+    keep_graph: bool = False
+    directory: str | os.PathLike[str] | None = None
+
+    def __post_init__(self) -> None:
+        if self.dtype is not None and not (
+            isinstance(self.dtype, torch.dtype) and self.dtype.is_floating_point
+        ):
+            raise InputError(f"saved values are kept in a floating point dtype, not {self.dtype!r}")
+        if self.device is not None:
+            try:
+                torch.empty(0, device=self.device)
+            except (RuntimeError, TypeError, AssertionError, NotImplementedError) as error:
+                raise InputError(f"{self.device!r} is no device to save on: {error}") from error
+        if self.keep_graph and self.directory is not None:
+            raise InputError("what is streamed to a directory cannot keep its graph")
+        if self.gradients and self.selection() is None:
+            raise InputError(
+                "gradients are kept of the values that are saved: none are, with save='none'"
+            )
+        if self.stop_after is not None and Selection(self.stop_after).last:
+            raise InputError(
+                "stop_after cannot be counted from the end, which is not known before the run is "
+                f"over: {self.stop_after!r}"
+            )
+
+    def selection(self) -> Selection | bool | None:
+        """Return which values to keep: True for all, None for none."""
+        if self.save is None or (isinstance(self.save, str) and self.save == "none"):
+            return None
+        if isinstance(self.save, str) and self.save == "all":
+            return True
+        if isinstance(self.save, bool):
+            return self.save or None
+        return Selection(self.save)
+
+    def capture(self, store: Store | None) -> Capture:
+        """Return an observer that keeps what was asked for."""
+        return Capture(
+            self.selection(),
+            stop=None if self.stop_after is None else Selection(self.stop_after),
+            convert=None if self.device is None and self.dtype is None else self._convert,
+            detach=not self.keep_graph,
+            gradients=self.gradients,
+            store=store,
+        )
+
+    def _convert(self, tensor: Tensor) -> Tensor:
+        dtype = self.dtype if tensor.is_floating_point() else None
+        return tensor.to(device=self.device, dtype=dtype)

@@ -12,8 +12,7 @@ from bendtrace.history.building import Log
 from bendtrace.history.entries import LayerEntry
 from bendtrace.history.names import Names, ambiguity, layers_by_name, values_of
 from bendtrace.history.sizes import counted, listed, size_text
-from bendtrace.paths.strings import is_path_only
-from bendtrace.paths.view import Node, Tree
+from bendtrace.paths.view import Node, Tree, is_path_only
 
 __all__ = ["Entries", "Lookup"]
 

@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING, Literal
 
 from bendtrace.errors import NodePathError
 from bendtrace.history.entries import LayerEntry
-from bendtrace.paths.holders import dotted
+from bendtrace.paths.naming import dotted
 from bendtrace.paths.nodes import TreeNode
-from bendtrace.paths.strings import NodePath, find, is_path_only
 from bendtrace.paths.text import Chosen, children_of
-from bendtrace.paths.view import Node, Tree
+from bendtrace.paths.view import Node, NodePath, Tree, find, is_path_only
 
 if TYPE_CHECKING:
     from bendtrace.history.building import Log

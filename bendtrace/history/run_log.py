@@ -12,9 +12,15 @@ from bendtrace.flow import FlowSteps
 from bendtrace.history.building import Log
 from bendtrace.history.entries import LayerEntry, ModuleEntry
 from bendtrace.history.lookup import Entries, Lookup
-from bendtrace.history.rolled import rolled_graph, rolled_table
-from bendtrace.history.table import data_frame
-from bendtrace.history.text import Facts, entry_text, flow_text, log_text
+from bendtrace.history.text import (
+    Facts,
+    data_frame,
+    entry_text,
+    flow_text,
+    log_text,
+    rolled_graph,
+    rolled_table,
+)
 from bendtrace.paths.view import Node, Tree
 
 if TYPE_CHECKING:

@@ -15,9 +15,9 @@ from torch import nn
 from bendtrace.errors import InputError, NodePathError
 from bendtrace.interject.insertion import Insertion, as_interjection
 from bendtrace.interject.interjection import Interjection
+from bendtrace.interject.knowledge import Rehearsal
 from bendtrace.interject.passes import Passes
 from bendtrace.interject.plan import Entry, Place, Plan, State, forms_of
-from bendtrace.interject.rehearsal import Rehearsal
 from bendtrace.interject.where import (
     AtPath,
     AtPaths,

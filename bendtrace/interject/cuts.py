@@ -12,10 +12,9 @@ from torch import Tensor
 from bendtrace.errors import InputError, NodePathError
 from bendtrace.interject.structure import Leaf, Shape, describe, take_apart
 from bendtrace.paths.nodes import TreeNode
-from bendtrace.paths.strings import find
 from bendtrace.paths.text import children_of
 from bendtrace.paths.text import describe as describe_node
-from bendtrace.paths.view import Tree
+from bendtrace.paths.view import Tree, find
 from bendtrace.recording.functions import is_gate
 from bendtrace.recording.recorder import Recording
 from bendtrace.recording.tape import ModuleCall, Op

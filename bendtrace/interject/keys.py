@@ -8,8 +8,7 @@ from typing import Any, NamedTuple
 from bendtrace.errors import InputError, NodePathError
 from bendtrace.interject.cuts import is_named, path_in
 from bendtrace.interject.meant import meant_by
-from bendtrace.paths.strings import NodePath
-from bendtrace.paths.view import Node
+from bendtrace.paths.view import Node, NodePath
 
 __all__ = ["by_path", "node_meant", "text_of"]
 

@@ -9,10 +9,9 @@ from typing import Any
 from torch import nn
 
 from bendtrace.errors import InputError
-from bendtrace.interject.selector import NodeSelector
 from bendtrace.interject.selectors.algebra import Selector, as_selector
 from bendtrace.interject.selectors.naming import matches_path, matches_qualified_name
-from bendtrace.paths.candidates import Candidate, CandidateGraph
+from bendtrace.paths.candidates import Candidate, CandidateGraph, NodeSelector
 from bendtrace.recording.owners import module_of
 
 __all__ = ["leaves_in", "outside"]

@@ -11,8 +11,8 @@ from torch import nn
 from bendtrace.errors import NodePathError
 from bendtrace.history.names import Meaning, Names, ambiguity
 from bendtrace.paths.nodes import TreeNode
-from bendtrace.paths.strings import is_path_only
 from bendtrace.paths.text import Chosen
+from bendtrace.paths.view import is_path_only
 from bendtrace.recording.owners import module_of
 
 __all__ = ["Meant", "Runs", "meant_by"]

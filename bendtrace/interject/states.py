@@ -13,8 +13,8 @@ from bendtrace.interject.gates import Gate, StateGate
 from bendtrace.interject.interjection import NodePass
 from bendtrace.interject.plan import Plan, Slot
 from bendtrace.interject.structure import Leaf
-from bendtrace.paths.holders import dotted
 from bendtrace.paths.live import LiveNames
+from bendtrace.paths.naming import dotted
 from bendtrace.recording.contexts import Context, current_context
 from bendtrace.recording.inserter import Stage
 from bendtrace.recording.tape import ModuleCall

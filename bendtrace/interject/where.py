@@ -20,12 +20,10 @@ from bendtrace.history.entries import LayerEntry, ModuleEntry
 from bendtrace.history.names import Names
 from bendtrace.interject.meant import meant_by
 from bendtrace.interject.plan import Place, State
-from bendtrace.interject.selector import NodeSelector
-from bendtrace.paths.candidates import Candidate, CandidateGraph
-from bendtrace.paths.holders import dotted
+from bendtrace.paths.candidates import Candidate, CandidateGraph, NodeSelector
+from bendtrace.paths.naming import dotted
 from bendtrace.paths.nodes import TreeNode
-from bendtrace.paths.strings import NodePath, dug, find
-from bendtrace.paths.view import Node, Tree
+from bendtrace.paths.view import Node, NodePath, Tree, dug, find
 from bendtrace.recording.functions import SHAPES, VALUES
 from bendtrace.recording.names import NodeRef
 from bendtrace.recording.owners import module_of

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["module_of"]
+__all__ = ["is_leaf_module", "module_of"]
 
 
 def module_of(model: Any) -> nn.Module | None:
@@ -38,3 +38,8 @@ def module_of(model: Any) -> nn.Module | None:
     for name, module in modules.items():
         made._modules[name] = module
     return made
+
+
+def is_leaf_module(module: nn.Module) -> bool:
+    """Whether torch.fx would leave a module whole: one of torch.nn's own, not a container."""
+    return type(module).__module__.startswith("torch.nn") and not isinstance(module, nn.Sequential)

@@ -15,7 +15,7 @@ from bendtrace._trace import Trace, run_trace
 from bendtrace.calls import Call
 from bendtrace.errors import InputError, NodePathError
 from bendtrace.flow import FlowStep
-from bendtrace.history.options import SaveOptions
+from bendtrace.history.capture import SaveOptions
 from bendtrace.recording.functions import METADATA, SHAPES
 from bendtrace.recording.names import NodeRef
 from bendtrace.recording.tape import OpKind, TensorMeta, refs_in

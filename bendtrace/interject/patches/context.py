@@ -12,8 +12,7 @@ from bendtrace.errors import InputError, NeverFiredWarning, NodePathError
 from bendtrace.history.names import Names
 from bendtrace.interject.meant import meant_by
 from bendtrace.interject.patches.base import Patch
-from bendtrace.paths.strings import find, require_leaf
-from bendtrace.paths.view import Node, Tree
+from bendtrace.paths.view import Node, Tree, find, require_leaf
 from bendtrace.recording.owners import module_of
 
 __all__ = ["PatchContext", "Patches", "Where"]
