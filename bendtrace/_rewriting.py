@@ -9,8 +9,9 @@ from torch import nn
 
 from bendtrace.errors import InputError
 from bendtrace.interject.leaves import leaves_in, outside
+from bendtrace.interject.resolver import describe_where
 from bendtrace.interject.sharing import replaced, shared_copy
-from bendtrace.interject.where import describe_where, near_misses
+from bendtrace.interject.where import near_misses
 from bendtrace.module import BendedModule
 from bendtrace.paths.candidates import Candidate, CandidateGraph, NodeSelector
 from bendtrace.paths.naming import identifier

@@ -21,6 +21,7 @@ from bendtrace.errors import DivergenceError, InputError, LayerKeyError, NotRepl
 from bendtrace.flow import FlowSteps
 from bendtrace.history.building import Log
 from bendtrace.history.capture import Capture, SaveOptions
+from bendtrace.history.lookup import Lookup
 from bendtrace.history.selection import Selection
 from bendtrace.history.text import Facts
 from bendtrace.paths.naming import Registry
@@ -40,8 +41,10 @@ if TYPE_CHECKING:
     from bendtrace.graph.mirror import Graph
     from bendtrace.history import validate
     from bendtrace.history.validate import Validation
+    from bendtrace.interject.selectors import naming
 else:
     conversion = Later("bendtrace.graph.fx")
+    naming = Later("bendtrace.interject.selectors.naming")
     storage = Later("bendtrace.storage")
     validate = Later("bendtrace.history.validate")
 
@@ -297,6 +300,15 @@ class Trace(ModelHistory):
             self._capture.attach(log.entries, log.given_out, len(self.ops))
         self._claim(log)
         return log
+
+    @cached_property
+    def _lookup(self) -> Lookup:
+        run = self.run  # the lookup does not refer to the trace, which would outlive its last user
+
+        def select(what: Any) -> list[str]:
+            return [node.path for node in naming.nodes_meant(what, run.candidates)]
+
+        return Lookup(self._log, self._tree, select)
 
     @property
     def _facts(self) -> Facts:  # type: ignore[override]

@@ -11,7 +11,7 @@ import torch
 from bendtrace.errors import InputError
 from bendtrace.harvesting.telling import told
 from bendtrace.interject.passes import Passes
-from bendtrace.interject.where import describe_where
+from bendtrace.interject.resolver import describe_where
 
 __all__ = ["STACK", "Settings", "flat"]
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from bendtrace.interject.insertion import Insertion
-from bendtrace.interject.where import describe_where
+from bendtrace.interject.resolver import describe_where
 from bendtrace.recording.places import is_users_file
 from bendtrace.storage.files import crc32
 

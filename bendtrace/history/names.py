@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass
+from difflib import get_close_matches
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
@@ -18,7 +19,7 @@ from bendtrace.paths.view import Node, NodePath, Tree, find, is_path_only
 if TYPE_CHECKING:
     from bendtrace.history.building import Log
 
-__all__ = ["Meaning", "Names", "ambiguity", "layers_by_name", "values_of"]
+__all__ = ["Meaning", "Names", "ambiguity", "layers_by_name", "near_names", "values_of"]
 
 Value = tuple[int, tuple[object, ...]]
 Place = tuple[TreeNode, Chosen]
@@ -133,10 +134,17 @@ class Names:
                 return text
         return meaning.label or meaning.text
 
+    def listed(self) -> Iterator[str]:
+        """Yield what there is to name: modules, layers of the log, and nodes."""
+        yield from self._calls
+        if self._log is not None:
+            yield from self._by_layer
+        yield from (node.path for node in self.tree.data.walk() if node.path)
+
     def _all(self, text: str, stem: str, number: int | None) -> Iterator[Meaning]:
         if number is None:
             yield from self._meaning("state", text, self._states.get(text, []))
-        calls = self._calls.get(stem, [])
+        calls = self._calls.get(stem) or self._calls.get(self._underscored.get(stem, ""), [])
         if number is None:
             yield from self._meaning("module", text, [(node, None) for node in _nodes(calls)])
         elif 1 <= number <= len(calls):
@@ -222,6 +230,14 @@ class Names:
         }
 
     @cached_property
+    def _underscored(self) -> dict[str, str]:
+        """The modules that a name with underscores for dots belongs to, as torch.fx writes it."""
+        found: dict[str, list[str]] = {}
+        for name in self._calls:
+            found.setdefault(name.replace(".", "_"), []).append(name)
+        return {short: names[0] for short, names in found.items() if len(names) == 1}
+
+    @cached_property
     def _states(self) -> dict[str, list[Place]]:
         """The nodes of each parameter and buffer by its name in the state dict."""
         found: dict[str, list[Place]] = {}
@@ -235,6 +251,22 @@ class Names:
                 elif child.kind == "graph":
                     waiting.append(child)
         return found
+
+
+def near_names(text: str, names: Iterable[str], most: int = 6) -> list[str]:
+    """Return the names that look most like one that there is nothing by.
+
+    First those that end with it (`transformer.h.1` for `h.1`), then those that are spelled almost
+    alike, then those whose last part is.
+    """
+    listed = list(dict.fromkeys(name for name in names if name and name != text))
+    ends = [name for name in listed if text and name.endswith((f".{text}", f"_{text}"))]
+    close = get_close_matches(text, listed, most, 0.6)
+    by_last: dict[str, str] = {}
+    for name in listed:
+        by_last.setdefault(name.rpartition(".")[2], name)
+    last = get_close_matches(text.rpartition(".")[2], list(by_last), 3, 0.75)
+    return list(dict.fromkeys([*ends, *close, *(by_last[name] for name in last)]))[:most]
 
 
 def _nodes(calls: list[tuple[TreeNode, int]]) -> list[TreeNode]:

@@ -18,6 +18,7 @@ from bendtrace.interject.interjection import Interjection
 from bendtrace.interject.knowledge import Rehearsal
 from bendtrace.interject.passes import Passes
 from bendtrace.interject.plan import Entry, Place, Plan, State, forms_of
+from bendtrace.interject.resolver import describe_where
 from bendtrace.interject.where import (
     AtPath,
     AtPaths,
@@ -25,7 +26,6 @@ from bendtrace.interject.where import (
     OfModule,
     Said,
     Want,
-    describe_where,
     near_misses,
     wants_of,
 )

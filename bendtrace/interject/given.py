@@ -14,11 +14,11 @@ from bendtrace.errors import DivergenceError, InputError, NodePathError, Nondete
 from bendtrace.flow import steps_of
 from bendtrace.interject.cuts import path_in
 from bendtrace.interject.gates import running
-from bendtrace.interject.keys import by_path, text_of
 from bendtrace.interject.plan import Plan
 from bendtrace.interject.reading import read_and_changed
 from bendtrace.interject.recorded import recorded
 from bendtrace.interject.replacing import call_with
+from bendtrace.interject.resolver import by_path, text_of
 from bendtrace.interject.rests import KnownRun, KnownRuns, Prepared, Rests
 from bendtrace.paths.view import Node, find
 from bendtrace.recording.contexts import AutocastHold

@@ -33,9 +33,11 @@ from bendtrace.run import Run
 
 if TYPE_CHECKING:
     from bendtrace.interject import absence
+    from bendtrace.interject.selectors import naming
     from bendtrace.outline.coverage import Coverage
 else:
     absence = Later("bendtrace.interject.absence")
+    naming = Later("bendtrace.interject.selectors.naming")
 
 __all__ = ["Knowledge", "Rehearsal"]
 
@@ -245,6 +247,24 @@ class Knowledge:
             for node in self._run(recording).candidates:
                 found.setdefault(node.path, node)
         return list(found.values())
+
+    def select(self, what: Any) -> list[str]:
+        """Return the paths of the nodes that a selector, or what stands for one, means.
+
+        Raises:
+            InputError: nothing has been traced yet.
+        """
+        runs = self._runs()
+        if not runs:
+            raise InputError(
+                f"nothing has been traced yet, so nobody knows which nodes {what!r} means: call "
+                "the module, or its trace(), first"
+            )
+        found: dict[str, None] = {}
+        for recording in runs:
+            nodes = naming.nodes_meant(what, self.run(recording).candidates)
+            found.update(dict.fromkeys(node.path for node in nodes))
+        return list(found)
 
     def modules(self) -> list[Candidate]:
         """Return the modules as nodes, those included that no run has come by."""

@@ -15,7 +15,7 @@ from bendtrace.errors import DivergenceError, InputError, NodePathError, NotRepl
 from bendtrace.flow import steps_of
 from bendtrace.history.copies import copied
 from bendtrace.interject.cuts import Spot, is_named, path_in, spots_of, values_for
-from bendtrace.interject.keys import node_meant
+from bendtrace.interject.resolver import node_meant
 from bendtrace.interject.structure import assemble, take_apart
 from bendtrace.paths.view import Tree, find
 from bendtrace.recording.parts import Access, Part

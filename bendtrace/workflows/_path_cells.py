@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from bendtrace.errors import InputError, SiteError
-from bendtrace.interject.where import describe_where
+from bendtrace.interject.resolver import describe_where
 from bendtrace.workflows._grids import put
 from bendtrace.workflows._parts import NoPart, Part
 from bendtrace.workflows._path_edges import Edges, Flow, Spot

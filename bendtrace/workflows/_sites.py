@@ -16,7 +16,7 @@ from bendtrace.errors import InputError, NodePathError, SiteError
 from bendtrace.history.copies import copied
 from bendtrace.interject.insertion import Insertion
 from bendtrace.interject.interjection import Inputs, Interjection, NodePass
-from bendtrace.interject.where import describe_where
+from bendtrace.interject.resolver import describe_where
 from bendtrace.module import BendedModule
 from bendtrace.paths.nodes import NodePath
 from bendtrace.still import Still

@@ -13,7 +13,7 @@ from bendtrace.calls import Call, bended_of, required_bended
 from bendtrace.errors import InputError, SiteError
 from bendtrace.interject.insertion import Insertion
 from bendtrace.interject.interjection import Inputs, Interjection, NodePass
-from bendtrace.interject.where import describe_where
+from bendtrace.interject.resolver import describe_where
 from bendtrace.module import BendedModule
 from bendtrace.workflows._ablation_values import How, Substitute, substitute_of
 from bendtrace.workflows._grids import Grid, grid_of, required_missing

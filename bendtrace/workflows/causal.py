@@ -12,7 +12,7 @@ from torch import Tensor
 
 from bendtrace.calls import Call, bended_of
 from bendtrace.errors import InputError, SiteError
-from bendtrace.interject.where import describe_where
+from bendtrace.interject.resolver import describe_where
 from bendtrace.workflows._grids import Exchange, Grid, grid_of, required_missing
 from bendtrace.workflows._metrics import Metric, number_of, required_metric
 from bendtrace.workflows._parts import Columns, NoPart, Part, position_of

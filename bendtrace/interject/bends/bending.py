@@ -93,6 +93,8 @@ class Bending:
         for spec in specs:
             if not spec.where:
                 raise InputError("say what to bend, by patterns of names for one")
+        specs = [self._catalogue.named(spec) for spec in specs]
+        for spec in specs:
             if not allow_none:
                 self._catalogue.require_meaning(spec)
         self._require_distinct(specs)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from difflib import get_close_matches
+from dataclasses import dataclass, replace
 from types import (
     BuiltinFunctionType,
     FunctionType,
@@ -20,12 +19,14 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from bendtrace._later import tabulate
 from bendtrace.errors import InputError
+from bendtrace.history.names import near_names
 from bendtrace.interject.bends.spec import BendSpec, compiled
-from bendtrace.interject.where import describe_where
+from bendtrace.interject.resolver import Runs, describe_where, meant_by
 from bendtrace.paths.candidates import Candidate, NodeSelector
 from bendtrace.paths.naming import Registry, identifier
 from bendtrace.paths.nodes import NodePath
 from bendtrace.paths.text import Text
+from bendtrace.paths.view import Node, Tree
 from bendtrace.recording.owners import is_leaf_module, module_of
 from bendtrace.recording.recorder import Recording
 from bendtrace.recording.tape import OpKind, TensorMeta
@@ -204,14 +205,9 @@ def is_bendable_dtype(dtype: torch.dtype | None) -> bool:
 def near(pattern: str, names: Iterable[str]) -> str:
     """Say what there is that looks like what a pattern was meant for."""
     known = list(dict.fromkeys(names))
-    plain = re.sub(r"[\\^$]", "", pattern)
-    close = get_close_matches(plain, known, n=5, cutoff=0.5)
-    ends: dict[str, str] = {}
-    for name in known:
-        ends.setdefault(name.rpartition(".")[2], name)
-    close += [ends[end] for end in get_close_matches(plain, list(ends), n=3, cutoff=0.6)]
+    close = near_names(re.sub(r"[\\^$]", "", pattern), known, 5)
     if close:
-        return "did you mean " + ", ".join(map(repr, dict.fromkeys(close))) + "?"
+        return "did you mean " + ", ".join(map(repr, close)) + "?"
     if not known:
         return "nor anything else"
     return "there are " + ", ".join(map(repr, known[:10])) + (", ..." if len(known) > 10 else "")
@@ -342,12 +338,8 @@ def _statistics(tensor: Tensor) -> tuple[float | None, ...]:
 _NOTHING = frozenset[str]()
 
 
-class Known(Protocol):
+class Known(Runs, Protocol):
     """What is known of a model."""
-
-    @property
-    def model(self) -> Callable[..., Any]:
-        """The model itself."""
 
     @property
     def registry(self) -> Registry:
@@ -442,6 +434,26 @@ class Catalogue:
             and found.name not in without
             and selector.means(found.level, found.names)
         ]
+
+    def named(self, spec: BendSpec) -> BendSpec:
+        """Return a bend with nodes in the place of names of layers, which no pattern matches.
+
+        Raises:
+            NodePathError: a name is ambiguous.
+        """
+        if not spec.activations:
+            return spec
+        seen = self.activations()
+        where: list[Any] = []
+        for item in spec.where:
+            known = not isinstance(item, str) or _means(compiled(item), seen)
+            if not known and not weights_named(self.model, (compiled(item),), spec.weights):
+                meant = meant_by(item, self._known)
+                if meant is not None and meant.kind == "layer":
+                    where += [Node(Tree(root), *place) for root, *place in meant.places]
+                    continue
+            where.append(item)
+        return replace(spec, where=tuple(where))
 
     def require_meaning(self, spec: BendSpec) -> None:
         """Refuse patterns that mean nothing.

@@ -18,6 +18,7 @@ __all__ = [
     "between",
     "has_following",
     "has_preceding",
+    "nodes_meant",
 ]
 
 
@@ -123,7 +124,7 @@ def as_selector(what: Any) -> NodeSelector:
         matches_function(relu) | matches_path('fc.linear')
     """
     raise InputError(
-        f"{what!r} says not which nodes are meant: give a selector, a node path, a compiled "
+        f"{what!r} does not name nodes: give a selector, a node path, a compiled "
         "regular expression, a module, a class of modules, a torch function, a predicate of the "
         "node, or a list of these"
     )
@@ -138,6 +139,12 @@ def _(what: NodeSelector) -> NodeSelector:
 @as_selector.register(tuple)
 def _(what: Any) -> NodeSelector:
     return what[0] if len(what) == 1 else Combined("|", tuple(map(as_selector, what)))
+
+
+def nodes_meant(what: Any, graph: CandidateGraph) -> list[Candidate]:
+    """Return the nodes of a run that a selector, or what stands for one, means, in order."""
+    meant = as_selector(what).select(graph)
+    return [node for node in graph if node.path in meant]
 
 
 def selected(selector: NodeSelector, graph: CandidateGraph, among: set[str]) -> set[str]:

@@ -13,12 +13,13 @@ from torch import nn
 from torch.nn.utils.parametrize import is_parametrized as _is_parametrized
 
 from bendtrace.errors import InputError
-from bendtrace.interject.selectors.algebra import Selector, as_selector
+from bendtrace.interject.selectors.algebra import Selector, as_selector, nodes_meant
 from bendtrace.paths.candidates import Candidate
 from bendtrace.paths.view import Node, dug
 from bendtrace.recording.functions import is_torchs_function, name_of
 
 __all__ = [
+    "as_selector",
     "has_parameters",
     "is_module",
     "is_parametrized",
@@ -30,6 +31,7 @@ __all__ = [
     "matches_path",
     "matches_qualified_name",
     "node_lambda",
+    "nodes_meant",
     "source_text",
     "with_dtype",
     "with_shape",
