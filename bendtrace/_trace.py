@@ -168,7 +168,7 @@ def _run_trace(
         store = None
         if options.directory is not None:
             store = stack.enter_context(storage.ShardWriter(options.directory))
-        capture = options.capture(store)
+        capture = options.capture(store, function)
         began = time.perf_counter()
         recording = record(function, args, kwargs, signature, observer=capture, inserter=inserter)
         capture.seconds = time.perf_counter() - began
@@ -177,6 +177,7 @@ def _run_trace(
         made = Trace(recording, ambience, signature, function, capture=capture, registry=registry)
         made.keeps = None if inserter is None else inserter.plan
         capture.finish(recording.result, made.output_values)
+        made.settle(capture)
     made.require_met(capture)
     return made
 
@@ -301,14 +302,19 @@ class Trace(ModelHistory):
         self._claim(log)
         return log
 
+    @property
+    def _lookup(self) -> Lookup:  # type: ignore[override]
+        _ = self._log  # which has what was kept
+        return self._finder
+
     @cached_property
-    def _lookup(self) -> Lookup:
+    def _finder(self) -> Lookup:
         run = self.run  # the lookup does not refer to the trace, which would outlive its last user
 
         def select(what: Any) -> list[str]:
             return [node.path for node in naming.nodes_meant(what, run.candidates)]
 
-        return Lookup(self._log, self._tree, select)
+        return Lookup(run.log, run.tree, select)
 
     @property
     def _facts(self) -> Facts:  # type: ignore[override]
@@ -362,6 +368,35 @@ class Trace(ModelHistory):
         found = self._tree.outputs
         return [(index, element) for _, index, element in found if index is not None]
 
+    def settle(self, capture: Capture) -> None:
+        """Choose the values that only the finished run could tell.
+
+        Raises:
+            LayerKeyError: there is nothing by what was asked for, or it is ambiguous.
+        """
+        wants, keys = capture.deferred, []  # type: ignore[var-annotated]
+        for want in wants:
+            try:
+                entries = self._finder.all(want.key)
+            except LayerKeyError as error:
+                if capture.ended:  # it may have been still to come
+                    continue
+                raise LayerKeyError(f"save: {error}", want.key, error.near) from None
+            if all(entry.kind in ("state", "number") for entry in entries):
+                raise LayerKeyError(
+                    f"save: {want.key!r} is {', '.join(map(repr, entries))}, and only tensors that "
+                    "the run computes are saved",
+                    want.key,
+                )
+            want.met = True
+            for entry in entries:
+                if entry.index is None:  # an output is the value that it was
+                    sources = [self._finder.find(parent) for parent in entry.parents]
+                    entry = sources[0] if len(sources) == 1 else entry
+                keys.append((entry.index, entry.element))
+        if wants:
+            capture.choose(keys)
+
     def require_met(self, capture: Capture) -> None:
         """Raise if there was nothing by a name that was asked for.
 
@@ -378,6 +413,13 @@ class Trace(ModelHistory):
                         "the run"
                     )
                     raise LayerKeyError(f"{what}: no layer or module is called {key!r}{hint}", key)
+                if isinstance(key, re.Pattern) and key in self:
+                    raise LayerKeyError(
+                        f"{what}: no layer or module is called {key.pattern!r}; it matches node "
+                        "paths, which are known only after the run: save what "
+                        "node_selector.matches_path means",
+                        key,
+                    )
                 near = self._lookup.near(key) if isinstance(key, str) else []
                 hint = f"; near to it: {', '.join(near)}" if near else ""
                 raise LayerKeyError(

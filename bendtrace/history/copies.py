@@ -153,11 +153,15 @@ class Gradients:
 
     Attributes:
         kept: the gradients, by op and element.
+        watched: the values whose gradients are asked for.
+        wanted: those of them whose gradients are kept; None for all.
     """
 
     def __init__(self, convert: Callable[[Tensor], Tensor] | None) -> None:
         self.kept: dict[Key, Tensor] = {}
         self._convert = convert
+        self.watched: set[Key] = set()
+        self.wanted: Container[Key] | None = None
         self._entries: dict[Key, list[LayerEntry]] = {}
         # How many values besides leaves have hooks, and in which backward pass one was called.
         self._inner, self._task = 0, -1
@@ -171,6 +175,7 @@ class Gradients:
         """Have the gradient of a tensor kept, as long as there is someone to keep it."""
         if not requires_grad(tensor):
             return
+        self.watched.add(key)
         weak, is_leaf = weakref.ref(self), tensor.is_leaf
         self._inner += not is_leaf
 
@@ -189,6 +194,8 @@ class Gradients:
         if not is_leaf:
             self._task = task
         elif self._inner and task != self._task:
+            return
+        if self.wanted is not None and key not in self.wanted:
             return
         with torch.no_grad():
             try:

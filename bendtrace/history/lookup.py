@@ -133,8 +133,8 @@ class Lookup:
         """
         if isinstance(key, slice):
             return Entries(self.layers[self._bounds(key)])
-        if isinstance(key, (list, tuple)):
-            return Entries(list(dict.fromkeys(entry for one in key for entry in self._all(one))))
+        if isinstance(key, list):
+            return Entries(list(dict.fromkeys(entry for one in key for entry in self.all(one))))
         if isinstance(key, LayerEntry):
             key = key.label
         if isinstance(key, ModuleEntry):
@@ -171,7 +171,8 @@ class Lookup:
             raise self._unknown(key)
         return self._at(Node(self._tree, *meanings[0].places[0]), key)
 
-    def _all(self, key: Any) -> list[LayerEntry]:
+    def all(self, key: Any) -> list[LayerEntry]:
+        """Return the entries that a key leads to, as a list."""
         found = self.find(key)
         return [found] if isinstance(found, LayerEntry) else list(found)
 
@@ -179,6 +180,8 @@ class Lookup:
         """Return the entries of the nodes that a selector, or what stands for one, means."""
         found: dict[LayerEntry, None] = {}
         try:
+            if isinstance(key, tuple):
+                raise InputError("several are given in a list")
             paths = list((self._select or self._matched)(key))
         except InputError as error:
             raise LayerKeyError(
@@ -188,7 +191,7 @@ class Lookup:
             ) from None
         for path in paths:
             node = NodePath(path) if path else self._tree.root
-            found.update(dict.fromkeys(self._all(node)))
+            found.update(dict.fromkeys(self.all(node)))
         if not found:
             raise LayerKeyError(f"{key!r} means no node of this run", key)
         entries = list(found)

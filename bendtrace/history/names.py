@@ -259,7 +259,8 @@ def near_names(text: str, names: Iterable[str], most: int = 6) -> list[str]:
     First those that end with it (`transformer.h.1` for `h.1`), then those that are spelled almost
     alike, then those whose last part is.
     """
-    listed = list(dict.fromkeys(name for name in names if name and name != text))
+    said, text = text, re.sub(r":\d+$", "", text)
+    listed = list(dict.fromkeys(name for name in names if name and name != said))
     ends = [name for name in listed if text and name.endswith((f".{text}", f"_{text}"))]
     close = get_close_matches(text, listed, most, 0.6)
     by_last: dict[str, str] = {}

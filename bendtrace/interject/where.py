@@ -301,7 +301,7 @@ def _named(text: str, known: Known, said: Any) -> tuple[Want, ...]:
     if near and at_root and not any("did you mean" in str(error) for error in errors):
         said = ", ".join(map(repr, near))
         raise NodePathError(
-            f"no node, module or layer {text!r}; near to it: {said}", text, tuple(near)
+            f"no node {text!r}: the root has no {text!r}; near to it: {said}", text, tuple(near)
         )
     path = known.mirror_path(text)
     hint = f"the mirror has a node {text!r}: give {path!r}, or NodeRef({text!r})" if path else ""
