@@ -19,7 +19,15 @@ from bendtrace.paths.view import Node, NodePath, Tree, find, is_path_only
 if TYPE_CHECKING:
     from bendtrace.history.building import Log
 
-__all__ = ["Meaning", "Names", "ambiguity", "layers_by_name", "near_names", "values_of"]
+__all__ = [
+    "Meaning",
+    "Names",
+    "ambiguity",
+    "is_layer_name",
+    "layers_by_name",
+    "near_names",
+    "values_of",
+]
 
 Value = tuple[int, tuple[object, ...]]
 Place = tuple[TreeNode, Chosen]
@@ -251,6 +259,11 @@ class Names:
                 elif child.kind == "graph":
                     waiting.append(child)
         return found
+
+
+def is_layer_name(text: str) -> bool:
+    """Whether a string looks like the name of a layer of the log: `conv2d_3`, `conv2d_3_7:2`."""
+    return _LAYER.fullmatch(re.sub(r":\d+$", "", text)) is not None
 
 
 def near_names(text: str, names: Iterable[str], most: int = 6) -> list[str]:

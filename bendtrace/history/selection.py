@@ -13,6 +13,7 @@ from torch import nn
 
 from bendtrace.errors import InputError
 from bendtrace.history.entries import LayerEntry, ModuleEntry
+from bendtrace.history.names import is_layer_name
 from bendtrace.paths.candidates import NodeSelector
 from bendtrace.paths.nodes import NodePath
 from bendtrace.paths.view import Node
@@ -39,7 +40,6 @@ Spec = (
 )
 
 _WILD = re.compile(r"[*?\[]")
-_LAYER = re.compile(r"[^\W_]+_\d+(?:_\d+)?")
 _SINGLE = (str, int, re.Pattern, nn.Module, LayerEntry, ModuleEntry)
 _DEFERRED = (Node, NodePath, NodeRef, NodeSelector)
 
@@ -199,8 +199,7 @@ def _is_deferred(key: Any, modules: frozenset[str] | None) -> bool:
     if modules is None or _WILD.search(key):
         return False
     name = re.sub(r":\d+$", "", key)
-    is_layer = _LAYER.fullmatch(name) is not None
-    if is_layer:  # a module can be called like a layer, and then the name is ambiguous
+    if is_layer_name(name):  # a module can be called like a layer, and then the name is ambiguous
         return any(name in (module, module.replace(".", "_")) for module in modules)
     return name not in modules
 

@@ -19,7 +19,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from bendtrace._later import tabulate
 from bendtrace.errors import InputError
-from bendtrace.history.names import near_names
+from bendtrace.history.names import is_layer_name, near_names
 from bendtrace.interject.bends.spec import BendSpec, compiled
 from bendtrace.interject.resolver import Runs, describe_where, meant_by
 from bendtrace.paths.candidates import Candidate, NodeSelector
@@ -469,6 +469,8 @@ class Catalogue:
                 continue
             names = [a.name for a in seen if a.level != "inside"] if spec.activations else []
             names += [] if spec.weights is False else list(self.states())
+            if spec.activations and is_layer_name(pattern.pattern):
+                names = [name for run in self._known.names() for name in run.listed()]
             text = f"nothing to bend is called {pattern.pattern!r}; {near(pattern.pattern, names)}"
             if not self.is_traced:
                 text += " (nothing has been traced yet, so only modules and weights are known)"
