@@ -303,7 +303,7 @@ class Trace(ModelHistory):
         return log
 
     @property
-    def _lookup(self) -> Lookup:  # type: ignore[override]
+    def _lookup(self) -> Lookup:
         _ = self._log  # which has what was kept
         return self._finder
 
@@ -374,7 +374,8 @@ class Trace(ModelHistory):
         Raises:
             LayerKeyError: there is nothing by what was asked for, or it is ambiguous.
         """
-        wants, keys = capture.deferred, []  # type: ignore[var-annotated]
+        wants = capture.deferred
+        keys: list[tuple[int, tuple[Any, ...]]] = []
         for want in wants:
             try:
                 entries = self._finder.all(want.key)
@@ -390,10 +391,9 @@ class Trace(ModelHistory):
                 )
             want.met = True
             for entry in entries:
-                if entry.index is None:  # an output is the value that it was
-                    sources = [self._finder.find(parent) for parent in entry.parents]
-                    entry = sources[0] if len(sources) == 1 else entry
-                keys.append((entry.index, entry.element))
+                # An output is the value that it was.
+                sources = [entry] if entry.index is not None else self._finder.all(entry.parents)
+                keys += [(one.index, one.element) for one in sources if one.index is not None]
         if wants:
             capture.choose(keys)
 

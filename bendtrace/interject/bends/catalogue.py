@@ -450,7 +450,7 @@ class Catalogue:
             if not known and not weights_named(self.model, (compiled(item),), spec.weights):
                 meant = meant_by(item, self._known)
                 if meant is not None and meant.kind == "layer":
-                    where += [Node(Tree(root), *place) for root, *place in meant.places]
+                    where += [Node(Tree(root), node, chosen) for root, node, chosen in meant.places]
                     continue
             where.append(item)
         return replace(spec, where=tuple(where))
