@@ -75,7 +75,10 @@ def trace(
 
             - names of layers and modules, also as patterns: `"relu_1"`, `"features.*"`;
             - positions, also from the end;
-            - modules and classes of modules: what they give;
+            - modules and classes of modules: their outputs;
+            - entries of another log;
+            - node paths, nodes of a tree, selectors and torch functions. Only the finished run
+              can resolve these, so all values are held until it ends;
             - functions of the entry, which return what to keep: `True` for the value itself,
               None for nothing, or something computed from `entry.tensor_contents`.
 
@@ -87,7 +90,8 @@ def trace(
             memory.
         keep_graph: whether they are part of the autograd graph, instead of being detached: one can
             go backward from them, but they are not what later ops have used.
-        stop_after: the run ends here, if given: what `save` takes. Such a trace has no output.
+        stop_after: the run ends here, if given: what `save` takes, as far as it is known while the
+            run goes on. Such a trace has no output.
         **kwargs: keyword arguments of the function. One that has the name of an option has to be
             bound beforehand, with `functools.partial`.
 

@@ -185,10 +185,8 @@ class Lookup:
             paths = list((self._select or self._matched)(key))
         except InputError as error:
             raise LayerKeyError(
-                f"layers are found by name, module, position or node path, not by {key!r} "
-                f"({error})",
-                key,
-            ) from None
+                f"layers are found by name, module, position or node path, not by {key!r}", key
+            ) from error
         for path in paths:
             node = NodePath(path) if path else self._tree.root
             found.update(dict.fromkeys(self.all(node)))
@@ -199,7 +197,9 @@ class Lookup:
 
     def _matched(self, key: Any) -> Iterator[str]:
         if not isinstance(key, re.Pattern):
-            raise InputError("a log without its model knows names and regular expressions alone")
+            raise InputError(
+                "of selectors, a log without its model takes regular expressions alone"
+            )
         waiting = [(self._tree.data, "")]
         while waiting:
             node, scope = waiting.pop()
