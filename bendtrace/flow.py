@@ -355,7 +355,7 @@ def flow_steps(tape: Tape, names: list[str]) -> FlowSteps:
             continue
         cls, kind = chosen
         record = mark.record
-        step = _Draft(
+        step = cls(
             name=names[record.index],
             value=record.expected if isinstance(record, Guard) else record.meta,
             kind=kind,
@@ -366,18 +366,18 @@ def flow_steps(tape: Tape, names: list[str]) -> FlowSteps:
             iteration=iterations.at(mark.order),
         )
         loop = mark.role.heads
-        if cls is LoopFlowStep and loop is not None:
+        if isinstance(step, LoopFlowStep):
+            if loop is None:  # a tensor walked by code that is not a loop of the source
+                steps.append(replace(step, bound=step.value, iterations=step.value))
+                continue
             if header is None or header.is_complete:
                 header = _Header(loop, mark, len(steps))
-            steps.append(step.loop(None, 0))
+            steps.append(step)
             header.take(mark, step.value, steps, iterations)
             continue
-        if cls is LoopFlowStep:  # a tensor walked by code that is not a loop of the source
-            steps.append(step.loop(step.value, step.value))
-            continue
         if iterations.begins_while(mark.order) and (tests := mark.role.tests) is not None:
-            steps.append(step.whole(tests, iterations.count(mark.order)))
-        steps.append(step.finish(cls))
+            steps.append(_whole(step, tests, iterations.count(mark.order)))
+        steps.append(step)
     if is_off("iterations"):
         steps = [_without_iterations(step) for step in steps]
     return FlowSteps(steps)
@@ -437,31 +437,12 @@ class _Header:
                 steps[position] = replace(step, bound=bound, iterations=count)
 
 
-@dataclass
-class _Draft:
-    """The fields that all flow steps share."""
-
-    name: str
-    value: Any
-    kind: str
-    place: Place
-    text: str
-    module_path: str
-    guard: int | None
-    iteration: tuple[int, ...]
-
-    def finish(self, cls: type[FlowStep]) -> FlowStep:
-        return cls(**vars(self))
-
-    def loop(self, bound: int | None, iterations: int) -> LoopFlowStep:
-        return LoopFlowStep(**vars(self), bound=bound, iterations=iterations)
-
-    def whole(self, loop: Loop, iterations: int) -> LoopFlowStep:
-        """A `while` as a whole; its tests are steps, and have guards, of their own."""
-        outside = replace(
-            self, kind="while", text=loop.text, guard=None, iteration=self.iteration[:-1]
-        )
-        return outside.loop(None, iterations)
+def _whole(test: FlowStep, loop: Loop, iterations: int) -> LoopFlowStep:
+    """Return a `while` as a whole; its tests are steps, and have guards, of their own."""
+    return LoopFlowStep(
+        test.name, test.value, "while", test.place, loop.text, test.module_path, None,
+        test.iteration[:-1], None, iterations,
+    )  # fmt: skip
 
 
 def _class_of(mark: Mark, tape: Tape) -> tuple[type[FlowStep], str] | None:

@@ -20,7 +20,7 @@ from bendtrace.flow import steps_of
 from bendtrace.graph.mirror import Graph
 from bendtrace.recording.contexts import Context
 from bendtrace.recording.iterations import user_code
-from bendtrace.recording.names import NodeRef
+from bendtrace.recording.names import NodeRef, mapped
 from bendtrace.recording.objects import build
 from bendtrace.recording.owners import is_leaf_module
 from bendtrace.recording.parts import Access, AttributeKey, Part, PartKind, identical
@@ -201,14 +201,11 @@ class _Writer:
             self.nodes[self.names[index]] = taken
 
     def _value(self, value: Any) -> Any:
+        return mapped(value, self._item)
+
+    def _item(self, value: Any) -> Any:
         if isinstance(value, NodeRef):
             return self.nodes[value.name]
-        if isinstance(value, (tuple, list)):
-            return type(value)(self._value(item) for item in value)
-        if isinstance(value, dict):
-            return {key: self._value(item) for key, item in value.items()}
-        if isinstance(value, slice):
-            return slice(self._value(value.start), self._value(value.stop), self._value(value.step))
         if isinstance(value, Instance):
             return self._built(value)
         if isinstance(value, (Existing, Fixed, Made, Opaque)):
@@ -380,19 +377,17 @@ def _back_to_fx(graph: Graph) -> fx.GraphModule:
             if value.name not in nodes:
                 raise ConversionError(f"{value} is used before it is defined, or is not there")
             return nodes[value.name]
-        if isinstance(value, dict):
-            return {key: with_nodes(item) for key, item in value.items()}
-        if isinstance(value, (tuple, list)):
-            return type(value)(map(with_nodes, value))
-        if isinstance(value, slice):
-            return slice(*map(with_nodes, (value.start, value.stop, value.step)))
         return value
 
     for name, data in graph.nodes(data=True):
-        args, kwargs = with_nodes(data["args"]), with_nodes(data["kwargs"])
+        args, kwargs = mapped((data["args"], data["kwargs"]), with_nodes)
         nodes[name] = written.create_node(data["op"], data["target"], args, kwargs, name)
     written.lint()
     return fx.GraphModule(root, written)
+
+
+def _reference(value: Any) -> Any:
+    return NodeRef(value.name) if isinstance(value, fx.Node) else value
 
 
 def from_fx(module: fx.GraphModule) -> Graph:
@@ -414,27 +409,12 @@ def from_fx(module: fx.GraphModule) -> Graph:
     graph = Graph()
     graph.graph["root"] = module
     for index, node in enumerate(module.graph.nodes):
-        args, kwargs = _named((node.args, node.kwargs))
+        args, kwargs = mapped((node.args, node.kwargs), _reference)
         graph.add_op(
             node.name, op=node.op, target=node.target, args=args, kwargs=kwargs,
             module_path="", pass_=1, index=index, site=node.meta.get("site"), text="",
         )  # fmt: skip
     return graph
-
-
-def _named(value: Any) -> Any:
-    """Turn fx's arguments into those of a mirror: names for nodes, ordinary containers."""
-    if isinstance(value, fx.Node):
-        return NodeRef(value.name)
-    if isinstance(value, dict):
-        return {key: _named(item) for key, item in value.items()}
-    if isinstance(value, tuple):
-        return tuple(_named(item) for item in value)
-    if isinstance(value, list):
-        return [_named(item) for item in value]
-    if isinstance(value, slice):
-        return slice(_named(value.start), _named(value.stop), _named(value.step))
-    return value
 
 
 @dataclass

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -19,170 +20,102 @@ from bendtrace.paths.candidates import Candidate
 __all__ = ["ALIASES", "FAMILIES", "PARTS", "Family", "Layers"]
 
 
-_PADS = {
-    f"{kind}Pad{dims}d": "pad"
-    for kind in ("Circular", "Constant", "Reflection", "Replication", "Zero")
-    for dims in (1, 2, 3)
+# The layers of each family, by their classes in torch.nn.
+_MEMBERS: dict[str, str] = {
+    "Activations": """
+        ELU Hardshrink Hardsigmoid Hardtanh Hardswish LeakyReLU LogSigmoid PReLU ReLU ReLU6
+        RReLU SELU CELU GELU Sigmoid SiLU Mish Softplus Softshrink Softsign Tanh Tanhshrink
+        Threshold GLU Softmin Softmax Softmax2d LogSoftmax AdaptiveLogSoftmaxWithLoss
+        GumbelSoftmax
+    """,
+    "Convolutions": """
+        Conv1d Conv2d Conv3d ConvTranspose1d ConvTranspose2d ConvTranspose3d Unfold Fold
+    """,
+    "Pooling": """
+        MaxPool1d MaxPool2d MaxPool3d AdaptiveMaxPool1d AdaptiveMaxPool2d AdaptiveMaxPool3d
+        MaxUnpool1d MaxUnpool2d MaxUnpool3d AvgPool1d AvgPool2d AvgPool3d LPPool1d LPPool2d
+        LPPool3d AdaptiveAvgPool1d AdaptiveAvgPool2d AdaptiveAvgPool3d FractionalMaxPool2d
+        FractionalMaxPool3d
+    """,
+    "Padding": """
+        CircularPad1d CircularPad2d CircularPad3d ConstantPad1d ConstantPad2d ConstantPad3d
+        ReflectionPad1d ReflectionPad2d ReflectionPad3d ReplicationPad1d ReplicationPad2d
+        ReplicationPad3d ZeroPad1d ZeroPad2d ZeroPad3d
+    """,
+    "Normalization": """
+        BatchNorm1d BatchNorm2d BatchNorm3d SyncBatchNorm GroupNorm InstanceNorm1d
+        InstanceNorm2d InstanceNorm3d LayerNorm LocalResponseNorm CrossMapLRN2d RMSNorm
+        Normalize
+    """,
+    "Recurrent": "RNNBase RNN LSTM GRU RNNCellBase RNNCell LSTMCell GRUCell",
+    "Transformer": """
+        Transformer TransformerEncoder TransformerDecoder TransformerEncoderLayer
+        TransformerDecoderLayer MultiheadAttention ScaledDotProductAttention
+    """,
+    "Linear": "Identity Linear Bilinear",
+    "Dropout": "Dropout Dropout1d Dropout2d Dropout3d AlphaDropout FeatureAlphaDropout",
+    "Sparse": "Embedding EmbeddingBag",
+    "Distance": "CosineSimilarity PairwiseDistance",
+    "Loss": """
+        L1Loss MSELoss CrossEntropyLoss LinearCrossEntropyLoss CTCLoss NLLLoss PoissonNLLLoss
+        GaussianNLLLoss KLDivLoss BCELoss BCEWithLogitsLoss MarginRankingLoss HingeEmbeddingLoss
+        MultiLabelMarginLoss HuberLoss SmoothL1Loss SoftMarginLoss MultiLabelSoftMarginLoss
+        CosineEmbeddingLoss MultiMarginLoss TripletMarginLoss TripletMarginWithDistanceLoss
+    """,
+    "Vision": """
+        PixelShuffle PixelUnshuffle Upsample UpsamplingNearest2d UpsamplingBilinear2d GridSample
+        AffineGrid
+    """,
+    "Shuffle": "ChannelShuffle",
+    "Utility": "Flatten Unflatten",
 }
 
+# The functions that do the same as a layer, where these are not the layer's name in snake case.
+_FUNCTIONS: dict[str, str] = {
+    **{
+        f"{kind}Pad{dims}d": "pad"
+        for kind in ("Circular", "Constant", "Reflection", "Replication", "Zero")
+        for dims in (1, 2, 3)
+    },
+    **{
+        f"{kind}MaxPool{dims}d": f"{name}max_pool{dims}d {name}max_pool{dims}d_with_indices"
+        for kind, name in (("", ""), ("Adaptive", "adaptive_"), ("Fractional", "fractional_"))
+        for dims in (1, 2, 3)
+    },
+    **{f"BatchNorm{dims}d": "batch_norm native_batch_norm" for dims in (1, 2, 3)},
+    **{f"InstanceNorm{dims}d": "instance_norm" for dims in (1, 2, 3)},
+    **{f"Dropout{dims}d": f"dropout{dims}d feature_dropout" for dims in (1, 2, 3)},
+    "LeakyReLU": "leaky_relu", "LogSigmoid": "logsigmoid log_sigmoid", "PReLU": "prelu",
+    "ReLU": "relu", "ReLU6": "relu6", "RReLU": "rrelu", "Sigmoid": "sigmoid expit", "SiLU": "silu",
+    "Softmax2d": "", "AdaptiveLogSoftmaxWithLoss": "", "Unfold": "unfold im2col",
+    "Fold": "fold col2im", "SyncBatchNorm": "batch_norm native_batch_norm",
+    "GroupNorm": "group_norm native_group_norm", "LayerNorm": "layer_norm native_layer_norm",
+    "CrossMapLRN2d": "CrossMapLRN2d", "RNNBase": "", "RNN": "rnn_tanh rnn_relu", "RNNCellBase": "",
+    "RNNCell": "rnn_tanh_cell rnn_relu_cell", "Transformer": "", "TransformerEncoder": "",
+    "TransformerDecoder": "", "TransformerEncoderLayer": "_transformer_encoder_layer_fwd",
+    "TransformerDecoderLayer": "",
+    "MultiheadAttention": "multi_head_attention_forward _native_multi_head_attention",
+    "Identity": "", "Dropout": "dropout native_dropout", "CrossEntropyLoss": "cross_entropy",
+    "LinearCrossEntropyLoss": "linear_cross_entropy", "NLLLoss": "nll_loss nll_loss2d nll_loss_nd",
+    "KLDivLoss": "kl_div", "BCELoss": "binary_cross_entropy",
+    "BCEWithLogitsLoss": "binary_cross_entropy_with_logits",
+    "MultiLabelMarginLoss": "multilabel_margin_loss",
+    "MultiLabelSoftMarginLoss": "multilabel_soft_margin_loss", "Upsample": "upsample interpolate",
+    "UpsamplingNearest2d": "upsample_nearest", "UpsamplingBilinear2d": "upsample_bilinear",
+    "GridSample": "grid_sample grid_sampler", "AffineGrid": "affine_grid affine_grid_generator",
+    "ChannelShuffle": "channel_shuffle native_channel_shuffle",
+}  # fmt: skip
+
+
+def _snake_case(name: str) -> str:
+    """Return `lp_pool1d` for `LPPool1d`."""
+    name = re.sub(r"([A-Za-z0-9])([A-Z][a-z])", r"\1_\2", name)
+    return re.sub(r"([a-z0-9])([A-Z])", r"\1_\2", name).lower()
+
+
 FAMILIES: dict[str, dict[str, str]] = {
-    "Activations": {
-        "ELU": "elu",
-        "Hardshrink": "hardshrink",
-        "Hardsigmoid": "hardsigmoid",
-        "Hardtanh": "hardtanh",
-        "Hardswish": "hardswish",
-        "LeakyReLU": "leaky_relu",
-        "LogSigmoid": "logsigmoid log_sigmoid",
-        "PReLU": "prelu",
-        "ReLU": "relu",
-        "ReLU6": "relu6",
-        "RReLU": "rrelu",
-        "SELU": "selu",
-        "CELU": "celu",
-        "GELU": "gelu",
-        "Sigmoid": "sigmoid expit",
-        "SiLU": "silu",
-        "Mish": "mish",
-        "Softplus": "softplus",
-        "Softshrink": "softshrink",
-        "Softsign": "softsign",
-        "Tanh": "tanh",
-        "Tanhshrink": "tanhshrink",
-        "Threshold": "threshold",
-        "GLU": "glu",
-        "Softmin": "softmin",
-        "Softmax": "softmax",
-        "Softmax2d": "",
-        "LogSoftmax": "log_softmax",
-        "AdaptiveLogSoftmaxWithLoss": "",
-        "GumbelSoftmax": "gumbel_softmax",
-    },
-    "Convolutions": {
-        "Conv1d": "conv1d",
-        "Conv2d": "conv2d",
-        "Conv3d": "conv3d",
-        "ConvTranspose1d": "conv_transpose1d",
-        "ConvTranspose2d": "conv_transpose2d",
-        "ConvTranspose3d": "conv_transpose3d",
-        "Unfold": "unfold im2col",
-        "Fold": "fold col2im",
-    },
-    "Pooling": {
-        **{
-            f"{kind}Pool{dims}d": f"{name}_pool{dims}d {name}_pool{dims}d_with_indices"
-            for kind, name in (("Max", "max"), ("AdaptiveMax", "adaptive_max"))
-            for dims in (1, 2, 3)
-        },
-        **{
-            f"{kind}{dims}d": f"{name}{dims}d"
-            for kind, name in (
-                ("MaxUnpool", "max_unpool"),
-                ("AvgPool", "avg_pool"),
-                ("LPPool", "lp_pool"),
-                ("AdaptiveAvgPool", "adaptive_avg_pool"),
-            )
-            for dims in (1, 2, 3)
-        },
-        "FractionalMaxPool2d": "fractional_max_pool2d fractional_max_pool2d_with_indices",
-        "FractionalMaxPool3d": "fractional_max_pool3d fractional_max_pool3d_with_indices",
-    },
-    "Padding": _PADS,
-    "Normalization": {
-        "BatchNorm1d": "batch_norm native_batch_norm",
-        "BatchNorm2d": "batch_norm native_batch_norm",
-        "BatchNorm3d": "batch_norm native_batch_norm",
-        "SyncBatchNorm": "batch_norm native_batch_norm",
-        "GroupNorm": "group_norm native_group_norm",
-        "InstanceNorm1d": "instance_norm",
-        "InstanceNorm2d": "instance_norm",
-        "InstanceNorm3d": "instance_norm",
-        "LayerNorm": "layer_norm native_layer_norm",
-        "LocalResponseNorm": "local_response_norm",
-        "CrossMapLRN2d": "CrossMapLRN2d",
-        "RMSNorm": "rms_norm",
-        "Normalize": "normalize",
-    },
-    "Recurrent": {
-        "RNNBase": "",
-        "RNN": "rnn_tanh rnn_relu",
-        "LSTM": "lstm",
-        "GRU": "gru",
-        "RNNCellBase": "",
-        "RNNCell": "rnn_tanh_cell rnn_relu_cell",
-        "LSTMCell": "lstm_cell",
-        "GRUCell": "gru_cell",
-    },
-    "Transformer": {
-        "Transformer": "",
-        "TransformerEncoder": "",
-        "TransformerDecoder": "",
-        "TransformerEncoderLayer": "_transformer_encoder_layer_fwd",
-        "TransformerDecoderLayer": "",
-        "MultiheadAttention": "multi_head_attention_forward _native_multi_head_attention",
-        "ScaledDotProductAttention": "scaled_dot_product_attention",
-    },
-    "Linear": {
-        "Identity": "",
-        "Linear": "linear",
-        "Bilinear": "bilinear",
-    },
-    "Dropout": {
-        "Dropout": "dropout native_dropout",
-        "Dropout1d": "dropout1d feature_dropout",
-        "Dropout2d": "dropout2d feature_dropout",
-        "Dropout3d": "dropout3d feature_dropout",
-        "AlphaDropout": "alpha_dropout",
-        "FeatureAlphaDropout": "feature_alpha_dropout",
-    },
-    "Sparse": {
-        "Embedding": "embedding",
-        "EmbeddingBag": "embedding_bag",
-    },
-    "Distance": {
-        "CosineSimilarity": "cosine_similarity",
-        "PairwiseDistance": "pairwise_distance",
-    },
-    "Loss": {
-        "L1Loss": "l1_loss",
-        "MSELoss": "mse_loss",
-        "CrossEntropyLoss": "cross_entropy",
-        "LinearCrossEntropyLoss": "linear_cross_entropy",
-        "CTCLoss": "ctc_loss",
-        "NLLLoss": "nll_loss nll_loss2d nll_loss_nd",
-        "PoissonNLLLoss": "poisson_nll_loss",
-        "GaussianNLLLoss": "gaussian_nll_loss",
-        "KLDivLoss": "kl_div",
-        "BCELoss": "binary_cross_entropy",
-        "BCEWithLogitsLoss": "binary_cross_entropy_with_logits",
-        "MarginRankingLoss": "margin_ranking_loss",
-        "HingeEmbeddingLoss": "hinge_embedding_loss",
-        "MultiLabelMarginLoss": "multilabel_margin_loss",
-        "HuberLoss": "huber_loss",
-        "SmoothL1Loss": "smooth_l1_loss",
-        "SoftMarginLoss": "soft_margin_loss",
-        "MultiLabelSoftMarginLoss": "multilabel_soft_margin_loss",
-        "CosineEmbeddingLoss": "cosine_embedding_loss",
-        "MultiMarginLoss": "multi_margin_loss",
-        "TripletMarginLoss": "triplet_margin_loss",
-        "TripletMarginWithDistanceLoss": "triplet_margin_with_distance_loss",
-    },
-    "Vision": {
-        "PixelShuffle": "pixel_shuffle",
-        "PixelUnshuffle": "pixel_unshuffle",
-        "Upsample": "upsample interpolate",
-        "UpsamplingNearest2d": "upsample_nearest",
-        "UpsamplingBilinear2d": "upsample_bilinear",
-        "GridSample": "grid_sample grid_sampler",
-        "AffineGrid": "affine_grid affine_grid_generator",
-    },
-    "Shuffle": {
-        "ChannelShuffle": "channel_shuffle native_channel_shuffle",
-    },
-    "Utility": {
-        "Flatten": "flatten",
-        "Unflatten": "unflatten",
-    },
+    family: {name: _FUNCTIONS.get(name, _snake_case(name)) for name in members.split()}
+    for family, members in _MEMBERS.items()
 }
 
 # Other classes of torch.nn that become, or are, one of these.

@@ -328,51 +328,42 @@ class Predicate(Selector):
 
 
 @dataclass(frozen=True, repr=False)
-class _IsModule(Selector):
-    """Calls of modules. The model as a whole is not called by itself, and not among them."""
+class _Kind(Selector):
+    """Nodes of one kind. The model as a whole is not called by itself, and of none."""
+
+    name: str
+    test: Callable[[Candidate], bool]
 
     def matches(self, node: Candidate) -> bool:
         """Whether a node is meant, going by the node alone."""
-        return node.is_module and node.path != ""
+        return self.test(node)
 
     def __repr__(self) -> str:
-        return "is_module"
+        return self.name
 
 
-@dataclass(frozen=True, repr=False)
-class _IsParametrized(Selector):
-    """Calls of modules with parametrizations, as torch calls what computes their parameters."""
-
-    def matches(self, node: Candidate) -> bool:
-        """Whether a node is meant, going by the node alone."""
-        return node.module is not None and _is_parametrized(node.module)
-
-    def __repr__(self) -> str:
-        return "is_parametrized"
+def _is_module(node: Candidate) -> bool:
+    return node.is_module and node.path != ""
 
 
-@dataclass(frozen=True, repr=False)
-class _HasParameters(Selector):
-    """Calls of modules with parameters of their own, and calls of functions that are given one.
+def _has_parametrizations(node: Candidate) -> bool:
+    return node.module is not None and _is_parametrized(node.module)
 
-    Parameters of submodules are not counted; those that parametrizations compute are. The model as
-    a whole is not among the modules.
+
+def _has_parameters(node: Candidate) -> bool:
+    """Whether a module has parameters of its own, or a function is given one.
+
+    Parameters of submodules are not counted; those that parametrizations compute are.
     """
-
-    def matches(self, node: Candidate) -> bool:
-        """Whether a node is meant, going by the node alone."""
-        if node.module is None or node.path == "":
-            return node.uses_parameter
-        own = node.module.parameters(recurse=False)
-        return next(own, None) is not None or _is_parametrized(node.module)
-
-    def __repr__(self) -> str:
-        return "has_parameters"
+    if node.module is None or node.path == "":
+        return node.uses_parameter
+    own = node.module.parameters(recurse=False)
+    return next(own, None) is not None or _is_parametrized(node.module)
 
 
-is_module: Selector = _IsModule()
-is_parametrized: Selector = _IsParametrized()
-has_parameters: Selector = _HasParameters()
+is_module: Selector = _Kind("is_module", _is_module)
+is_parametrized: Selector = _Kind("is_parametrized", _has_parametrizations)
+has_parameters: Selector = _Kind("has_parameters", _has_parameters)
 
 
 def _text_or_pattern(text: Any) -> str | re.Pattern[str]:
