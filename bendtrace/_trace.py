@@ -23,6 +23,7 @@ from bendtrace.history.building import Log
 from bendtrace.history.capture import Capture, SaveOptions
 from bendtrace.history.lookup import Lookup
 from bendtrace.history.selection import Selection
+from bendtrace.history.sizes import counted
 from bendtrace.history.text import Facts
 from bendtrace.paths.naming import Registry
 from bendtrace.paths.view import Tree
@@ -539,10 +540,6 @@ class Trace(ModelHistory):
             raise NotReplayableError(self.why_live)
 
     def __repr__(self) -> str:
-        counts = f"{_counted(len(self.ops), 'op')}, {_counted(len(self.flow_steps), 'flow step')}"
+        counts = f"{counted(len(self.ops), 'op')}, {counted(len(self.flow_steps), 'flow step')}"
         live = "" if not self.why_live else ", live only"
         return f"<Trace of {name_of_function(self.function)}: {counts}{live}>"
-
-
-def _counted(number: int, noun: str) -> str:
-    return f"{number} {noun}{'s' * (number != 1)}"

@@ -310,6 +310,9 @@ def _iterations(step: LoopFlowStep) -> str:
 def steps_of(recording: Recording) -> FlowSteps:
     """Return the flow steps of a recorded run, derived once.
 
+    Args:
+        recording: the run.
+
     Example:
         >>> import torch, bendtrace as bt
         >>> trace = bt.trace(lambda x: x + 1 if x.sum() > 0 else x, torch.ones(2))

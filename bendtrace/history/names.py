@@ -14,7 +14,7 @@ from bendtrace.history.entries import LayerEntry
 from bendtrace.paths.naming import dotted
 from bendtrace.paths.nodes import TreeNode
 from bendtrace.paths.text import Chosen, children_of
-from bendtrace.paths.view import Node, NodePath, Tree, find, is_path_only
+from bendtrace.paths.view import Node, NodePath, Tree, find, is_path_only, plain_path
 
 if TYPE_CHECKING:
     from bendtrace.history.building import Log
@@ -66,8 +66,7 @@ class Meaning:
     @property
     def is_exact(self) -> bool:
         """Whether the string is the very path of the node."""
-        plain = re.sub(r":\d+", "", self.text).replace("|", ".").strip().lstrip(".")
-        return self.kind == "node" and self.paths == (plain,)
+        return self.kind == "node" and self.paths == (plain_path(self.text),)
 
     @property
     def is_alias(self) -> bool:

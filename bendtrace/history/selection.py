@@ -19,7 +19,7 @@ from bendtrace.paths.nodes import NodePath
 from bendtrace.paths.view import Node
 from bendtrace.recording.functions import is_torchs_function
 from bendtrace.recording.names import NodeRef
-from bendtrace.recording.owners import module_of
+from bendtrace.recording.owners import modules_in
 from bendtrace.recording.watcher import unwatched
 
 __all__ = ["Selection", "Spec"]
@@ -179,10 +179,7 @@ def _called(entry: ModuleEntry) -> str:
 
 def _module_names(model: Any) -> frozenset[str] | None:
     """Return the names of the modules of a model; None if nobody asked for them."""
-    if model is None:
-        return None
-    owner = module_of(model)
-    return frozenset() if owner is None else frozenset(name for name, _ in owner.named_modules())
+    return None if model is None else frozenset(modules_in(model))
 
 
 def _is_deferred(key: Any, modules: frozenset[str] | None) -> bool:

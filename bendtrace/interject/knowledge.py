@@ -25,7 +25,7 @@ from bendtrace.paths.candidates import Candidate, CandidateGraph
 from bendtrace.paths.naming import Registry, identifier
 from bendtrace.paths.view import Tree, find
 from bendtrace.recording.agreement import alone
-from bendtrace.recording.owners import module_of
+from bendtrace.recording.owners import module_of, modules_in
 from bendtrace.recording.recorder import Recording
 from bendtrace.recording.run import Signature, record
 from bendtrace.recording.surroundings import Surroundings
@@ -271,7 +271,7 @@ class Knowledge:
         owner = module_of(self.model)
         if owner is None:
             return []
-        modules = dict(owner.named_modules(remove_duplicate=False))
+        modules = modules_in(owner)
         if owner is not self.model:
             del modules[""]  # no call of it is a node
         found = []

@@ -18,7 +18,7 @@ from bendtrace.paths.nodes import TreeNode
 from bendtrace.paths.text import Chosen
 from bendtrace.paths.view import Node, NodePath, is_path_only
 from bendtrace.recording.names import NodeRef
-from bendtrace.recording.owners import module_of
+from bendtrace.recording.owners import modules_in, states_of
 
 __all__ = ["by_path", "describe_where", "meant_by", "name_of", "node_meant", "text_of"]
 
@@ -132,12 +132,11 @@ def meant_by(text: str, known: Runs) -> Meant | None:
 
 def _owned(text: str, known: Runs) -> Meant | None:
     """Return the parameter, buffer or module of a name, which can have underscores for dots."""
-    model = module_of(known.model)
-    if model is None or not text:
+    if not text:
         return None
-    if text in dict(states_of(model)):
+    if text in dict(states_of(known.model)):
         return Meant("state", text, is_owned=True)
-    modules = dict(model.named_modules(remove_duplicate=False))
+    modules = modules_in(known.model)
     named = [text] if text in modules else [n for n in modules if n.replace(".", "_") == text]
     return Meant("module", named[0], modules[named[0]], is_owned=True) if len(named) == 1 else None
 
@@ -168,14 +167,6 @@ def _refusal(
     if owned is not None and owned.module is not None:  # which no run has called
         message += ", or give the module itself"
     return NodePathError(message, text, clear)
-
-
-def states_of(model: nn.Module) -> list[tuple[str, Any]]:
-    """Return the parameters and buffers of a model, under all their names."""
-    return [
-        *model.named_parameters(remove_duplicate=False),
-        *model.named_buffers(remove_duplicate=False),
-    ]
 
 
 def text_of(where: Any) -> str:

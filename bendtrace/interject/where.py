@@ -25,7 +25,7 @@ from bendtrace.paths.naming import dotted
 from bendtrace.paths.nodes import TreeNode
 from bendtrace.paths.view import Node, Tree, dug, find
 from bendtrace.recording.functions import SHAPES, VALUES
-from bendtrace.recording.owners import module_of
+from bendtrace.recording.owners import module_of, modules_in
 
 if TYPE_CHECKING:
     from bendtrace.interject.selectors import naming
@@ -229,7 +229,7 @@ def _require_own(node: Node, known: Known) -> None:
     """
     data, model = node._data, module_of(known.model)
     if data.kind == "graph" and data.module and model is not None:
-        module = dict(model.named_modules(remove_duplicate=False)).get(data.module)
+        module = modules_in(model).get(data.module)
         if module is not None and type(module).__name__ != data.class_name:
             raise InputError(
                 f"{data.path!r} is a {data.class_name} in the run that this node is of, and a "

@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import nn
 
+from bendtrace.recording.owners import states_of
 from bendtrace.recording.sites import Site
 from bendtrace.recording.tape import ModuleCall
 
@@ -187,7 +188,7 @@ class Holders:
         self._modules: dict[int, dict[int, str]] = {}
         self._tensors: dict[int, dict[int, str]] = {}
         self._nameless: dict[tuple[int, str], list[nn.Module]] = {}
-        self._by_path = dict(_tensors_of(root)) if root is not None else {}
+        self._by_path = dict(states_of(root)) if root is not None else {}
 
     def module(self, call: ModuleCall) -> str:
         """Return what the code around a call knows the called module as: `layers.8`."""
@@ -217,7 +218,7 @@ class Holders:
             known = self._tensors.get(id(call.module))
             if known is None:
                 known = self._tensors[id(call.module)] = {
-                    id(held): name for name, held in reversed(list(_tensors_of(call.module)))
+                    id(held): name for name, held in reversed(list(states_of(call.module)))
                 }
             if id(tensor) in known:
                 return known[id(tensor)]
@@ -229,7 +230,7 @@ class Holders:
         Such modules without state are all alike; others are told apart.
         """
         module, name = call.module, type(call.module).__name__
-        if module is None or not _tensors_of(module):
+        if module is None or not states_of(module):
             return name
         seen = self._nameless.setdefault((id(call.parent), name), [])
         for position, other in enumerate(seen):
@@ -237,13 +238,6 @@ class Holders:
                 return f"{name}.{position}"
         seen.append(module)
         return f"{name}.{len(seen) - 1}"
-
-
-def _tensors_of(module: nn.Module) -> list[tuple[str, Any]]:
-    return [
-        *module.named_parameters(remove_duplicate=False),
-        *module.named_buffers(remove_duplicate=False),
-    ]
 
 
 def dotted(label: str) -> str:

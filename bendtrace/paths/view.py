@@ -16,7 +16,17 @@ from bendtrace.paths.build import StepSource
 from bendtrace.paths.nodes import NodePath, Pass, TreeNode, plain_keys
 from bendtrace.paths.text import LIMIT, Chosen, Text, children_of, describe, draw, passes_in
 
-__all__ = ["Node", "NodePath", "Tree", "dug", "find", "is_path_only", "require_leaf", "resolve"]
+__all__ = [
+    "Node",
+    "NodePath",
+    "Tree",
+    "dug",
+    "find",
+    "is_path_only",
+    "plain_path",
+    "require_leaf",
+    "resolve",
+]
 
 
 Found = tuple[TreeNode, Chosen]
@@ -24,6 +34,11 @@ _SHOWN = 12  # completions that a message names
 _BRACKET = re.compile(r"\[\s*(?:'([^']*)'|\"([^\"]*)\"|(-?\w+))\s*\]")
 _ITEM = re.compile(r"(\w+)_(\d+)(?=[.|:]|$)(.*)", re.DOTALL)
 _PASS = re.compile(r":(\d+)")
+
+
+def plain_path(text: str) -> str:
+    """Return a path without passes, a leading dot and signs for what is in containers."""
+    return re.sub(r":\d+", "", text).replace("|", ".").strip().lstrip(".")
 
 
 def is_path_only(text: str) -> bool:

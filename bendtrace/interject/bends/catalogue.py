@@ -27,7 +27,7 @@ from bendtrace.paths.naming import Registry, identifier
 from bendtrace.paths.nodes import NodePath
 from bendtrace.paths.text import Text
 from bendtrace.paths.view import Node, Tree
-from bendtrace.recording.owners import is_leaf_module, module_of
+from bendtrace.recording.owners import is_leaf_module, modules_in, states_of
 from bendtrace.recording.recorder import Recording
 from bendtrace.recording.tape import OpKind, TensorMeta
 from bendtrace.run import Run
@@ -43,7 +43,6 @@ __all__ = [
     "kept",
     "leaves_of",
     "near",
-    "states_of",
     "weight_table",
 ]
 
@@ -145,12 +144,9 @@ def leaves_of(model: Callable[..., Any]) -> frozenset[str]:
     They are those that torch.fx keeps whole: of torch.nn, but for containers; and here also but
     for transformers and their layers.
     """
-    owner = module_of(model)
-    if owner is None:
-        return frozenset()
     return frozenset(
         path
-        for path, module in owner.named_modules(remove_duplicate=False)
+        for path, module in modules_in(model).items()
         if path and is_leaf_module(module) and not isinstance(module, _OPEN)
     )
 
@@ -180,14 +176,6 @@ def weights_named(
         )
     }
     return list(found)
-
-
-def states_of(model: Callable[..., Any]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the parameters and buffers of a model, under all their names."""
-    owner = module_of(model)
-    if owner is not None:
-        yield from owner.named_parameters(remove_duplicate=False)
-        yield from owner.named_buffers(remove_duplicate=False)
 
 
 def _names_weight(pattern: re.Pattern[str], name: str) -> bool:
@@ -277,10 +265,7 @@ def inputs_in(recording: Recording, registry: Registry) -> Iterator[Activation]:
 
 def modules_of(model: Callable[..., Any], leaves: frozenset[str]) -> Iterator[Activation]:
     """Yield the modules of a model, for as long as no run has come by them."""
-    owner = module_of(model)
-    if owner is None:
-        return
-    for path, _ in owner.named_modules(remove_duplicate=False):
+    for path in modules_in(model):
         around = path.rpartition(".")[0]
         if path and not is_inside(around, leaves):
             level: Level = "whole" if path in leaves else "around"
