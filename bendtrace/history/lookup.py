@@ -6,6 +6,8 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, overload
 
+from torch import nn
+
 from bendtrace._later import tabulate
 from bendtrace.errors import InputError, LayerKeyError
 from bendtrace.history.building import Log
@@ -191,7 +193,8 @@ class Lookup:
             node = NodePath(path) if path else self._tree.root
             found.update(dict.fromkeys(self.all(node)))
         if not found:
-            raise LayerKeyError(f"{key!r} means no node of this run", key)
+            said = f"the module {type(key).__name__}" if isinstance(key, nn.Module) else repr(key)
+            raise LayerKeyError(f"{said} selects no node of this run", key)
         entries = list(found)
         return entries[0] if len(entries) == 1 else Entries(entries)
 

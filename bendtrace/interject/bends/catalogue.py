@@ -454,8 +454,11 @@ class Catalogue:
                 continue
             names = [a.name for a in seen if a.level != "inside"] if spec.activations else []
             names += [] if spec.weights is False else list(self.states())
-            if spec.activations and is_layer_name(pattern.pattern):
-                names = [name for run in self._known.names() for name in run.listed()]
+            if spec.activations and (
+                is_layer_name(pattern.pattern) or not near_names(pattern.pattern, names)
+            ):
+                others = [name for run in self._known.names() for name in run.listed()]
+                names = others if near_names(pattern.pattern, others) else names
             text = f"nothing to bend is called {pattern.pattern!r}; {near(pattern.pattern, names)}"
             if not self.is_traced:
                 text += " (nothing has been traced yet, so only modules and weights are known)"
