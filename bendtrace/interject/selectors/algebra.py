@@ -237,10 +237,9 @@ class Not(Selector):
         return f"~{_inside(self.selector, '~')}"
 
 
-class _Ordered(Selector):
-    """Some of the nodes that a selector means, by their order."""
+class _Ahead(Selector):
+    """Nodes that one node alone does not tell: the graph of a run has to be known."""
 
-    selector: NodeSelector
     looks_ahead = True
 
     def matches(self, node: Candidate) -> bool:
@@ -249,7 +248,16 @@ class _Ordered(Selector):
         Raises:
             InputError: always.
         """
-        raise cannot_tell(self)
+        raise InputError(
+            f"{self!r} cannot be told from one node alone: it needs the graph of a run, "
+            "select(graph)"
+        )
+
+
+class _Ordered(_Ahead):
+    """Some of the nodes that a selector means, by their order."""
+
+    selector: NodeSelector
 
     def _in_order(self, graph: CandidateGraph) -> list[str]:
         found = selected(self.selector, graph, set(graph.nodes))
@@ -305,14 +313,6 @@ class Slice(_Ordered):
 
     def __repr__(self) -> str:
         return f"match_slice({self.selector!r}, {self.start}, {self.stop}, {self.step})"
-
-
-def cannot_tell(selector: NodeSelector) -> InputError:
-    """Return the error for asking about one node where the whole graph has to be known."""
-    return InputError(
-        f"{selector!r} cannot be told from one node alone: it needs the graph of a run, "
-        "select(graph)"
-    )
 
 
 def _inherit(made: Selector, *parts: NodeSelector) -> None:
@@ -389,18 +389,6 @@ def between(start: Any, end: Any) -> Selector:
         [<node exp: exp>, <node add: add>]
     """
     return Between(as_selector(start), as_selector(end))
-
-
-class _Ahead(Selector):
-    looks_ahead = True
-
-    def matches(self, node: Candidate) -> bool:
-        """Refuse, since the other nodes have to be known.
-
-        Raises:
-            InputError: always.
-        """
-        raise cannot_tell(self)
 
 
 @dataclass(frozen=True, repr=False)
