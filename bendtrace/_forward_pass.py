@@ -10,7 +10,7 @@ import torch
 
 from bendtrace._trace import Trace, run_trace
 from bendtrace.errors import InputError
-from bendtrace.history.options import SaveOptions
+from bendtrace.history.capture import SaveOptions
 
 if TYPE_CHECKING:
     from bendtrace.drawing.picture import Picture

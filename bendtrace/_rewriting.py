@@ -8,13 +8,12 @@ from typing import Any, TypeVar
 from torch import nn
 
 from bendtrace.errors import InputError
-from bendtrace.interject.candidate import Candidate, CandidateGraph
-from bendtrace.interject.graphs import candidate_graph
 from bendtrace.interject.leaves import leaves_in, outside
-from bendtrace.interject.selector import NodeSelector
+from bendtrace.interject.resolver import describe_where
 from bendtrace.interject.sharing import replaced, shared_copy
-from bendtrace.interject.where import describe_where, near_misses
+from bendtrace.interject.where import near_misses
 from bendtrace.module import BendedModule
+from bendtrace.paths.candidates import Candidate, CandidateGraph, NodeSelector
 from bendtrace.paths.naming import identifier
 
 __all__ = ["replace_module", "replace_module_native"]
@@ -149,10 +148,7 @@ def _bended(model: nn.Module, like: BendedModule) -> BendedModule:
 
 
 def _graphs(bended: BendedModule) -> list[CandidateGraph]:
-    return [
-        candidate_graph(run, bended.model, bended._known.registry)
-        for run in bended._trees.plain_runs()
-    ]
+    return [bended._known.run(recording).candidates for recording in bended._trees.plain_runs()]
 
 
 def _meant(model: nn.Module, selector: NodeSelector, graphs: list[CandidateGraph]) -> set[str]:

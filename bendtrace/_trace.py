@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import functools
 import json
 import os
 import re
@@ -19,15 +18,14 @@ from torch import fx, nn
 from bendtrace._history import ModelHistory
 from bendtrace._later import Later
 from bendtrace.errors import DivergenceError, InputError, LayerKeyError, NotReplayableError
-from bendtrace.flow import FlowSteps, flow_steps
-from bendtrace.graph.names import node_names
-from bendtrace.history.building import Log, build_log
-from bendtrace.history.capture import Capture
-from bendtrace.history.options import SaveOptions
+from bendtrace.flow import FlowSteps
+from bendtrace.history.building import Log
+from bendtrace.history.capture import Capture, SaveOptions
+from bendtrace.history.lookup import Lookup
 from bendtrace.history.selection import Selection
+from bendtrace.history.sizes import counted
 from bendtrace.history.text import Facts
 from bendtrace.paths.naming import Registry
-from bendtrace.paths.tree import tree_of
 from bendtrace.paths.view import Tree
 from bendtrace.recording.recorder import Recording
 from bendtrace.recording.run import Signature, record
@@ -36,18 +34,18 @@ from bendtrace.replay.ambience import Ambience
 from bendtrace.replay.explain import GuardTable, explain_check, explain_divergence
 from bendtrace.replay.program import Program
 from bendtrace.replay.stretches import Divergence
+from bendtrace.run import Run, name_of_function
 
 if TYPE_CHECKING:
     from bendtrace import storage
     from bendtrace.graph import fx as conversion
-    from bendtrace.graph import mirror
     from bendtrace.graph.mirror import Graph
-    from bendtrace.history import flops, validate
+    from bendtrace.history import validate
     from bendtrace.history.validate import Validation
+    from bendtrace.interject.selectors import naming
 else:
     conversion = Later("bendtrace.graph.fx")
-    flops = Later("bendtrace.history.flops")
-    mirror = Later("bendtrace.graph.mirror")
+    naming = Later("bendtrace.interject.selectors.naming")
     storage = Later("bendtrace.storage")
     validate = Later("bendtrace.history.validate")
 
@@ -78,7 +76,10 @@ def trace(
 
             - names of layers and modules, also as patterns: `"relu_1"`, `"features.*"`;
             - positions, also from the end;
-            - modules and classes of modules: what they give;
+            - modules and classes of modules: their outputs;
+            - entries of another log;
+            - node paths, nodes of a tree, selectors and torch functions. Only the finished run
+              can resolve these, so all values are held until it ends;
             - functions of the entry, which return what to keep: `True` for the value itself,
               None for nothing, or something computed from `entry.tensor_contents`.
 
@@ -90,7 +91,8 @@ def trace(
             memory.
         keep_graph: whether they are part of the autograd graph, instead of being detached: one can
             go backward from them, but they are not what later ops have used.
-        stop_after: the run ends here, if given: what `save` takes. Such a trace has no output.
+        stop_after: the run ends here, if given: what `save` takes, as far as it is known while the
+            run goes on. Such a trace has no output.
         **kwargs: keyword arguments of the function. One that has the name of an option has to be
             bound beforehand, with `functools.partial`.
 
@@ -171,7 +173,7 @@ def _run_trace(
         store = None
         if options.directory is not None:
             store = stack.enter_context(storage.ShardWriter(options.directory))
-        capture = options.capture(store)
+        capture = options.capture(store, function)
         began = time.perf_counter()
         recording = record(function, args, kwargs, signature, observer=capture, inserter=inserter)
         capture.seconds = time.perf_counter() - began
@@ -180,6 +182,7 @@ def _run_trace(
         made = Trace(recording, ambience, signature, function, capture=capture, registry=registry)
         made.keeps = None if inserter is None else inserter.plan
         capture.finish(recording.result, made.output_values)
+        made.settle(capture)
     made.require_met(capture)
     return made
 
@@ -193,8 +196,9 @@ def _refuse_taken_names(function: Callable[..., Any]) -> None:
     taken = OPTIONS & Signature(function).parameters
     if taken:
         raise InputError(
-            f"{_name(function)} has an argument of its own called {min(taken)}, which would be "
-            "taken for an option: bind it with functools.partial, or use bendtrace.log_forward_pass"
+            f"{name_of_function(function)} has an argument of its own called {min(taken)}, which "
+            "would be taken for an option: bind it with functools.partial, or use "
+            "bendtrace.log_forward_pass"
         )
 
 
@@ -205,6 +209,7 @@ class Trace(ModelHistory):
 
     Attributes:
         recording: what the recorder left.
+        run: the views that are derived from it.
         function: what was run.
         output: what it returned; None for a trace that a `BendedModule` made when called.
 
@@ -239,7 +244,7 @@ class Trace(ModelHistory):
         self._ambience = ambience
         self._signature = signature
         self._capture = capture
-        self._registry = registry
+        self.run = Run(recording, function, registry)
         self._has_counted = False
         self.keeps: object = None  # what was inserted, for as long as the trace can be replayed
         if program is not None:
@@ -255,20 +260,20 @@ class Trace(ModelHistory):
         """The calls of modules, in the order in which they began."""
         return self.recording.tape.calls
 
-    @cached_property
+    @property
     def names(self) -> list[str]:
         """The name of each op's node."""
-        return node_names(self.ops)
+        return self.run.names
 
-    @cached_property
-    def flow_steps(self) -> FlowSteps:  # computed here, once
+    @property
+    def flow_steps(self) -> FlowSteps:
         """Where the model's Python depended on the inputs."""
-        return flow_steps(self.recording.tape, self.names)
+        return self.run.steps
 
-    @cached_property
+    @property
     def graph(self) -> Graph:  # type: ignore[override]
         """The networkx mirror, at op level."""
-        return mirror.mirror(self.recording, self.names, self.flow_steps, self.function)
+        return self.run.graph
 
     @cached_property
     def program(self) -> Program:
@@ -290,19 +295,31 @@ class Trace(ModelHistory):
         """
         return GuardTable(self.recording.tape.guards, self.program.analysis.kinds, self.names)
 
-    @cached_property
+    @property
     def _tree(self) -> Tree:  # type: ignore[override]
-        return tree_of(self.recording, self.function, self._registry)
+        return self.run.tree
 
     @cached_property
     def _log(self) -> Log:  # type: ignore[override]
-        log = build_log(
-            self.recording, _model_name(self.function), self.names, self.flow_steps, self._tree
-        )
+        log = self.run.log
         if self._capture is not None:
             self._capture.attach(log.entries, log.given_out, len(self.ops))
         self._claim(log)
         return log
+
+    @property
+    def _lookup(self) -> Lookup:
+        _ = self._log  # which has what was kept
+        return self._finder
+
+    @cached_property
+    def _finder(self) -> Lookup:
+        run = self.run  # the lookup does not refer to the trace, which would outlive its last user
+
+        def select(what: Any) -> list[str]:
+            return [node.path for node in naming.nodes_meant(what, run.candidates)]
+
+        return Lookup(run.log, run.tree, select)
 
     @property
     def _facts(self) -> Facts:  # type: ignore[override]
@@ -320,7 +337,7 @@ class Trace(ModelHistory):
         if self._has_counted:
             return
         self._has_counted = True
-        counts = flops.flops_of(self.ops)
+        counts = validate.flops_of(self.ops)
         for entry in self.entries:
             if entry.kind == "op" and entry.index is not None and not any(entry.element[:1]):
                 entry.flop_count = counts.get(entry.index, 0)
@@ -356,6 +373,35 @@ class Trace(ModelHistory):
         found = self._tree.outputs
         return [(index, element) for _, index, element in found if index is not None]
 
+    def settle(self, capture: Capture) -> None:
+        """Choose the values that only the finished run could tell.
+
+        Raises:
+            LayerKeyError: there is nothing by what was asked for, or it is ambiguous.
+        """
+        wants = capture.deferred
+        keys: list[tuple[int, tuple[Any, ...]]] = []
+        for want in wants:
+            try:
+                entries = self._finder.all(want.key)
+            except LayerKeyError as error:
+                if capture.ended:  # it may have been still to come
+                    continue
+                raise LayerKeyError(f"save: {error}", want.key, error.near) from None
+            if all(entry.kind in ("state", "number") for entry in entries):
+                raise LayerKeyError(
+                    f"save: {want.key!r} is {', '.join(map(repr, entries))}, and only tensors that "
+                    "the run computes are saved",
+                    want.key,
+                )
+            want.met = True
+            for entry in entries:
+                # An output is the value that it was.
+                sources = [entry] if entry.index is not None else self._finder.all(entry.parents)
+                keys += [(one.index, one.element) for one in sources if one.index is not None]
+        if wants:
+            capture.choose(keys)
+
     def require_met(self, capture: Capture) -> None:
         """Raise if there was nothing by a name that was asked for.
 
@@ -372,6 +418,13 @@ class Trace(ModelHistory):
                         "the run"
                     )
                     raise LayerKeyError(f"{what}: no layer or module is called {key!r}{hint}", key)
+                if isinstance(key, re.Pattern) and key in self:
+                    raise LayerKeyError(
+                        f"{what}: no layer or module is called {key.pattern!r}; it matches node "
+                        "paths, which are known only after the run: save what "
+                        "node_selector.matches_path means",
+                        key,
+                    )
                 near = self._lookup.near(key) if isinstance(key, str) else []
                 hint = f"; near to it: {', '.join(near)}" if near else ""
                 raise LayerKeyError(
@@ -471,7 +524,7 @@ class Trace(ModelHistory):
     def to_dict(self) -> dict[str, Any]:
         """Return ops, flow steps and guards as plain values."""
         return {
-            "function": _name(self.function),
+            "function": name_of_function(self.function),
             "nodes": self.graph.to_list(),
             "flow_steps": self.flow_steps.to_list(),
             "guards": self.guards.to_list(),
@@ -487,21 +540,6 @@ class Trace(ModelHistory):
             raise NotReplayableError(self.why_live)
 
     def __repr__(self) -> str:
-        counts = f"{_counted(len(self.ops), 'op')}, {_counted(len(self.flow_steps), 'flow step')}"
+        counts = f"{counted(len(self.ops), 'op')}, {counted(len(self.flow_steps), 'flow step')}"
         live = "" if not self.why_live else ", live only"
-        return f"<Trace of {_name(self.function)}: {counts}{live}>"
-
-
-def _counted(number: int, noun: str) -> str:
-    return f"{number} {noun}{'s' * (number != 1)}"
-
-
-def _model_name(function: Callable[..., Any]) -> str:
-    return type(function).__name__ if isinstance(function, nn.Module) else _name(function)
-
-
-def _name(function: Callable[..., Any]) -> str:
-    if isinstance(function, functools.partial):
-        return f"partial({_name(function.func)})"
-    name = getattr(function, "__qualname__", None) or type(function).__name__
-    return str(name).rpartition("<locals>.")[2]
+        return f"<Trace of {name_of_function(self.function)}: {counts}{live}>"

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from bendtrace._trace import Trace
 from bendtrace.errors import InputError
-from bendtrace.flow import FlowSteps, flow_steps
-from bendtrace.graph.names import node_names
+from bendtrace.flow import steps_of
 from bendtrace.interject.gates import running
 from bendtrace.interject.knowledge import Knowledge
 from bendtrace.interject.plan import Plan
@@ -179,7 +178,7 @@ class Dispatcher:
                 continue
             depth = program.checks.index(failed) if failed in program.checks else -1
             if nearest is None or depth > nearest[0]:
-                steps = _steps_of(program.recording)
+                steps = steps_of(program.recording)
                 nearest = depth, explain_check(failed, program, arguments, steps)
         return Explanation(tuple(serving), None if serving or nearest is None else nearest[1])
 
@@ -229,7 +228,7 @@ class Dispatcher:
         self._mismatch = None
         if leaves is not None:
             before, now = live.recording, recording.tape.guards[leaves[0]].expected
-            self._mismatch = explain_guard(before.tape, leaves[0], now, _steps_of(before))
+            self._mismatch = explain_guard(before.tape, leaves[0], now, steps_of(before))
         return self._kept(recording, program)
 
     def _traced(
@@ -270,9 +269,9 @@ class Dispatcher:
         known = divergence.recording
         mismatch: Mismatch | Callable[[], Mismatch]
         if divergence.is_anew:  # which holds no values: said when somebody asks
-            mismatch = lambda: explain_divergence(divergence, _steps_of(known))  # noqa: E731
+            mismatch = lambda: explain_divergence(divergence, steps_of(known))  # noqa: E731
         else:
-            mismatch = explain_divergence(divergence, _steps_of(known))
+            mismatch = explain_divergence(divergence, steps_of(known))
         known_live = divergence.known_live
         prefix = divergence.prefix()
         if known_live and prefix is None:
@@ -371,7 +370,3 @@ _RECOVERED = 3.0  # from here on, the trials before count no more
 _NEAR = 16
 # After this many runs that filled a cache, a cache is taken to be filled by every call.
 _PASSING = 4
-
-
-def _steps_of(recording: Recording) -> FlowSteps:
-    return flow_steps(recording.tape, node_names(recording.tape.ops))

@@ -22,6 +22,7 @@ from typing import Any, overload
 
 from bendtrace._later import tabulate
 from bendtrace.recording.features import is_off
+from bendtrace.recording.finish import Recording
 from bendtrace.recording.functions import SHAPES, is_gate
 from bendtrace.recording.iterations import Iterations, Mark, is_inside_comparison, marks_of
 from bendtrace.recording.probes import look_at_flow_once
@@ -40,6 +41,7 @@ __all__ = [
     "LoopFlowStep",
     "ShapeFlowStep",
     "flow_steps",
+    "steps_of",
 ]
 
 
@@ -305,6 +307,25 @@ def _iterations(step: LoopFlowStep) -> str:
     return step.how_often
 
 
+def steps_of(recording: Recording) -> FlowSteps:
+    """Return the flow steps of a recorded run, derived once.
+
+    Args:
+        recording: the run.
+
+    Example:
+        >>> import torch, bendtrace as bt
+        >>> trace = bt.trace(lambda x: x + 1 if x.sum() > 0 else x, torch.ones(2))
+        >>> bt.flow.steps_of(trace.recording) is trace.flow_steps
+        True
+    """
+    return recording.view(_derived)
+
+
+def _derived(recording: Recording) -> FlowSteps:
+    return flow_steps(recording.tape, recording.names)
+
+
 def flow_steps(tape: Tape, names: list[str]) -> FlowSteps:
     """Derive the flow steps of a tape.
 
@@ -337,7 +358,7 @@ def flow_steps(tape: Tape, names: list[str]) -> FlowSteps:
             continue
         cls, kind = chosen
         record = mark.record
-        step = _Draft(
+        step = cls(
             name=names[record.index],
             value=record.expected if isinstance(record, Guard) else record.meta,
             kind=kind,
@@ -348,18 +369,18 @@ def flow_steps(tape: Tape, names: list[str]) -> FlowSteps:
             iteration=iterations.at(mark.order),
         )
         loop = mark.role.heads
-        if cls is LoopFlowStep and loop is not None:
+        if isinstance(step, LoopFlowStep):
+            if loop is None:  # a tensor walked by code that is not a loop of the source
+                steps.append(replace(step, bound=step.value, iterations=step.value))
+                continue
             if header is None or header.is_complete:
                 header = _Header(loop, mark, len(steps))
-            steps.append(step.loop(None, 0))
+            steps.append(step)
             header.take(mark, step.value, steps, iterations)
             continue
-        if cls is LoopFlowStep:  # a tensor walked by code that is not a loop of the source
-            steps.append(step.loop(step.value, step.value))
-            continue
         if iterations.begins_while(mark.order) and (tests := mark.role.tests) is not None:
-            steps.append(step.whole(tests, iterations.count(mark.order)))
-        steps.append(step.finish(cls))
+            steps.append(_whole(step, tests, iterations.count(mark.order)))
+        steps.append(step)
     if is_off("iterations"):
         steps = [_without_iterations(step) for step in steps]
     return FlowSteps(steps)
@@ -419,31 +440,12 @@ class _Header:
                 steps[position] = replace(step, bound=bound, iterations=count)
 
 
-@dataclass
-class _Draft:
-    """The fields that all flow steps share."""
-
-    name: str
-    value: Any
-    kind: str
-    place: Place
-    text: str
-    module_path: str
-    guard: int | None
-    iteration: tuple[int, ...]
-
-    def finish(self, cls: type[FlowStep]) -> FlowStep:
-        return cls(**vars(self))
-
-    def loop(self, bound: int | None, iterations: int) -> LoopFlowStep:
-        return LoopFlowStep(**vars(self), bound=bound, iterations=iterations)
-
-    def whole(self, loop: Loop, iterations: int) -> LoopFlowStep:
-        """A `while` as a whole; its tests are steps, and have guards, of their own."""
-        outside = replace(
-            self, kind="while", text=loop.text, guard=None, iteration=self.iteration[:-1]
-        )
-        return outside.loop(None, iterations)
+def _whole(test: FlowStep, loop: Loop, iterations: int) -> LoopFlowStep:
+    """Return a `while` as a whole; its tests are steps, and have guards, of their own."""
+    return LoopFlowStep(
+        test.name, test.value, "while", test.place, loop.text, test.module_path, None,
+        test.iteration[:-1], None, iterations,
+    )  # fmt: skip
 
 
 def _class_of(mark: Mark, tape: Tape) -> tuple[type[FlowStep], str] | None:

@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from bendtrace.interject.activations import get_activations, inputs_of
-from bendtrace.interject.bends.activations import Filter
 from bendtrace.interject.bends.bending import Bending, Out
+from bendtrace.interject.bends.catalogue import Filter
 from bendtrace.interject.bends.config import BendingConfig
 from bendtrace.interject.bends.handle import BendHandle
 from bendtrace.interject.bends.parameter import Value
@@ -94,9 +94,9 @@ class BendedModule(ReplayingModule):
         Args:
             where: at which nodes: a node path (also into a container, `output|sub_0`, of an input
                 of a module, `fc.input`, or of a parameter, `fc.weight`), a node of a tree of paths,
-                a regular expression for paths, a module, a class of modules, a selector, a function
-                that says whether a `Candidate` is meant, the name of a node of the networkx
-                mirror, or several of these.
+                a regular expression for paths, a module, a class of modules, a selector, a torch
+                function, a function that says whether a `Candidate` is meant, the name of a layer
+                or an entry of the log, a `NodeRef` of the networkx mirror, or several of these.
             what: an `Interjection`, or a function of the value that the node gives, or a module
                 that is called with it. What it returns takes the value's place; None keeps it. A
                 function with two arguments is given the `NodePass` as well.
@@ -155,7 +155,8 @@ class BendedModule(ReplayingModule):
         Args:
             patches: for each node a patch, or several in the order in which they are to be
                 applied. Nodes are given by their paths, `layers_0.mlp.relu`, `linear.input`,
-                `linear.weight`, `output|sub_0`, or as nodes of a tree of paths.
+                `linear.weight`, `output|sub_0`, as nodes of a tree of paths, or by whatever else
+                `interject` takes.
 
         Raises:
             NodePathError: there are nodes that do not exist, or hold no single value.

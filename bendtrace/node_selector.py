@@ -42,11 +42,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from bendtrace.interject.candidate import Candidate, CandidateGraph
-from bendtrace.interject.graphs import candidate_graph
-from bendtrace.interject.selector import NodeSelector
-from bendtrace.interject.selectors.algebra import Nth, Selector, Slice, as_selector
-from bendtrace.interject.selectors.dataflow import between, has_following, has_preceding
+from bendtrace.interject.selectors.algebra import (
+    Nth,
+    Selector,
+    Slice,
+    as_selector,
+    between,
+    has_following,
+    has_preceding,
+)
 from bendtrace.interject.selectors.layers import Family, Layers
 from bendtrace.interject.selectors.naming import (
     has_parameters,
@@ -61,9 +65,11 @@ from bendtrace.interject.selectors.naming import (
     matches_qualified_name,
     node_lambda,
     source_text,
+    with_dtype,
+    with_shape,
 )
 from bendtrace.interject.selectors.source import at_line, in_loop, under_branch
-from bendtrace.interject.selectors.values import with_dtype, with_shape
+from bendtrace.paths.candidates import Candidate, CandidateGraph, NodeSelector
 
 if TYPE_CHECKING:
     from bendtrace._trace import Trace
@@ -294,6 +300,6 @@ def find(selector: Any, trace: Trace) -> list[Candidate]:
         >>> bt.node_selector.find(bt.node_selector.has_following(activations), trace)
         [<node add: add>]
     """
-    graph = candidate_graph(trace.recording, trace.function, trace._registry)
-    meant = as_selector(selector).select(graph)
-    return [node for node in graph if node.path in meant]
+    nodes = trace.run.candidates
+    meant = as_selector(selector).select(nodes)
+    return [node for node in nodes if node.path in meant]

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 from bendtrace.module import BendedModule
-from bendtrace.paths.tree import tree_of
 from bendtrace.paths.view import Node, Tree
 
 __all__ = ["PatchableGraph"]
@@ -51,7 +50,7 @@ class PatchableGraph(BendedModule):
     ) -> None:
         super().__init__(model)
         recording = self.trace(*example_args, **example_kwargs).recording
-        self._keep(tree_of(recording, model, self._known.registry))
+        self._keep(self._known.run(recording).tree)
 
     @property
     def graph(self) -> Node:  # type: ignore[override]

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from bendtrace._later import Later
-from bendtrace._trace import OPTIONS, Trace, _name
+from bendtrace._trace import OPTIONS, Trace
 from bendtrace.dispatching import Dispatcher
 from bendtrace.errors import InputError
 from bendtrace.interject.board import Board
@@ -29,6 +29,7 @@ from bendtrace.recording.serving import call_itself, serving
 from bendtrace.recording.watcher import current_watcher
 from bendtrace.replay.explain import Mismatch
 from bendtrace.replay.tree import TraceTree
+from bendtrace.run import name_of_function
 from bendtrace.served import Explanation, Stats
 from bendtrace.stand_in import StandIn
 
@@ -313,7 +314,8 @@ class ReplayingModule(StandIn):
             ...  for branch in bended.tree[0].flow.branches.values()]
             [('... if x.sum() > 0 else ...', 2, 1)]
         """
-        return outline_program.Outline(self._tree, _name(self._model), vars(self._dispatcher.stats))
+        name = name_of_function(self._model)
+        return outline_program.Outline(self._tree, name, vars(self._dispatcher.stats))
 
     def coverage(self) -> Coverage:
         """List the branches of the model's source of which only one side was seen, or none.

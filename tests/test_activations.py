@@ -117,7 +117,7 @@ def traced(make: Callable[[], Any], *calls: Any, **kwargs: Any) -> bt.BendedModu
 def at(bended: bt.BendedModule, path: str) -> Any:
     """Return the node of a path in the latest run."""
     assert bended._dispatcher.latest is not None
-    return bended._known.tree(bended._dispatcher.latest.recording).resolve(path, leaf=False)
+    return bended._known.run(bended._dispatcher.latest.recording).tree.resolve(path, leaf=False)
 
 
 # Handing out

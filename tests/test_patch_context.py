@@ -30,7 +30,7 @@ from bendtrace.interject.patches.probes import ProbePatch, RecordPatch
 from bendtrace.interject.patches.values import AddPatch, ReplacePatch, ZeroPatch
 from bendtrace.patchable import PatchableGraph
 from bendtrace.paths.nodes import TreeNode
-from bendtrace.paths.strings import dug
+from bendtrace.paths.view import dug
 from tests.corpus import CASES
 from tests.corpus._case import Case
 from tests.promise import bits, footprint, outcome, state
@@ -459,7 +459,7 @@ def test_all_paths_are_checked_before_anything_is_placed(pg: PatchableGraph) -> 
     for patches, message in (
         ({"foo"}, "patches are given as a dict of node paths to patches"),
         ([ZeroPatch()], "not as list"),
-        ({3: ZeroPatch()}, "a node path is a string or a node, not int"),
+        ({3: ZeroPatch()}, "3 does not name nodes: give a selector, a node path"),
         ({"relu": 3}, "'relu': 3 is no patch$"),
         ({"relu": [ZeroPatch(), None]}, "'relu': None is no patch"),
         ({"relu": ZeroPatch}, r"'relu': ZeroPatch is a class; write ZeroPatch\(...\)"),

@@ -20,12 +20,11 @@ from torch.nn.utils import parametrizations
 import bendtrace as bt
 from bendtrace import node_selector as ns
 from bendtrace.errors import BendtraceError, InputError
-from bendtrace.interject.candidate import Candidate, CandidateGraph
-from bendtrace.interject.graphs import candidate_graph
-from bendtrace.interject.selector import NodeSelector
-from bendtrace.interject.selectors.families import ALIASES, FAMILIES, PARTS
+from bendtrace.interject.selectors.layers import ALIASES, FAMILIES, PARTS
 from bendtrace.interject.selectors.source import branches_around
+from bendtrace.paths.candidates import Candidate, CandidateGraph, NodeSelector
 from bendtrace.recording.sites import Place, Span
+from bendtrace.run import Run
 from tests.sweep.modules import MODULES
 
 ROOT = Path(__file__).parent.parent
@@ -197,7 +196,7 @@ def test_a_layer_that_runs_is_meant_once_and_by_its_functional_when_that_is_call
         made, handed = one.constructor_input, one.forward_input
         layer = info.module_cls(*made.args, **made.kwargs).train(training)
         trace = bt.trace(Around(layer), *handed.args, **handed.kwargs)
-        graph = candidate_graph(trace.recording, trace.function)
+        graph = Run(trace.recording, trace.function).candidates
         assert selector.select(graph) == {"layer"}
         free = [replace(node, scope=None) for node in graph if not node.is_module]
         known = any(selector.matches(node) for node in free)
@@ -476,7 +475,7 @@ X = torch.ones(1, 4)
 @pytest.fixture(scope="module")
 def graph() -> CandidateGraph:
     model = Nested()
-    return candidate_graph(bt.trace(model, X).recording, model)
+    return Run(bt.trace(model, X).recording, model).candidates
 
 
 EVERYTHING = [
@@ -565,7 +564,7 @@ def test_a_node_of_the_tree_can_stand_beside_a_selector_if_it_is_one_as_a_whole(
 
 @pytest.mark.parametrize("other", [None, 3, 2.5, int, {"gelu"}])
 def test_what_says_not_which_nodes_are_meant_is_refused(other: Any) -> None:
-    with pytest.raises(InputError, match=r"says not which nodes are meant|subclasses of nn.Module"):
+    with pytest.raises(InputError, match=r"does not name nodes|subclasses of nn.Module"):
         _ = ns.Activations & other
 
 

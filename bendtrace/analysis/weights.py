@@ -26,7 +26,8 @@ from bendtrace.analysis.streaming.statistic import Statistic
 from bendtrace.errors import InputError
 from bendtrace.interject.interjection import Inputs, NodePass
 from bendtrace.interject.leaves import outside
-from bendtrace.interject.where import describe_where, near_misses
+from bendtrace.interject.resolver import describe_where
+from bendtrace.interject.where import near_misses
 from bendtrace.module import BendedModule
 
 __all__ = ["LayerWeightRank", "WeightRank", "weight_ranks"]

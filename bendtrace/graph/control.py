@@ -3,17 +3,56 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
-from bendtrace.flow import FlowStep, FlowSteps, LogicalFlowStep, LoopFlowStep
+from bendtrace.flow import FlowStep, FlowSteps, LogicalFlowStep, LoopFlowStep, steps_of
+from bendtrace.recording.finish import Recording
 from bendtrace.recording.iterations import running_code, user_code
 from bendtrace.recording.sites import Site, Span
 from bendtrace.recording.statements import governed
 from bendtrace.recording.tape import ModuleCall, Tape
 
-__all__ = ["Governing", "controlling"]
+__all__ = ["control_of"]
 
 
-class Governing:
+class Control(NamedTuple):
+    """Under which flow steps things of a run happened, by number, outermost first.
+
+    Attributes:
+        ops: the steps that led to each op.
+        calls: the steps that led to each call of a module.
+    """
+
+    ops: list[tuple[int, ...]]
+    calls: list[tuple[int, ...]]
+
+
+def control_of(recording: Recording) -> Control:
+    """Return under which flow steps the ops and calls of a run happened, derived once."""
+    return recording.view(_control)
+
+
+def _control(recording: Recording) -> Control:
+    tape = recording.tape
+    governing = _Governing(tape, steps_of(recording))
+    found = Control([], [])
+    calls = iter([*tape.calls, None])
+    coming = next(calls)
+    for position in range(len(tape.ops) + 1):
+        is_over = position == len(tape.ops)
+        while coming is not None and (is_over or coming.start <= position):
+            owner = coming.parent
+            found.calls.append(
+                () if owner is None else governing.at(coming.start, owner, coming.site)
+            )
+            coming = next(calls)
+        if not is_over:
+            op = tape.ops[position]
+            found.ops.append(governing.at(position, op.scope, op.site))
+    return found
+
+
+class _Governing:
     """Tells under which flow steps things of a run happened.
 
     Has to be asked in the order in which they did.
@@ -66,16 +105,3 @@ def _deciding(
         if guard.site is not None:
             _, activation, _ = user_code(guard.scope, guard.site)
             yield guard.position, number, step, activation, spans
-
-
-def controlling(tape: Tape, names: list[str], steps: FlowSteps) -> Iterator[tuple[str, str, int]]:
-    """Yield (node, condition's node, number of the step) for each op that ran under a step.
-
-    Each op gets the innermost step that it ran under; that step's own condition, being an op,
-    leads to the next one out.
-    """
-    governing = Governing(tape, steps)
-    for op in tape.ops:
-        under = governing.at(op.index, op.scope, op.site)
-        if under:
-            yield names[op.index], steps[under[-1]].name, under[-1]

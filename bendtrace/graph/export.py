@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from typing import Any
 
 import networkx as nx
@@ -11,14 +11,32 @@ import torch
 
 from bendtrace._plain import DEVICE, DTYPE, TUPLE, Codec, Form, text_of
 from bendtrace.errors import ConversionError
-from bendtrace.flow import FlowStep, FlowSteps
+from bendtrace.flow import (
+    AssertFlowStep,
+    EscapeFlowStep,
+    FlowStep,
+    FlowSteps,
+    IndexFlowStep,
+    LogicalFlowStep,
+    LoopFlowStep,
+    ShapeFlowStep,
+)
 from bendtrace.graph.mirror import Graph
-from bendtrace.graph.names import NodeRef, target_name
-from bendtrace.graph.rows import flow_rows, flow_steps_of
 from bendtrace.recording.contexts import Autocast, Context
+from bendtrace.recording.names import NodeRef, target_name
+from bendtrace.recording.sites import Place, Span
 from bendtrace.recording.tape import TensorMeta
 
-__all__ = ["GRAPH_CODEC", "from_node_link", "to_dot", "to_graphml", "to_node_link"]
+__all__ = [
+    "GRAPH_CODEC",
+    "flow_rows",
+    "flow_steps_of",
+    "from_node_link",
+    "to_dot",
+    "to_graphml",
+    "to_node_link",
+]
+
 
 GRAPH_CODEC = Codec(
     (Autocast, Context, TensorMeta),
@@ -291,3 +309,55 @@ def _label(text: str) -> str:
     """Return quoted text to be shown: no escape or entity of Graphviz's takes effect in it."""
     lines = [_id(line)[1:-1].replace("&", "&amp;") for line in text.split("\n")]
     return '"' + "\\n".join(lines) + '"'
+
+
+_CLASSES = {
+    cls.__name__: cls
+    for cls in (
+        FlowStep,
+        AssertFlowStep,
+        EscapeFlowStep,
+        IndexFlowStep,
+        LogicalFlowStep,
+        LoopFlowStep,
+        ShapeFlowStep,
+    )
+}
+
+
+def flow_rows(steps: Iterable[FlowStep], codec: Codec) -> list[dict[str, Any]]:
+    """Return flow steps as plain JSON: `FlowStep.to_dict` with nothing lost."""
+    rows = []
+    for step in steps:
+        row = step.to_dict() | {"value": step.value, "offset": step.place.offset}
+        rows.append({key: codec.encode(value) for key, value in row.items()})
+    return rows
+
+
+def flow_steps_of(rows: Iterable[Mapping[str, Any]], codec: Codec) -> FlowSteps:
+    """Return the flow steps that rows describe.
+
+    Raises:
+        ValueError: if a value makes no sense.
+        LookupError: if something is missing.
+    """
+    return FlowSteps([_step_of_row({key: codec.decode(row[key]) for key in row}) for row in rows])
+
+
+def _step_of_row(row: dict[str, Any]) -> FlowStep:
+    span = Span(row["line"], row["column"], row["end_line"], row["end_column"])
+    cls = _CLASSES[row["step"]]
+    more = {}
+    if cls is LoopFlowStep:
+        more = {"bound": row["bound"], "iterations": row["iterations"]}
+    return cls(
+        name=row["name"],
+        value=row["value"],
+        kind=row["kind"],
+        place=Place(row["file"], row["function"], span, row["offset"]),
+        text=row["text"],
+        module_path=row["module_path"],
+        guard=row["guard"],
+        iteration=tuple(row["iteration"]),
+        **more,
+    )

@@ -10,11 +10,11 @@ from typing import Any
 import networkx as nx
 from torch import Tensor
 
-from bendtrace.flow import FlowSteps
-from bendtrace.graph.control import controlling
-from bendtrace.graph.names import NodeRef, target_name
+from bendtrace.flow import FlowSteps, steps_of
+from bendtrace.graph.control import control_of
 from bendtrace.recording.functions import name_of
 from bendtrace.recording.iterations import user_code
+from bendtrace.recording.names import NodeRef, target_name
 from bendtrace.recording.parts import Access, Part
 from bendtrace.recording.recorder import Recording
 from bendtrace.recording.structure import Existing
@@ -143,18 +143,14 @@ def _show(value: Any) -> str:
     return repr(value)
 
 
-def mirror(
-    recording: Recording, names: list[str], steps: FlowSteps, function: Callable[..., Any]
-) -> Graph:
+def mirror(recording: Recording, function: Callable[..., Any]) -> Graph:
     """Build the mirror of a recorded run.
 
     Args:
         recording: the run.
-        names: name of each op's node.
-        steps: its flow steps.
         function: what was run.
     """
-    graph = Graph()
+    graph, names, steps = Graph(), recording.names, steps_of(recording)
     graph.graph.update(recording=recording, flow_steps=steps, root=function)
     taken = set(names)
     nodes: dict[int, str] = {}
@@ -173,8 +169,9 @@ def mirror(
     last = list(graph)[-1]
     for writer in dict.fromkeys(recording.output_reads.values()):
         graph.add_edge(names[writer], last, kind="memory")
-    for name, condition, number in controlling(recording.tape, names, steps):
-        graph.add_edge(condition, name, kind="control", step=number)
+    for name, under in zip(names, control_of(recording).ops, strict=True):
+        if under:  # the innermost; its own condition, being an op, leads to the next one out
+            graph.add_edge(steps[under[-1]].name, name, kind="control", step=under[-1])
     return graph
 
 

@@ -16,9 +16,8 @@ from bendtrace.flow import (
     IndexFlowStep,
     LogicalFlowStep,
     LoopFlowStep,
-    flow_steps,
+    steps_of,
 )
-from bendtrace.graph.names import node_names
 from bendtrace.recording.recorder import Recording
 from bendtrace.recording.tape import OpKind, TensorMeta
 
@@ -169,8 +168,7 @@ class PathNames:
 
 
 def _path_of(run: Recording) -> Path:
-    steps = flow_steps(run.tape, node_names(run.tape.ops))
-    conditions = tuple(c for step in steps if (c := _condition(step)) is not None)
+    conditions = tuple(c for step in steps_of(run) if (c := _condition(step)) is not None)
     # Branches on other objects (an argument that is None) show in the ops that ran.
     carried_out = [
         [op.scope.path, getattr(op.target, "__name__", str(op.target))]

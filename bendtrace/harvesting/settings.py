@@ -20,7 +20,7 @@ from bendtrace._checks import required_int
 from bendtrace.errors import InputError
 from bendtrace.interject.insertion import Insertion
 from bendtrace.interject.passes import Passes
-from bendtrace.interject.where import describe_where
+from bendtrace.interject.resolver import describe_where
 from bendtrace.recording.places import is_users_file
 from bendtrace.storage.files import crc32
 

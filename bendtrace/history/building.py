@@ -10,14 +10,23 @@ from typing import Any
 
 from torch import nn
 
-from bendtrace.flow import FlowSteps
-from bendtrace.graph.control import Governing
-from bendtrace.graph.names import target_name
-from bendtrace.history.entries import LayerEntry, ModuleEntry, ParameterUse, Source
-from bendtrace.history.naming import Layer, Namer, nbytes_of, number_type, tensors_of
+from bendtrace.flow import FlowSteps, steps_of
+from bendtrace.graph.control import control_of
+from bendtrace.history.entries import (
+    Layer,
+    LayerEntry,
+    ModuleEntry,
+    Namer,
+    ParameterUse,
+    Source,
+    nbytes_of,
+    number_type,
+    tensors_of,
+)
 from bendtrace.paths.view import Tree
 from bendtrace.recording.functions import name_of
 from bendtrace.recording.iterations import user_code
+from bendtrace.recording.names import target_name
 from bendtrace.recording.parts import Part
 from bendtrace.recording.recorder import Recording
 from bendtrace.recording.sites import Site
@@ -57,35 +66,25 @@ class Log:
     given_out: dict[str, int] = field(default_factory=dict)
 
 
-def build_log(
-    recording: Recording,
-    name: str,
-    nodes: list[str],
-    steps: FlowSteps,
-    tree: Tree,
-) -> Log:
+def build_log(recording: Recording, name: str, tree: Tree) -> Log:
     """Return the log of a run, without what only a capture knows.
 
     Args:
         recording: the run.
         name: how to call the model.
-        nodes: name of each op's node in the mirror.
-        steps: the flow steps.
         tree: the node paths.
     """
-    builder = _Builder(recording, name, nodes, steps, tree)
+    builder = _Builder(recording, name, tree)
     builder.build()
     return builder.log
 
 
 class _Builder:
-    def __init__(
-        self, recording: Recording, name: str, nodes: list[str], steps: FlowSteps, tree: Tree
-    ) -> None:
-        self.log = Log(name, flow_steps=steps)
+    def __init__(self, recording: Recording, name: str, tree: Tree) -> None:
+        self.log = Log(name, flow_steps=steps_of(recording))
         self._recording = recording
         self._tape = recording.tape
-        self._nodes = nodes
+        self._nodes = recording.names
         self._tree = tree
         self._namer = Namer()
         # What is known of layers and calls only at the end: how many passes there are.
@@ -99,22 +98,14 @@ class _Builder:
         self._sources: dict[tuple[int, Site], Source] = {}
 
     def build(self) -> None:
-        tape, log = self._tape, self.log
-        governing = Governing(tape, log.flow_steps)
-        calls = iter([*tape.calls, None])
-        coming = next(calls)
+        control = control_of(self._recording)
         modules: list[tuple[ModuleCall, ModuleEntry]] = []
-        for op in tape.ops:
-            while coming is not None and coming.start <= op.index:
-                self._begin(coming, governing, modules)
-                coming = next(calls)
-            flow = governing.at(op.index, op.scope, op.site)
+        for call, flow in zip(self._tape.calls, control.calls, strict=True):
+            self._begin(call, flow, modules)
+        for op, flow in zip(self._tape.ops, control.ops, strict=True):
             for entry in self._entries(op):
                 entry.flow = flow
             self._written.update(dict.fromkeys(op.writes, op.index))
-        while coming is not None:
-            self._begin(coming, governing, modules)
-            coming = next(calls)
         self._outputs()
         self._settle_names()
         self._settle_parents()
@@ -270,13 +261,14 @@ class _Builder:
     # Modules
 
     def _begin(
-        self, call: ModuleCall, governing: Governing, into: list[tuple[ModuleCall, ModuleEntry]]
+        self,
+        call: ModuleCall,
+        flow: tuple[int, ...],
+        into: list[tuple[ModuleCall, ModuleEntry]],
     ) -> None:
         if call.parent is None or call.path == "":
             return  # of the traced module itself
-        owner = call.parent
-        flow = governing.at(call.start, owner, call.site)
-        module = call.module
+        owner, module = call.parent, call.module
         entry = ModuleEntry(
             call.path, call.number + 1, 1, type(module).__name__ if module is not None else "",
             (self._scopes_of(owner) or ("",))[-1],

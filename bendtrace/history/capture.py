@@ -3,34 +3,37 @@
 from __future__ import annotations
 
 import collections
+import os
 import re
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
-from bendtrace.graph.names import target_name
+from bendtrace.errors import InputError
 from bendtrace.history.copies import (
+    Gradients,
     copied,
     lazily_copied,
     lazily_copied_unless,
     materialize,
     tensors_in,
 )
-from bendtrace.history.entries import LayerEntry
-from bendtrace.history.gradients import Gradients
-from bendtrace.history.naming import Layer, Namer, nbytes_of, tensors_of
+from bendtrace.history.entries import Layer, LayerEntry, Namer, nbytes_of, tensors_of
 from bendtrace.history.selection import Selection
 from bendtrace.recording.functions import name_of
+from bendtrace.recording.names import target_name
 from bendtrace.recording.observer import StopRun
 from bendtrace.recording.parts import requires_grad
 from bendtrace.recording.tape import ModuleCall, Op, OpKind, meta_of
 from bendtrace.recording.watcher import unwatched
 from bendtrace.recording.writes import storage_of, version_of
 
-__all__ = ["Capture", "Key", "Store"]
+__all__ = ["Capture", "SaveOptions"]
+
 
 Key = tuple[int, tuple[Any, ...]]
 _SMALL = 10_000  # elements
@@ -146,6 +149,29 @@ class Capture:
         self._kinds: dict[int, tuple[bool, bool]] = {}
         # Memory that others may know by its address has to stay where it is.
         self._fixed: set[int] = set()
+        # Everything, where only the finished run can tell what was asked for.
+        self._waiting: dict[Key, Tensor] | None = None
+        if isinstance(chosen, Selection) and chosen.deferred:
+            self._waiting = {}
+
+    @property
+    def deferred(self) -> list[Any]:
+        """What was asked for that only the finished run can tell."""
+        return self.chosen.deferred if isinstance(self.chosen, Selection) else []
+
+    def choose(self, keys: Iterable[Key]) -> None:
+        """Keep some values of the finished run, and forget the others.
+
+        Args:
+            keys: the values that `deferred` means.
+        """
+        waiting, self._waiting = self._waiting or {}, None
+        for key in keys:
+            if key in waiting and key not in self.saved:
+                kept = waiting[key]
+                self._put(key, kept if self._convert is None else self._convert(kept))
+        if self.gradients is not None:
+            self.gradients.wanted = self.saved.keys()
 
     def finish(self, result: Any, outputs: Callable[[], list[Key]]) -> None:
         """Take note that the run has ended.
@@ -292,6 +318,9 @@ class Capture:
             self._save(key, tensor)
         if self._namer is None:
             return
+        if self._waiting is not None:
+            self._waiting[key] = self._copy(tensor, converted=False)
+            self._watch(key, tensor)
         layer, passed = self._namer.name(op, element)
         plain = (layer.name, layer.short_name)
         names = (*plain, *(f"{name}:{passed}" for name in plain))
@@ -353,7 +382,7 @@ class Capture:
         self._watch(key, tensor)
 
     def _watch(self, key: Key, tensor: Tensor) -> None:
-        if self.gradients is not None:
+        if self.gradients is not None and key not in self.gradients.watched:
             self.gradients.watch(key, tensor)
 
     def _put(self, key: Key, value: Any) -> None:
@@ -362,10 +391,10 @@ class Capture:
             value = self._store.add(name, value)
         self.saved[key] = value
 
-    def _copy(self, tensor: Tensor) -> Tensor:
+    def _copy(self, tensor: Tensor, converted: bool = True) -> Tensor:
         """Return a tensor with the values that one has now, without copying them if possible."""
         value = tensor.detach() if self._detach else tensor
-        if self._convert is not None:
+        if self._convert is not None and converted:
             moved = self._convert(value)
             if moved is not value:
                 return moved
@@ -422,3 +451,82 @@ class Capture:
 
 def _is_small(tensor: Tensor) -> bool:
     return tensor.layout is torch.strided and not tensor.is_nested and tensor.numel() <= _SMALL
+
+
+@dataclass(frozen=True)
+class SaveOptions:
+    """What to keep of a run, and how.
+
+    Attributes:
+        save: "all", "none", or what `Selection` takes.
+        gradients: whether to keep gradients as well.
+        stop_after: after what to end the run; what `Selection` takes.
+        device: where to keep values; None for where they are.
+        dtype: of kept floating point values; None for their own.
+        keep_graph: whether kept values stay part of the autograd graph.
+        directory: where to stream kept values to; None to keep them in memory.
+
+    Raises:
+        InputError: one of them cannot be meant.
+    """
+
+    save: Any = "all"
+    gradients: bool = False
+    stop_after: Any = None
+    device: torch.device | str | None = None
+    dtype: torch.dtype | None = None
+    keep_graph: bool = False
+    directory: str | os.PathLike[str] | None = None
+
+    def __post_init__(self) -> None:
+        if self.dtype is not None and not (
+            isinstance(self.dtype, torch.dtype) and self.dtype.is_floating_point
+        ):
+            raise InputError(f"saved values are kept in a floating point dtype, not {self.dtype!r}")
+        if self.device is not None:
+            try:
+                torch.empty(0, device=self.device)
+            except (RuntimeError, TypeError, AssertionError, NotImplementedError) as error:
+                raise InputError(f"{self.device!r} is no device to save on: {error}") from error
+        if self.keep_graph and self.directory is not None:
+            raise InputError("what is streamed to a directory cannot keep its graph")
+        if self.gradients and self.selection() is None:
+            raise InputError(
+                "gradients are kept of the values that are saved: none are, with save='none'"
+            )
+        if self.stop_after is not None and Selection(self.stop_after).deferred:
+            raise InputError(
+                "stop_after takes what is known while the run goes on: names of layers and "
+                "modules, positions, modules, and functions of an entry; only the finished run "
+                f"can tell which node {self.stop_after!r} is"
+            )
+        if self.stop_after is not None and Selection(self.stop_after).last:
+            raise InputError(
+                "stop_after cannot be counted from the end, which is not known before the run is "
+                f"over: {self.stop_after!r}"
+            )
+
+    def selection(self, model: Any = None) -> Selection | bool | None:
+        """Return which values of a run of a model to keep: True for all, None for none."""
+        if self.save is None or (isinstance(self.save, str) and self.save == "none"):
+            return None
+        if isinstance(self.save, str) and self.save == "all":
+            return True
+        if isinstance(self.save, bool):
+            return self.save or None
+        return Selection(self.save, model)
+
+    def capture(self, store: Store | None, model: Any) -> Capture:
+        """Return an observer that keeps what was asked for of a run of a model."""
+        return Capture(
+            self.selection(model),
+            stop=None if self.stop_after is None else Selection(self.stop_after),
+            convert=None if self.device is None and self.dtype is None else self._convert,
+            detach=not self.keep_graph,
+            gradients=self.gradients,
+            store=store,
+        )
+
+    def _convert(self, tensor: Tensor) -> Tensor:
+        dtype = self.dtype if tensor.is_floating_point() else None
+        return tensor.to(device=self.device, dtype=dtype)

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, overload
 
+from torch import nn
+
 from bendtrace._later import tabulate
-from bendtrace.errors import LayerKeyError
+from bendtrace.errors import InputError, LayerKeyError
 from bendtrace.history.building import Log
-from bendtrace.history.entries import LayerEntry
-from bendtrace.history.names import Names, ambiguity, layers_by_name, values_of
+from bendtrace.history.entries import LayerEntry, ModuleEntry
+from bendtrace.history.names import Names, ambiguity, layers_by_name, near_names, values_of
 from bendtrace.history.sizes import counted, listed, size_text
-from bendtrace.paths.strings import is_path_only
-from bendtrace.paths.view import Node, Tree
+from bendtrace.paths.view import Node, NodePath, Tree, is_path_only
+from bendtrace.recording.names import NodeRef
 
 __all__ = ["Entries", "Lookup"]
 
@@ -85,11 +87,16 @@ class Lookup:
     Args:
         log: the log.
         tree: the node paths.
+        select: returns the paths of the nodes that a selector, or what stands for one, means;
+            None for a log whose model is not there, in which regular expressions alone are.
     """
 
-    def __init__(self, log: Log, tree: Tree) -> None:
+    def __init__(
+        self, log: Log, tree: Tree, select: Callable[[Any], Iterable[str]] | None = None
+    ) -> None:
         self._log = log
         self._tree = tree
+        self._select = select
         self._names = Names(tree, lambda: log)
         self.layers = [entry for entry in log.entries if entry.is_layer]
         self._places: dict[tuple[int, tuple[Any, ...]], LayerEntry] = {}
@@ -128,8 +135,17 @@ class Lookup:
         """
         if isinstance(key, slice):
             return Entries(self.layers[self._bounds(key)])
+        if isinstance(key, list):
+            return Entries(list(dict.fromkeys(entry for one in key for entry in self.all(one))))
         if isinstance(key, LayerEntry):
             key = key.label
+        if isinstance(key, ModuleEntry):
+            key = key.label if key.passes > 1 else key.name
+        if isinstance(key, NodeRef):
+            found = [entry for entry in self._log.entries if entry.node == key.name]
+            if not found:
+                raise LayerKeyError(f"the mirror has no node {key.name!r} with a value", key)
+            return found[0] if len(found) == 1 else Entries(found, key.name)
         if isinstance(key, Node):
             return self._at(key, str(key._path))
         if isinstance(key, int) and not isinstance(key, bool):
@@ -142,9 +158,7 @@ class Lookup:
                     key,
                 ) from None
         if not isinstance(key, str):
-            raise LayerKeyError(
-                f"layers are found by name, module, position or node path, not by {key!r}", key
-            )
+            return self._meant(key)
         entries = None if is_path_only(key) else self._labels.get(key)
         if entries is not None:
             return entries[0] if len(entries) == 1 else Entries(entries, key)
@@ -158,6 +172,46 @@ class Lookup:
         if not meanings or not key:
             raise self._unknown(key)
         return self._at(Node(self._tree, *meanings[0].places[0]), key)
+
+    def all(self, key: Any) -> list[LayerEntry]:
+        """Return the entries that a key leads to, as a list."""
+        found = self.find(key)
+        return [found] if isinstance(found, LayerEntry) else list(found)
+
+    def _meant(self, key: Any) -> LayerEntry | Entries:
+        """Return the entries of the nodes that a selector, or what stands for one, means."""
+        found: dict[LayerEntry, None] = {}
+        try:
+            if isinstance(key, tuple):
+                raise InputError("several are given in a list")
+            paths = list((self._select or self._matched)(key))
+        except InputError as error:
+            raise LayerKeyError(
+                f"layers are found by name, module, position or node path, not by {key!r}", key
+            ) from error
+        for path in paths:
+            node = NodePath(path) if path else self._tree.root
+            found.update(dict.fromkeys(self.all(node)))
+        if not found:
+            said = f"the module {type(key).__name__}" if isinstance(key, nn.Module) else repr(key)
+            raise LayerKeyError(f"{said} selects no node of this run", key)
+        entries = list(found)
+        return entries[0] if len(entries) == 1 else Entries(entries)
+
+    def _matched(self, key: Any) -> Iterator[str]:
+        if not isinstance(key, re.Pattern):
+            raise InputError(
+                "of selectors, a log without its model takes regular expressions alone"
+            )
+        waiting = [(self._tree.data, "")]
+        while waiting:
+            node, scope = waiting.pop()
+            qualified = f"{scope}.{node.name}" if scope else node.name
+            names = (node.path, node.module if node.role == "call" else qualified)
+            if node.role in ("op", "call") and any(map(key.search, names)):
+                yield node.path
+            inner = node.module if node.role == "call" else scope
+            waiting += [(child, inner) for child in reversed(node.children.values())]
 
     def _bounds(self, key: slice) -> slice:
         """Turn names at the ends of a slice into positions; the last one is left out, as ever."""
@@ -197,12 +251,7 @@ class Lookup:
 
     def near(self, key: str) -> list[str]:
         """Return the keys that look most like one."""
-        names = [name for name in self.keys() if not name.endswith(":1") and name != key]
-        found = difflib.get_close_matches(key, names, _NEAR, 0.5)
-        if not found:
-            last = key.rpartition(".")[2].lower()
-            found = [name for name in names if last and last in name.lower()][:_NEAR]
-        return found
+        return near_names(key, (name for name in self.keys() if not name.endswith(":1")), _NEAR)
 
     def keys(self) -> Iterator[str]:
         """Yield every name that finds something, for completion: layers, modules, node paths."""

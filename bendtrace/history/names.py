@@ -5,21 +5,29 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass
+from difflib import get_close_matches
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
 from bendtrace.errors import NodePathError
 from bendtrace.history.entries import LayerEntry
-from bendtrace.paths.holders import dotted
+from bendtrace.paths.naming import dotted
 from bendtrace.paths.nodes import TreeNode
-from bendtrace.paths.strings import NodePath, find, is_path_only
 from bendtrace.paths.text import Chosen, children_of
-from bendtrace.paths.view import Node, Tree
+from bendtrace.paths.view import Node, NodePath, Tree, find, is_path_only, plain_path
 
 if TYPE_CHECKING:
     from bendtrace.history.building import Log
 
-__all__ = ["Meaning", "Names", "ambiguity", "layers_by_name", "values_of"]
+__all__ = [
+    "Meaning",
+    "Names",
+    "ambiguity",
+    "is_layer_name",
+    "layers_by_name",
+    "near_names",
+    "values_of",
+]
 
 Value = tuple[int, tuple[object, ...]]
 Place = tuple[TreeNode, Chosen]
@@ -58,8 +66,7 @@ class Meaning:
     @property
     def is_exact(self) -> bool:
         """Whether the string is the very path of the node."""
-        plain = re.sub(r":\d+", "", self.text).replace("|", ".").strip().lstrip(".")
-        return self.kind == "node" and self.paths == (plain,)
+        return self.kind == "node" and self.paths == (plain_path(self.text),)
 
     @property
     def is_alias(self) -> bool:
@@ -134,10 +141,17 @@ class Names:
                 return text
         return meaning.label or meaning.text
 
+    def listed(self) -> Iterator[str]:
+        """Yield what there is to name: modules, layers of the log, and nodes."""
+        yield from self._calls
+        if self._log is not None:
+            yield from self._by_layer
+        yield from (node.path for node in self.tree.data.walk() if node.path)
+
     def _all(self, text: str, stem: str, number: int | None) -> Iterator[Meaning]:
         if number is None:
             yield from self._meaning("state", text, self._states.get(text, []))
-        calls = self._calls.get(stem, [])
+        calls = self._calls.get(stem) or self._calls.get(self._underscored.get(stem, ""), [])
         if number is None:
             yield from self._meaning("module", text, [(node, None) for node in _nodes(calls)])
         elif 1 <= number <= len(calls):
@@ -223,6 +237,14 @@ class Names:
         }
 
     @cached_property
+    def _underscored(self) -> dict[str, str]:
+        """The modules that a name with underscores for dots belongs to, as torch.fx writes it."""
+        found: dict[str, list[str]] = {}
+        for name in self._calls:
+            found.setdefault(name.replace(".", "_"), []).append(name)
+        return {short: names[0] for short, names in found.items() if len(names) == 1}
+
+    @cached_property
     def _states(self) -> dict[str, list[Place]]:
         """The nodes of each parameter and buffer by its name in the state dict."""
         found: dict[str, list[Place]] = {}
@@ -236,6 +258,28 @@ class Names:
                 elif child.kind == "graph":
                     waiting.append(child)
         return found
+
+
+def is_layer_name(text: str) -> bool:
+    """Whether a string looks like the name of a layer of the log: `conv2d_3`, `conv2d_3_7:2`."""
+    return _LAYER.fullmatch(re.sub(r":\d+$", "", text)) is not None
+
+
+def near_names(text: str, names: Iterable[str], most: int = 6) -> list[str]:
+    """Return the names that look most like one that there is nothing by.
+
+    First those that end with it (`transformer.h.1` for `h.1`), then those that are spelled almost
+    alike, then those whose last part is.
+    """
+    said, text = text, re.sub(r":\d+$", "", text)
+    listed = list(dict.fromkeys(name for name in names if name and name != said))
+    ends = [name for name in listed if text and name.endswith((f".{text}", f"_{text}"))]
+    close = get_close_matches(text, listed, most, 0.6)
+    by_last: dict[str, str] = {}
+    for name in listed:
+        by_last.setdefault(name.rpartition(".")[2], name)
+    last = get_close_matches(text.rpartition(".")[2], list(by_last), 3, 0.75)
+    return list(dict.fromkeys([*ends, *close, *(by_last[name] for name in last)]))[:most]
 
 
 def _nodes(calls: list[tuple[TreeNode, int]]) -> list[TreeNode]:

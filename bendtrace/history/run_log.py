@@ -12,9 +12,15 @@ from bendtrace.flow import FlowSteps
 from bendtrace.history.building import Log
 from bendtrace.history.entries import LayerEntry, ModuleEntry
 from bendtrace.history.lookup import Entries, Lookup
-from bendtrace.history.rolled import rolled_graph, rolled_table
-from bendtrace.history.table import data_frame
-from bendtrace.history.text import Facts, entry_text, flow_text, log_text
+from bendtrace.history.text import (
+    Facts,
+    data_frame,
+    entry_text,
+    flow_text,
+    log_text,
+    rolled_graph,
+    rolled_table,
+)
 from bendtrace.paths.view import Node, Tree
 
 if TYPE_CHECKING:
@@ -32,7 +38,8 @@ class RunLog:
 
     Entries are found by key: the name of a layer (`conv2d_3_7`, `conv2d_3`, `conv2d_3_7:1`), of a
     module that gave it (`features.6`, `features.6:1`), a position (`7`, `-17`), a node path
-    (`features_6.conv2d`), or a slice.
+    (`features_6.conv2d`), a regular expression, a slice or a list of keys; with the model at hand
+    also by a selector, a module, a class of modules, a torch function or a function of a node.
 
     Example:
         >>> import torch, bendtrace as bt

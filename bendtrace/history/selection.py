@@ -12,7 +12,14 @@ import torch
 from torch import nn
 
 from bendtrace.errors import InputError
-from bendtrace.history.entries import LayerEntry
+from bendtrace.history.entries import LayerEntry, ModuleEntry
+from bendtrace.history.names import is_layer_name
+from bendtrace.paths.candidates import NodeSelector
+from bendtrace.paths.nodes import NodePath
+from bendtrace.paths.view import Node
+from bendtrace.recording.functions import is_torchs_function
+from bendtrace.recording.names import NodeRef
+from bendtrace.recording.owners import modules_in
 from bendtrace.recording.watcher import unwatched
 
 __all__ = ["Selection", "Spec"]
@@ -24,10 +31,17 @@ Spec = (
     | type[nn.Module]
     | nn.Module
     | Callable[[LayerEntry], Any]
+    | Node
+    | NodeRef
+    | NodeSelector
+    | LayerEntry
+    | ModuleEntry
     | Iterable[Any]
 )
 
 _WILD = re.compile(r"[*?\[]")
+_SINGLE = (str, int, re.Pattern, nn.Module, LayerEntry, ModuleEntry)
+_DEFERRED = (Node, NodePath, NodeRef, NodeSelector)
 
 
 @dataclass(eq=False)
@@ -59,25 +73,36 @@ class Selection:
             - a position, also counted from the end;
             - a module, or a class of modules: the values that they give;
             - a function of the entry: whatever it returns is kept, the value itself for True,
-              nothing for False and None.
+              nothing for False and None;
+            - a node path, a node of a tree of paths or of a mirror, an entry of a log, a selector
+              or a torch function. Only the finished run can tell which values these are.
+        model: what is going to be run.
+
+    Attributes:
+        deferred: what only the finished run can tell.
 
     Raises:
         InputError: it is none of these.
     """
 
-    def __init__(self, spec: Spec) -> None:
-        single = isinstance(spec, (str, int, re.Pattern, nn.Module)) or callable(spec)
+    def __init__(self, spec: Spec, model: Any = None) -> None:
+        single = isinstance(spec, (*_SINGLE, *_DEFERRED)) or callable(spec)
         try:
             keys = [spec] if single else list(spec)  # type: ignore[arg-type]
         except TypeError:
             keys = [spec]
+        keys = [key.label if isinstance(key, LayerEntry) else key for key in keys]
+        keys = [_called(key) if isinstance(key, ModuleEntry) else key for key in keys]
         for key in keys:
             if isinstance(key, bool) or not (
-                isinstance(key, (str, int, re.Pattern, nn.Module)) or callable(key)
+                isinstance(key, (str, int, re.Pattern, nn.Module, *_DEFERRED)) or callable(key)
             ):
                 raise InputError(
                     f"what to save is said by names, positions, modules or functions, not {key!r}"
                 )
+        modules = _module_names(model)
+        self.deferred = [_Want(key) for key in keys if _is_deferred(key, modules)]
+        keys = [key for key in keys if all(key is not want.key for want in self.deferred)]
         self._functions = [_Want(key) for key in keys if _is_function(key)]
         self._names = [_Want(key) for key in keys if isinstance(key, (str, re.Pattern))]
         self._positions = {key: _Want(key) for key in keys if isinstance(key, int)}
@@ -144,8 +169,36 @@ class Selection:
 
     def unmet(self) -> list[Any]:
         """Return what was asked for and did not come up."""
-        wants = [*self._names, *self._modules, *self._positions.values()]
+        wants = [*self._names, *self._modules, *self._positions.values(), *self.deferred]
         return [want.key for want in wants if not want.met]
+
+
+def _called(entry: ModuleEntry) -> str:
+    return entry.label if entry.passes > 1 else entry.name
+
+
+def _module_names(model: Any) -> frozenset[str] | None:
+    """Return the names of the modules of a model; None if nobody asked for them."""
+    return None if model is None else frozenset(modules_in(model))
+
+
+def _is_deferred(key: Any, modules: frozenset[str] | None) -> bool:
+    """Whether only the finished run can tell what a key means.
+
+    Args:
+        key: the key.
+        modules: the names of the modules; None if strings are names of layers or modules anyway.
+    """
+    if isinstance(key, _DEFERRED):
+        return True
+    if not isinstance(key, str):
+        return callable(key) and not _is_module(key) and is_torchs_function(key)
+    if modules is None or _WILD.search(key):
+        return False
+    name = re.sub(r":\d+$", "", key)
+    if is_layer_name(name):  # a module can be called like a layer, and then the name is ambiguous
+        return any(name in (module, module.replace(".", "_")) for module in modules)
+    return name not in modules
 
 
 def _is_module(key: Any) -> bool:
@@ -153,4 +206,4 @@ def _is_module(key: Any) -> bool:
 
 
 def _is_function(key: Any) -> bool:
-    return callable(key) and not _is_module(key)
+    return callable(key) and not _is_module(key) and not is_torchs_function(key)

@@ -1,21 +1,35 @@
-"""A log, and its entries, as text."""
+"""A log, and its entries, as text and as tables."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from bendtrace._later import networkx as nx
+from bendtrace._later import required_pandas, tabulate
 from bendtrace.flow import FlowStep, FlowSteps, LogicalFlowStep, LoopFlowStep
 from bendtrace.history.building import Log
 from bendtrace.history.entries import LayerEntry, ModuleEntry
 from bendtrace.history.lookup import Lookup
 from bendtrace.history.sizes import counted, size_text
 
-__all__ = ["Facts", "entry_text", "flow_text", "log_text", "step_text"]
+if TYPE_CHECKING:
+    import pandas
+
+__all__ = [
+    "Facts",
+    "data_frame",
+    "entry_text",
+    "flow_text",
+    "log_text",
+    "rolled_graph",
+    "rolled_table",
+]
+
 
 _PER_LINE = 8  # modules
 _EDGE = 5  # rows and columns of a tensor
@@ -268,3 +282,92 @@ def _level(name: str, below: dict[str, list[str]], indent: str) -> Iterator[str]
             continue
         yield f"{indent}{child}:"
         yield from _level(child, below, f"{indent}    ")
+
+
+def data_frame(entries: Sequence[LayerEntry]) -> pandas.DataFrame:
+    """Return a row for each entry, indexed by label.
+
+    Raises:
+        ImportError: pandas is not installed.
+    """
+    rows = {
+        entry.label: {
+            "layer_type": entry.layer_type,
+            "kind": entry.kind,
+            "pass": entry.pass_number,
+            "passes": entry.passes,
+            "shape": entry.shape,
+            "dtype": str(entry.dtype),
+            "device": str(entry.device),
+            "bytes": entry.nbytes,
+            "function": entry.function,
+            "grad_fn": entry.grad_fn,
+            "module": entry.module,
+            "parents": entry.parents,
+            "children": entry.children,
+            "parameters": sum(use.numel for use in entry.state if use.is_parameter),
+            "seconds": entry.time,
+            "flops": entry.flops,
+            "node_path": entry.node_path,
+            "source": None if entry.source is None else str(entry.source),
+            "saved": entry.has_contents,
+        }
+        for entry in entries
+    }
+    frame = required_pandas().DataFrame.from_dict(rows, orient="index")
+    return frame.rename_axis("label")  # type: ignore[no-any-return]
+
+
+def rolled_graph(entries: Sequence[LayerEntry]) -> nx.DiGraph[str]:
+    """Return a graph with a node for each layer, whatever the number of its passes.
+
+    Nodes carry `kind`, `layer_type`, `module`, `passes`, `shapes` (each once, in order) and
+    `labels`. Edges carry `count`, of how many pairs of passes they stand for, and `back`, whether
+    a value goes from one pass to a later one of a layer before it: what makes a loop a loop.
+    """
+    graph: nx.DiGraph[str] = nx.DiGraph()
+    by_label = {entry.label: entry for entry in entries}
+    order: dict[str, int] = {}
+    for entry in entries:
+        order.setdefault(entry.name, len(order))
+        if entry.name not in graph:
+            graph.add_node(
+                entry.name, kind=entry.kind, layer_type=entry.layer_type, module=entry.module,
+                passes=entry.passes, shapes=[], labels=[],
+            )  # fmt: skip
+        node: dict[str, Any] = graph.nodes[entry.name]
+        node["labels"].append(entry.label)
+        if entry.shape is not None and entry.shape not in node["shapes"]:
+            node["shapes"].append(entry.shape)
+    for entry in entries:
+        for parent in entry.parents:
+            giver = by_label[parent]
+            source = giver.name
+            if graph.has_edge(source, entry.name):
+                graph.edges[source, entry.name]["count"] += 1
+                continue
+            in_step = giver.passes == entry.passes
+            back = order[source] >= order[entry.name] or (
+                in_step and giver.pass_number < entry.pass_number
+            )
+            graph.add_edge(source, entry.name, count=1, back=back)
+    return graph
+
+
+def rolled_table(entries: Sequence[LayerEntry], most: int | None) -> str:
+    """Return a table with a line for each layer, whatever the number of its passes."""
+    graph = rolled_graph(entries)
+    rows = []
+    for name, node in graph.nodes(data=True):
+        shapes = " ".join(map(str, node["shapes"][:3])) + " ..." * (len(node["shapes"]) > 3)
+        sources = [
+            source + " (of the pass before)" * graph.edges[source, name]["back"]
+            for source in graph.predecessors(name)
+        ]
+        rows.append((name, node["passes"], shapes, node["module"], ", ".join(sources)))
+    shown = rows if most is None else rows[:most]
+    text = tabulate.tabulate(
+        shown, ("layer", "passes", "shapes", "module", "from"), disable_numparse=True
+    )
+    rest = len(rows) - len(shown)
+    return text + (f"\n... {rest} more (all of them: most=None)" if rest else "")

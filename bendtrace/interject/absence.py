@@ -7,9 +7,9 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from bendtrace.flow import FlowStep, FlowSteps
-from bendtrace.interject.candidate import Candidate
+from bendtrace.flow import FlowStep, FlowSteps, steps_of
 from bendtrace.interject.selectors.source import Branch, branches_around
+from bendtrace.paths.candidates import Candidate
 from bendtrace.recording.parts import identical
 from bendtrace.recording.recorder import Recording
 from bendtrace.recording.syntax import (
@@ -31,7 +31,7 @@ def why_past(
     path: str,
     nodes: Mapping[str, Candidate],
     others: Iterable[Recording],
-    runs: Iterable[tuple[Recording, FlowSteps]],
+    runs: Iterable[Recording],
 ) -> str:
     """Say which decision led runs past a node that others came by; "" if that is unknown.
 
@@ -43,11 +43,12 @@ def why_past(
         path: the node.
         nodes: the known nodes by path.
         others: runs that came by it.
-        runs: runs that did not, and their flow steps.
+        runs: runs that did not.
     """
     others = list(others)
     furthest, found = -1, ""
-    for run, steps in runs:
+    for run in runs:
+        steps = steps_of(run)
         denied = _denied(path, nodes, steps)
         if denied is not None:
             return _told(denied)

@@ -14,13 +14,13 @@ from torch import Tensor
 
 from bendtrace.errors import InputError, NodePathError
 from bendtrace.history.copies import copied
-from bendtrace.interject.bends.names import NamedActivations, compiled, leaves_of
+from bendtrace.interject.bends.catalogue import NamedActivations, leaves_of
+from bendtrace.interject.bends.spec import compiled
 from bendtrace.interject.insertion import Insertion
 from bendtrace.interject.interjection import Inputs, Interjection, NodePass
 from bendtrace.interject.passes import Passes
 from bendtrace.interject.structure import assemble, take_apart
-from bendtrace.paths.strings import NodePath
-from bendtrace.paths.view import Node
+from bendtrace.paths.view import Node, NodePath
 
 __all__ = ["Activations", "get_activations", "inputs_of"]
 

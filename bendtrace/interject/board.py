@@ -13,12 +13,12 @@ from typing import Any, Protocol
 from torch import nn
 
 from bendtrace.errors import InputError, NodePathError
-from bendtrace.interject.candidate import Candidate
 from bendtrace.interject.insertion import Insertion, as_interjection
 from bendtrace.interject.interjection import Interjection
+from bendtrace.interject.knowledge import Rehearsal
 from bendtrace.interject.passes import Passes
 from bendtrace.interject.plan import Entry, Place, Plan, State, forms_of
-from bendtrace.interject.rehearsal import Rehearsal
+from bendtrace.interject.resolver import describe_where
 from bendtrace.interject.where import (
     AtPath,
     AtPaths,
@@ -26,10 +26,10 @@ from bendtrace.interject.where import (
     OfModule,
     Said,
     Want,
-    describe_where,
     near_misses,
     wants_of,
 )
+from bendtrace.paths.candidates import Candidate
 from bendtrace.paths.naming import Registry
 from bendtrace.recording.recorder import Recording
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -12,10 +11,9 @@ from torch import Tensor
 from bendtrace.errors import InputError, NodePathError
 from bendtrace.interject.structure import Leaf, Shape, describe, take_apart
 from bendtrace.paths.nodes import TreeNode
-from bendtrace.paths.strings import find
 from bendtrace.paths.text import children_of
 from bendtrace.paths.text import describe as describe_node
-from bendtrace.paths.view import Tree
+from bendtrace.paths.view import Tree, find, plain_path
 from bendtrace.recording.functions import is_gate
 from bendtrace.recording.recorder import Recording
 from bendtrace.recording.tape import ModuleCall, Op
@@ -60,11 +58,7 @@ def path_in(tree: Tree, text: str) -> str:
 
 def is_named(node: TreeNode, text: str) -> bool:
     """Whether a text is the very path of a node, and not another name that it answers to."""
-    return _plain(node.path) in (_plain(text), _plain(text).removesuffix(".output"))
-
-
-def _plain(text: str) -> str:
-    return re.sub(r":\d+", "", text).replace("|", ".").strip().lstrip(".")
+    return plain_path(node.path) in (plain_path(text), plain_path(text).removesuffix(".output"))
 
 
 def spots_of(recording: Recording, tree: Tree, text: str, *, bended: bool) -> tuple[Spot, ...]:

@@ -16,8 +16,8 @@ from bendtrace.interject.gates import of_this_run
 from bendtrace.interject.insertion import Insertion
 from bendtrace.interject.interjection import Inputs, Interjection, NodePass
 from bendtrace.interject.report import Report
+from bendtrace.interject.resolver import describe_where
 from bendtrace.interject.structure import assemble, take_apart
-from bendtrace.interject.where import describe_where
 
 __all__ = ["Between", "Edge", "Sent"]
 

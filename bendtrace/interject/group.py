@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any, Protocol, Self
 
 from bendtrace.interject.board import Board
-from bendtrace.interject.candidate import Candidate
 from bendtrace.interject.insertion import Insertion
+from bendtrace.paths.candidates import Candidate
 from bendtrace.recording.recorder import Recording
 
 __all__ = ["InsertionGroup", "InsertionHandle", "is_root"]

@@ -11,8 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from bendtrace.errors import InterjectionError
-from bendtrace.graph.names import base_name_of
-from bendtrace.interject.candidate import Candidate
 from bendtrace.interject.gates import AfterGate, BeforeGate, CountGate, Gate, InsteadGate, noted
 from bendtrace.interject.gradients import ALIAS
 from bendtrace.interject.interjection import NodePass
@@ -20,6 +18,7 @@ from bendtrace.interject.plan import Plan, Slot
 from bendtrace.interject.states import States
 from bendtrace.interject.structure import filled, refilled, take_apart
 from bendtrace.interject.writing import overlaps, written_by
+from bendtrace.paths.candidates import Candidate
 from bendtrace.paths.events import bound, parameters_of
 from bendtrace.paths.live import LiveNames
 from bendtrace.paths.naming import Registry, identifier
@@ -35,6 +34,7 @@ from bendtrace.recording.functions import (
     name_of,
 )
 from bendtrace.recording.inserter import Stage
+from bendtrace.recording.names import base_name_of
 from bendtrace.recording.places import user_place
 from bendtrace.recording.sites import Site
 from bendtrace.recording.tape import ModuleCall

@@ -14,7 +14,8 @@ from bendtrace.errors import InputError, NeverFiredWarning
 from bendtrace.interject.interjection import Inputs, Interjection, NodePass
 from bendtrace.interject.passes import Passes
 from bendtrace.interject.report import Report, Tally
-from bendtrace.interject.where import Want, describe_where
+from bendtrace.interject.resolver import describe_where
+from bendtrace.interject.where import Want
 from bendtrace.recording.recorder import Recording
 
 __all__ = ["Function", "Insertion", "as_interjection"]

@@ -2,35 +2,177 @@
 
 from __future__ import annotations
 
+import copy
+import operator
 import os
+import random
 import re
+import sys
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from bendtrace._later import Later
-from bendtrace.errors import NodePathError
-from bendtrace.flow import FlowSteps, flow_steps
-from bendtrace.graph.names import node_names
+from bendtrace.errors import InputError, NodePathError
 from bendtrace.history.names import Names
-from bendtrace.interject.candidate import Candidate
-from bendtrace.interject.graphs import candidate_graph
-from bendtrace.interject.rehearsal import Rehearsal, names_of, rehearse
+from bendtrace.interject.inserter import LiveInserter
+from bendtrace.interject.plan import Plan
+from bendtrace.interject.structure import take_apart
+from bendtrace.paths.candidates import Candidate, CandidateGraph
 from bendtrace.paths.naming import Registry, identifier
-from bendtrace.paths.strings import find
-from bendtrace.paths.tree import tree_of
-from bendtrace.paths.view import Tree
-from bendtrace.recording.owners import module_of
+from bendtrace.paths.view import Tree, find
+from bendtrace.recording.agreement import alone
+from bendtrace.recording.owners import module_of, modules_in
 from bendtrace.recording.recorder import Recording
+from bendtrace.recording.run import Signature, record
+from bendtrace.recording.surroundings import Surroundings
+from bendtrace.run import Run
 
 if TYPE_CHECKING:
     from bendtrace.interject import absence
+    from bendtrace.interject.selectors import naming
     from bendtrace.outline.coverage import Coverage
 else:
     absence = Later("bendtrace.interject.absence")
+    naming = Later("bendtrace.interject.selectors.naming")
 
-__all__ = ["Knowledge"]
+__all__ = ["Knowledge", "Rehearsal"]
+
+
+class Rehearsal(NamedTuple):
+    """What a run without insertions has shown.
+
+    Attributes:
+        graph: its nodes.
+        tree: its tree.
+        names: what strings name in it.
+        totals: how many passes each node has.
+    """
+
+    graph: CandidateGraph
+    tree: Tree
+    names: Names
+    totals: dict[str, int]
+
+
+def rehearse(
+    model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], registry: Registry
+) -> Rehearsal:
+    """Run a copy of a model on copies of some inputs, and put the random generators back.
+
+    Raises:
+        InputError: the model or the inputs cannot be copied, or ranks act together in the run.
+        Exception: whatever the model raises, as it is.
+    """
+    memo: dict[int, Any] = {}
+    for tensor in take_apart((args, kwargs))[1]:
+        if isinstance(tensor, Tensor) and not tensor.is_leaf:  # which copy.deepcopy refuses
+            memo[id(tensor)] = tensor.detach().clone().requires_grad_(tensor.requires_grad)
+    try:
+        twin, args, kwargs = copy.deepcopy((model, args, kwargs), memo)
+    except Exception as error:
+        raise InputError(
+            "where these insertions are is decided by a run of a copy of the model without them, "
+            f"and the model or its inputs cannot be copied ({type(error).__name__}: {error}); give "
+            "node paths, modules or selectors that do not look ahead"
+        ) from error
+    inserter = LiveInserter(Plan(()), registry, twin)
+    with (
+        alone("a run of a copy of the model, to find where something is inserted,"),
+        _random_state_kept(),
+        _shared_state_kept(model, twin),
+        _Unsaved(_same, _same),
+    ):
+        recording = record(twin, args, kwargs, Signature(twin), inserter=inserter)
+    recording.result = None
+    run = Run(recording, twin, registry)
+    if isinstance(model, nn.Module) and isinstance(twin, nn.Module):
+        own = dict(zip(map(id, twin.modules()), model.modules(), strict=True))
+        for node in run.candidates:
+            node.module = own.get(id(node.module), node.module)
+            node.scope = own.get(id(node.scope), node.scope)
+    return Rehearsal(run.candidates, run.tree, run.naming, inserter.passes)
+
+
+# Whoever watches what autograd saves, such as a checkpoint around, is not to see the rehearsal.
+_Unsaved = torch.autograd.graph.saved_tensors_hooks
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+@contextmanager
+def _random_state_kept() -> Iterator[None]:
+    numpy = sys.modules.get("numpy")
+    states = random.getstate(), None if numpy is None else numpy.random.get_state()
+    with torch.random.fork_rng():
+        try:
+            yield
+        finally:
+            random.setstate(states[0])
+            if numpy is not None:
+                numpy.random.set_state(states[1])
+
+
+@contextmanager
+def _shared_state_kept(model: Callable[..., Any], twin: Callable[..., Any]) -> Iterator[None]:
+    """Put back what a copy has in common with the model: what functions close over, globals."""
+    own = {id(value) for value in _reached(model)}
+    shared = {id(value): value for value in _reached(twin) if id(value) in own}
+    tensors = [
+        (value, value.detach().clone())
+        for value in shared.values()
+        if isinstance(value, Tensor) and not value.is_inference()
+    ]
+    containers = [
+        (value, copy.copy(value)) for value in shared.values() if type(value) in _CONTAINERS
+    ]
+    objects = [
+        (vars(value), dict(vars(value)))
+        for value in shared.values()
+        if not isinstance(value, (Tensor, type)) and type(getattr(value, "__dict__", None)) is dict
+    ]
+    try:
+        yield
+    finally:
+        for tensor, before in tensors:
+            # Not going by versions: torch counts none for the statistics of a batch norm.
+            if not torch.equal(tensor, before):
+                with torch.no_grad():
+                    tensor.copy_(before)
+        for held, kept in (*containers, *objects):
+            _restore(held, kept)
+
+
+_CONTAINERS = (dict, list, set)
+
+
+def _reached(model: Callable[..., Any]) -> list[Any]:
+    """Return everything that a run of a model can read and change."""
+    surroundings = Surroundings(model, {})
+    found = [part.value for part in surroundings.parts]
+    surroundings.release()
+    return found
+
+
+def _restore(container: Any, before: Any) -> None:
+    """Give a container the content that it had, unless it has it still."""
+    if isinstance(container, list):
+        if len(container) != len(before) or any(map(operator.is_not, container, before)):
+            container[:] = before
+    elif isinstance(container, set):
+        if container != before:
+            container.clear()
+            container |= before
+    elif list(container) != list(before) or any(
+        map(operator.is_not, container.values(), before.values())
+    ):
+        container.clear()
+        container.update(before)
 
 
 class Knowledge:
@@ -61,19 +203,15 @@ class Knowledge:
         self._inserted = inserted
         self._coverage = coverage
         self._settled = settled
-        # By identity, with the run itself so that no identity is used twice.
-        self._trees: dict[int, tuple[Recording, Tree]] = {}
-        self._nodes: dict[int, tuple[Recording, list[Candidate]]] = {}
         self._of_examples: dict[int, Names] = {}  # which are kept, as the examples are
-        self._named: dict[int, tuple[Recording, bool, Names]] = {}
-        self._steps: dict[int, tuple[Recording, FlowSteps]] = {}
+        self._views: dict[int, Run] = {}  # by the identity of their recordings
 
     def trees(self) -> Iterator[Tree]:
         """Yield the trees of the runs, those without insertions first."""
         self.name_nodes()
         yield from self.examples
         for recording in self.recordings():
-            yield self._tree(recording)
+            yield self._run(recording).tree
 
     def names(self) -> Iterator[Names]:
         """Yield what strings name in the runs, those without insertions first.
@@ -84,20 +222,15 @@ class Knowledge:
         for example in self.examples:
             yield self._of_examples.setdefault(id(example), Names(example, None))
         plain = self._runs()
-        _forget(self._named, self.recordings())
         for recording in self.recordings():
-            is_plain = not plain or any(recording is run for run in plain)
-            known = self._named.get(id(recording))
-            if known is None or known[1] is not is_plain:
-                tree = self._tree(recording)
-                names = names_of(recording, tree) if is_plain else Names(tree, None)
-                known = self._named[id(recording)] = recording, is_plain, names
-            yield known[2]
+            run = self._run(recording)
+            is_plain = not plain or any(recording is other for other in plain)
+            yield run.naming if is_plain else run.naming_without_log
 
     def name_nodes(self) -> None:
         """Name the nodes of all runs in the order in which these were recorded."""
         for recording in reversed(self._runs()):
-            self._tree(recording)
+            _ = self._run(recording).tree
 
     def recordings(self) -> list[Recording]:
         """Return all runs that are known."""
@@ -109,23 +242,36 @@ class Knowledge:
         if not runs:
             return None
         self.name_nodes()
-        _forget(self._nodes, runs)
         found: dict[str, Candidate] = {}
         for recording in runs:
-            known = self._nodes.get(id(recording))
-            if known is None:
-                graph = candidate_graph(recording, self.model, self.registry)
-                known = self._nodes[id(recording)] = recording, list(graph)
-            for node in known[1]:
+            for node in self._run(recording).candidates:
                 found.setdefault(node.path, node)
         return list(found.values())
+
+    def select(self, what: Any) -> list[str]:
+        """Return the paths of the nodes that a selector, or what stands for one, means.
+
+        Raises:
+            InputError: nothing has been traced yet.
+        """
+        runs = self._runs()
+        if not runs:
+            raise InputError(
+                f"nothing has been traced yet, so nobody knows which nodes {what!r} means: call "
+                "the module, or its trace(), first"
+            )
+        found: dict[str, None] = {}
+        for recording in runs:
+            nodes = naming.nodes_meant(what, self.run(recording).candidates)
+            found.update(dict.fromkeys(node.path for node in nodes))
+        return list(found)
 
     def modules(self) -> list[Candidate]:
         """Return the modules as nodes, those included that no run has come by."""
         owner = module_of(self.model)
         if owner is None:
             return []
-        modules = dict(owner.named_modules(remove_duplicate=False))
+        modules = modules_in(owner)
         if owner is not self.model:
             del modules[""]  # no call of it is a node
         found = []
@@ -162,9 +308,8 @@ class Knowledge:
     def mirror_path(self, name: str) -> str:
         """Return the path of the node of a mirror that has a name; "" if none has."""
         for recording in self._runs():
-            names = node_names(recording.tape.ops)
-            if name in names:
-                return self._tree(recording).path_of(names.index(name))
+            if name in recording.names:
+                return self.run(recording).tree.path_of(recording.names.index(name))
         return ""
 
     def hint(self, name: str) -> str:
@@ -196,12 +341,12 @@ class Knowledge:
         nodes = {node.path: node for node in self.candidates() or ()}
         if not others:
             return ""
-        return absence.why_past(path, nodes, others, map(self._with_steps, runs))
+        return absence.why_past(path, nodes, others, runs)
 
     def count_passes(self, path: str, run: Recording) -> int:
         """Return how often a run came by a node."""
         try:
-            return len(find(self._tree(run).data, path)[0].passes)
+            return len(find(self.run(run).tree.data, path)[0].passes)
         except NodePathError:
             return 0
 
@@ -210,34 +355,21 @@ class Knowledge:
         recording = self._settled(args, kwargs)
         if recording is None:
             return rehearse(self.model, args, kwargs, self.registry)
-        tree = self.tree(recording)
-        totals = {node.path: len(node.passes) for node in tree.data.walk()}
-        graph = candidate_graph(recording, self.model, self.registry)
-        return Rehearsal(graph, tree, names_of(recording, tree), totals)
+        run = self.run(recording)
+        totals = {node.path: len(node.passes) for node in run.tree.data.walk()}
+        return Rehearsal(run.candidates, run.tree, run.naming, totals)
 
-    def tree(self, recording: Recording) -> Tree:
-        """Return the tree of a run, with the names that the runs before it leave to it."""
+    def run(self, recording: Recording) -> Run:
+        """Return the views of a run, with the names that the runs before it leave to it."""
         self.name_nodes()
-        return self._tree(recording)
+        return self._run(recording)
 
-    def _with_steps(self, recording: Recording) -> tuple[Recording, FlowSteps]:
-        known = self._steps.get(id(recording))
+    def _run(self, recording: Recording) -> Run:
+        known = self._views.get(id(recording))
         if known is None:
-            _forget(self._steps, self.recordings())
-            steps = flow_steps(recording.tape, node_names(recording.tape.ops))
-            known = self._steps[id(recording)] = recording, steps
+            living = {id(other) for other in self.recordings()}
+            for key in [key for key in self._views if key not in living]:
+                del self._views[key]
+            run = Run(recording, self.model, self.registry)
+            known = self._views[id(recording)] = run
         return known
-
-    def _tree(self, recording: Recording) -> Tree:
-        known = self._trees.get(id(recording))
-        if known is None:
-            _forget(self._trees, self.recordings())
-            tree = tree_of(recording, self.model, self.registry)
-            known = self._trees[id(recording)] = recording, tree
-        return known[1]
-
-
-def _forget(kept: dict[int, Any], runs: list[Recording]) -> None:
-    living = {id(recording) for recording in runs}
-    for key in [key for key in kept if key not in living]:
-        del kept[key]

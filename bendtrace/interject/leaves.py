@@ -9,11 +9,10 @@ from typing import Any
 from torch import nn
 
 from bendtrace.errors import InputError
-from bendtrace.interject.candidate import Candidate, CandidateGraph
-from bendtrace.interject.selector import NodeSelector
 from bendtrace.interject.selectors.algebra import Selector, as_selector
 from bendtrace.interject.selectors.naming import matches_path, matches_qualified_name
-from bendtrace.recording.owners import module_of
+from bendtrace.paths.candidates import Candidate, CandidateGraph, NodeSelector
+from bendtrace.recording.owners import modules_in
 
 __all__ = ["leaves_in", "outside"]
 
@@ -75,7 +74,7 @@ def outside(what: Any, model: Callable[..., Any], leaves: Iterable[Any]) -> Node
     """
     selector = _named(what) if isinstance(what, str) else as_selector(what)
     names: set[str] = set()
-    modules = list(_modules(model))
+    modules = list(modules_in(model).items())
     for leaf in leaves:
         names |= {name for name, module in modules if _is_leaf(leaf, name, module)}
     return Outside(selector, frozenset(names)) if names else selector
@@ -102,12 +101,6 @@ def _named(name: str) -> NodeSelector:
         return matches_qualified_name(name) | matches_path(name)
     except InputError:  # it can only be a qualified name: `layers.0`
         return matches_qualified_name(name)
-
-
-def _modules(model: Callable[..., Any]) -> Iterable[tuple[str, nn.Module]]:
-    owner = module_of(model)
-    if owner is not None:
-        yield from owner.named_modules(remove_duplicate=False)
 
 
 def _is_leaf(leaf: Any, name: str, module: nn.Module) -> bool:

@@ -6,9 +6,9 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol
 
-from bendtrace.interject.candidate import Candidate
 from bendtrace.interject.interjection import Interjection, NodePass
 from bendtrace.interject.passes import Passes
+from bendtrace.paths.candidates import Candidate
 from bendtrace.recording.recorder import Recording
 
 __all__ = ["Entry", "Matcher", "Place", "Placed", "Plan", "Slot", "State"]

@@ -9,7 +9,7 @@ from bendtrace.errors import InputError
 from bendtrace.interject.cuts import is_named
 from bendtrace.interject.insertion import Insertion
 from bendtrace.interject.interjection import Inputs, Interjection, NodePass
-from bendtrace.interject.keys import node_meant
+from bendtrace.interject.resolver import node_meant
 from bendtrace.interject.rests import own
 from bendtrace.paths.view import Node
 

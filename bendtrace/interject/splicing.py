@@ -14,8 +14,8 @@ from bendtrace.errors import InterjectionError
 from bendtrace.interject.insertion import Insertion
 from bendtrace.interject.interjection import Inputs, Interjection, NodePass
 from bendtrace.interject.report import Report
+from bendtrace.interject.resolver import describe_where
 from bendtrace.interject.structure import describe
-from bendtrace.interject.where import describe_where
 
 __all__ = ["Splice", "Spliced"]
 

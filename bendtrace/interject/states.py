@@ -13,10 +13,11 @@ from bendtrace.interject.gates import Gate, StateGate
 from bendtrace.interject.interjection import NodePass
 from bendtrace.interject.plan import Plan, Slot
 from bendtrace.interject.structure import Leaf
-from bendtrace.paths.holders import dotted
 from bendtrace.paths.live import LiveNames
+from bendtrace.paths.naming import dotted
 from bendtrace.recording.contexts import Context, current_context
 from bendtrace.recording.inserter import Stage
+from bendtrace.recording.owners import states_of
 from bendtrace.recording.tape import ModuleCall
 
 __all__ = ["States"]
@@ -132,11 +133,6 @@ def _is_held(holder: str | None, here: str) -> bool:
 def _state_names(function: Callable[..., Any]) -> dict[int, tuple[str, ...]]:
     """Return the qualified names of the parameters and buffers of a model, by identity."""
     found: dict[int, tuple[str, ...]] = {}
-    if isinstance(function, nn.Module):
-        for listed in (
-            function.named_parameters(remove_duplicate=False),
-            function.named_buffers(remove_duplicate=False),
-        ):
-            for name, tensor in listed:
-                found[id(tensor)] = (*found.get(id(tensor), ()), name)
+    for name, tensor in states_of(function) if isinstance(function, nn.Module) else ():
+        found[id(tensor)] = (*found.get(id(tensor), ()), name)
     return found

@@ -10,27 +10,29 @@ import os
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from difflib import SequenceMatcher, get_close_matches
-from typing import Any, ClassVar, Protocol
+from difflib import SequenceMatcher
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from torch import nn
 
+from bendtrace._later import Later
 from bendtrace.errors import InputError, NodePathError
-from bendtrace.graph.names import NodeRef
-from bendtrace.history.entries import LayerEntry, ModuleEntry
-from bendtrace.history.names import Names
-from bendtrace.interject.candidate import Candidate, CandidateGraph
-from bendtrace.interject.meant import meant_by
+from bendtrace.history.names import Names, near_names
 from bendtrace.interject.plan import Place, State
-from bendtrace.interject.selector import NodeSelector
-from bendtrace.paths.holders import dotted
+from bendtrace.interject.resolver import meant_by, name_of
+from bendtrace.paths.candidates import Candidate, CandidateGraph, NodeSelector
+from bendtrace.paths.naming import dotted
 from bendtrace.paths.nodes import TreeNode
-from bendtrace.paths.strings import NodePath, dug, find
-from bendtrace.paths.view import Node, Tree
+from bendtrace.paths.view import Node, Tree, dug, find
 from bendtrace.recording.functions import SHAPES, VALUES
-from bendtrace.recording.owners import module_of
+from bendtrace.recording.owners import module_of, modules_in
 
-__all__ = ["AtPath", "Known", "OfModule", "Said", "Want", "describe_where", "wants_of"]
+if TYPE_CHECKING:
+    from bendtrace.interject.selectors import naming
+else:
+    naming = Later("bendtrace.interject.selectors.naming")
+
+__all__ = ["AtPath", "AtPaths", "Known", "OfModule", "Said", "Want", "near_misses", "wants_of"]
 
 
 @dataclass(frozen=True)
@@ -59,19 +61,6 @@ class AtPaths:
         return node.path in self.paths
 
 
-@dataclass(frozen=True)
-class ByName:
-    """Nodes whose path, or qualified name, has a match of a pattern somewhere in it."""
-
-    is_broad: ClassVar[bool] = False
-    needs_output: ClassVar[bool] = False
-    pattern: re.Pattern[str]
-
-    def matches(self, node: Candidate) -> bool:
-        """Whether a name of the node is meant."""
-        return any(self.pattern.search(name) for name in (node.path, node.qualified_name))
-
-
 @dataclass(frozen=True, eq=False)
 class OfModule:
     """The calls of one module."""
@@ -92,24 +81,16 @@ class OfModule:
 
 
 @dataclass(frozen=True)
-class OfClass:
-    """The calls of modules of a class."""
+class Selected:
+    """What a selector means.
 
-    is_broad: ClassVar[bool] = False
-    needs_output: ClassVar[bool] = False
-    cls: type[nn.Module]
+    Attributes:
+        selector: the selector.
+        is_broad: whether it can mean anything: a selector, or a function of a node.
+    """
 
-    def matches(self, node: Candidate) -> bool:
-        """Whether it is a call of such a module."""
-        return isinstance(node.module, self.cls)
-
-
-@dataclass(frozen=True)
-class BySelector:
-    """What a selector means."""
-
-    is_broad: ClassVar[bool] = True
     selector: NodeSelector
+    is_broad: bool
 
     @property
     def needs_output(self) -> bool:
@@ -120,18 +101,8 @@ class BySelector:
         """Whether the selector means the node."""
         return self.selector.matches(node)
 
-
-@dataclass(frozen=True)
-class ByPredicate:
-    """What a function says yes to."""
-
-    is_broad: ClassVar[bool] = True
-    needs_output: ClassVar[bool] = False
-    predicate: Callable[[Candidate], Any]
-
-    def matches(self, node: Candidate) -> bool:
-        """Whether the function says yes."""
-        return bool(self.predicate(node))
+    def __repr__(self) -> str:
+        return repr(self.selector)
 
 
 class Known(Protocol):
@@ -223,26 +194,11 @@ def wants_of(where: Any, known: Known, *, lenient: bool = False) -> tuple[Want, 
 def _wants(where: Any, known: Known) -> tuple[Want, ...]:
     if isinstance(where, Node):
         _require_own(where, known)
-        return _named(NodePath(where._path), known, where)
-    if isinstance(where, str):
-        return _named(where, known, where)
-    if isinstance(where, NodeRef):
-        if not (path := known.mirror_path(where.name)):
-            raise NodePathError(f"no mirror of the model has a node {where.name!r}", where.name)
-        return _named(NodePath(path), known, where)
-    if isinstance(where, (LayerEntry, ModuleEntry)):
-        path = where.name if isinstance(where, ModuleEntry) else NodePath(where.node_path)
-        if not path:
-            raise InputError(f"{where!r} has no path that could be inserted at")
-        return _named(path, known, where)
-    return (_want(where, known),)
-
-
-def _want(where: Any, known: Known) -> Want:
+    name = name_of(where, known)
+    if name is not None:
+        return _named(name, known, where)
     if isinstance(where, State):
-        return Want(where, Place("state", where, shown=where.name))
-    if isinstance(where, re.Pattern):
-        return Want(where, Place("node", ByName(where)))
+        return (Want(where, Place("state", where, shown=where.name)),)
     if isinstance(where, nn.Module):
         owner = module_of(known.model)
         if owner is not None and all(where is not module for module in owner.modules()):
@@ -250,20 +206,19 @@ def _want(where: Any, known: Known) -> Want:
                 f"the module {type(where).__name__} is not one of the model's: give one of its "
                 "own submodules, a path or a class"
             )
-        return Want(where, Place("node", OfModule(where)))
-    if isinstance(where, type):
-        if not issubclass(where, nn.Module):
-            raise InputError(f"of classes only those of modules can be given, not {where!r}")
-        return Want(where, Place("node", OfClass(where)))
-    if isinstance(where, NodeSelector):
-        return Want(where, None if where.looks_ahead else Place("node", BySelector(where)))
-    if callable(where):
-        return Want(where, Place("node", ByPredicate(where)))
-    raise InputError(
-        "where= takes a node path, a node, a regular expression, a module, a class of modules, a "
-        "selector, a function of a node, a node of a mirror or an entry of a log, or several of "
-        f"these; not {where!r}"
-    )
+        return (Want(where, Place("node", OfModule(where))),)
+    if isinstance(where, NodeSelector) and where.looks_ahead:
+        return (Want(where),)
+    if isinstance(where, type) and not issubclass(where, nn.Module):
+        raise InputError(f"of classes only those of modules can be given, not {where!r}")
+    if not (isinstance(where, re.Pattern) or callable(where) or isinstance(where, NodeSelector)):
+        raise InputError(
+            "where= takes a node path, a node, a regular expression, a module, a class of modules, "
+            "a selector, a torch function, a function of a node, a node of a mirror or an entry of "
+            f"a log, or several of these; not {where!r}"
+        )
+    is_broad = not isinstance(where, (re.Pattern, type))
+    return (Want(where, Place("node", Selected(naming.as_selector(where), is_broad))),)
 
 
 def _require_own(node: Node, known: Known) -> None:
@@ -274,7 +229,7 @@ def _require_own(node: Node, known: Known) -> None:
     """
     data, model = node._data, module_of(known.model)
     if data.kind == "graph" and data.module and model is not None:
-        module = dict(model.named_modules(remove_duplicate=False)).get(data.module)
+        module = modules_in(model).get(data.module)
         if module is not None and type(module).__name__ != data.class_name:
             raise InputError(
                 f"{data.path!r} is a {data.class_name} in the run that this node is of, and a "
@@ -341,6 +296,13 @@ def _named(text: str, known: Known, said: Any) -> tuple[Want, ...]:
             errors.append(error)
     if not errors:  # the first run is looked at before it does anything
         return (Want(said),)
+    near = near_names(text, (name for names in known.names() for name in names.listed()))
+    at_root = all("." not in path for error in errors for path in error.completions)
+    if near and at_root and not any("did you mean" in str(error) for error in errors):
+        said = ", ".join(map(repr, near))
+        raise NodePathError(
+            f"no node {text!r}: the root has no {text!r}; near to it: {said}", text, tuple(near)
+        )
     path = known.mirror_path(text)
     hint = f"the mirror has a node {text!r}: give {path!r}, or NodeRef({text!r})" if path else ""
     raise _astray(errors, hint or known.hint(text))
@@ -417,26 +379,7 @@ def _is_taken(node: TreeNode) -> bool:
 
 def near_misses(text: str, paths: Sequence[str]) -> str:
     """Say what there is that looks like a name."""
-    by_end = {path.rpartition(".")[2]: path for path in paths}
-    close = get_close_matches(text, paths, n=3, cutoff=0.6)
-    close += [by_end[name] for name in get_close_matches(text, list(by_end), n=3, cutoff=0.6)]
-    listed = list(dict.fromkeys(close)) or list(paths[:8])
-    word = "did you mean" if close else "there are"
+    near = near_names(text, paths, 3)
+    listed = near or list(paths[:8])
+    word = "did you mean" if near else "there are"
     return f"{word} {', '.join(map(repr, listed))}" if listed else "there are no nodes at all"
-
-
-def describe_where(where: Any) -> str:
-    """Say in a few words where something is."""
-    if isinstance(where, (list, tuple, set, frozenset)):
-        return ", ".join(map(describe_where, where))
-    if isinstance(where, Node):
-        return repr(where._path)
-    if isinstance(where, re.Pattern):
-        return f"/{where.pattern}/"
-    if isinstance(where, nn.Module):
-        return f"the module {type(where).__name__}"
-    if isinstance(where, type):
-        return where.__name__
-    if callable(where) and not isinstance(where, NodeSelector):
-        return getattr(where, "__qualname__", repr(where))
-    return repr(where)

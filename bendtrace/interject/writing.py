@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bendtrace.interject.candidate import Candidate
+from bendtrace.paths.candidates import Candidate
 from bendtrace.recording.functions import is_named_in_place
 from bendtrace.recording.writes import storage_of
 

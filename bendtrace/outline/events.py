@@ -12,9 +12,8 @@ from bendtrace.flow import (
     LogicalFlowStep,
     LoopFlowStep,
     ShapeFlowStep,
-    flow_steps,
+    steps_of,
 )
-from bendtrace.graph.names import node_names
 from bendtrace.outline.source import Header, header_of, under, while_around
 from bendtrace.recording.iterations import running_code, user_code
 from bendtrace.recording.recorder import Recording
@@ -109,8 +108,7 @@ class PathEvents:
 
     def _steps(self) -> Iterator[FlowStep | _Raised]:
         tape = self.recording.tape
-        names = node_names(tape.ops)
-        steps = [s for s in flow_steps(tape, names) if not isinstance(s, ShapeFlowStep)]
+        steps = [s for s in steps_of(self.recording) if not isinstance(s, ShapeFlowStep)]
         stepped = {step.guard for step in steps}
         found: list[tuple[int, FlowStep | _Raised]] = []
         position = 0
@@ -129,7 +127,8 @@ class PathEvents:
                     value = _WORDS.get(guard.test, guard.expected)
                     text = _ASKED.get(guard.test, "{}").format(place.text)
                     found.append((guard.position, FlowStep(
-                        names[guard.index], value, "value", place, text, scope.path, number,
+                        self.recording.names[guard.index], value, "value", place, text,
+                        scope.path, number,
                     )))  # fmt: skip
             for op in tape.ops:
                 if op.site is not None and key_of_raise(op) in self._asked:

@@ -12,13 +12,13 @@ import networkx as nx
 
 from bendtrace.errors import InputError
 from bendtrace.flow import _plain_json
-from bendtrace.graph.names import NodeRef
 from bendtrace.outline.events import Event, key_of_guard
 from bendtrace.outline.folding import Walk, walks_of
 from bendtrace.outline.picture import Edge, in_a_column, saved
 from bendtrace.outline.selection import selection, signature_of
 from bendtrace.outline.structure import End, in_order
 from bendtrace.outline.text import count, value_text
+from bendtrace.recording.names import NodeRef
 from bendtrace.recording.recorder import Recording
 from bendtrace.recording.tape import OpKind, Tape
 from bendtrace.replay.program import Program

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from bendtrace.flow import flow_steps
-from bendtrace.graph.names import node_names
+from bendtrace.flow import steps_of
 from bendtrace.recording.iterations import user_code
 from bendtrace.recording.parts import Access, Part, PartKind
 from bendtrace.recording.tape import OpKind, TensorMeta
@@ -169,7 +168,7 @@ def _conditions(program: Program) -> Facts:
     """The input guards that the model's source put, by their text."""
     tape = program.recording.tape
     texts = {
-        step.guard: step.text for step in flow_steps(tape, node_names(tape.ops))
+        step.guard: step.text for step in steps_of(program.recording)
         if step.guard is not None
     }  # fmt: skip
     found: dict[str, list[str]] = {}

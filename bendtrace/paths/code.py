@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bendtrace.graph.names import target_name
-from bendtrace.paths.layout import kept_name
+from bendtrace.paths.body import kept_name
 from bendtrace.recording.functions import name_of
+from bendtrace.recording.names import target_name
 from bendtrace.recording.parts import Part
 from bendtrace.recording.structure import Existing, Instance, Made
 from bendtrace.recording.tape import Op, Ref, refs_in

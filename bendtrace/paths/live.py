@@ -7,10 +7,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from bendtrace.graph.names import base_name_of
 from bendtrace.paths.events import bound, parameters_of
-from bendtrace.paths.holders import Holders
-from bendtrace.paths.naming import Registry, identifier
+from bendtrace.paths.naming import Holders, Registry, identifier
+from bendtrace.recording.names import base_name_of
 from bendtrace.recording.parts import PLAIN_TYPES
 from bendtrace.recording.scalars import TRACED
 from bendtrace.recording.sites import Site

@@ -8,7 +8,7 @@ import random
 import sys
 import types
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.nn.utils import parametrize
@@ -19,6 +19,7 @@ from bendtrace.recording.functions import is_torchs_function, said_of
 from bendtrace.recording.joint import JOINT
 from bendtrace.recording.kinds import is_value
 from bendtrace.recording.learned import forbidden_in, learn
+from bendtrace.recording.names import node_names
 from bendtrace.recording.objects import kept_in
 from bendtrace.recording.parts import Change, PartKind
 from bendtrace.recording.ran import Ran
@@ -30,6 +31,8 @@ from bendtrace.recording.tape import ModuleCall, Op, OpKind, Tape
 from bendtrace.recording.writer import Writer
 
 __all__ = ["Finish", "Recording"]
+
+T = TypeVar("T")
 
 
 class Recording:
@@ -46,6 +49,7 @@ class Recording:
             that no guard notices: by then a cache is filled.
         draws: whether it drew from torch's generators.
         writes_outside: whether it wrote to tensors that were there before.
+        views: what `view` has derived from the run.
     """
 
     __slots__ = (
@@ -57,6 +61,7 @@ class Recording:
         "root",
         "surroundings",
         "tape",
+        "views",
         "writes_outside",
     )
 
@@ -69,6 +74,27 @@ class Recording:
         self.draws = self.writes_outside = False
         self.output_reads: dict[int, int] = {}
         self.result: Any = None
+        self.views: dict[Callable[[Recording], Any], Any] = {}
+
+    def view(self, derive: Callable[[Recording], T]) -> T:
+        """Return what a function derives from the run, computed once.
+
+        Args:
+            derive: the function; what it returns must not refer to the recording.
+        """
+        if derive not in self.views:
+            self.views[derive] = derive(self)
+        found: T = self.views[derive]
+        return found
+
+    @property
+    def names(self) -> list[str]:
+        """The name of each op's node."""
+        return self.view(_names)
+
+
+def _names(recording: Recording) -> list[str]:
+    return node_names(recording.tape.ops)
 
 
 class Finish:

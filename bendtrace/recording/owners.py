@@ -6,9 +6,9 @@ import functools
 import types
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
-__all__ = ["module_of"]
+__all__ = ["is_leaf_module", "module_of", "modules_in", "states_of"]
 
 
 def module_of(model: Any) -> nn.Module | None:
@@ -38,3 +38,25 @@ def module_of(model: Any) -> nn.Module | None:
     for name, module in modules.items():
         made._modules[name] = module
     return made
+
+
+def is_leaf_module(module: nn.Module) -> bool:
+    """Whether torch.fx would leave a module whole: one of torch.nn's own, not a container."""
+    return type(module).__module__.startswith("torch.nn") and not isinstance(module, nn.Sequential)
+
+
+def modules_in(model: Any) -> dict[str, nn.Module]:
+    """Return the modules of a model by all their qualified names, "" for itself."""
+    owner = module_of(model)
+    return {} if owner is None else dict(owner.named_modules(remove_duplicate=False))
+
+
+def states_of(model: Any) -> list[tuple[str, Tensor]]:
+    """Return the parameters and buffers of a model, under all their names."""
+    owner = module_of(model)
+    if owner is None:
+        return []
+    return [
+        *owner.named_parameters(remove_duplicate=False),
+        *owner.named_buffers(remove_duplicate=False),
+    ]

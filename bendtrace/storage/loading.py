@@ -8,8 +8,7 @@ from typing import Any
 import torch
 
 from bendtrace.errors import BendtraceError, InputError, LoadError
-from bendtrace.graph.export import GRAPH_CODEC, from_node_link
-from bendtrace.graph.rows import flow_steps_of
+from bendtrace.graph.export import GRAPH_CODEC, flow_steps_of, from_node_link
 from bendtrace.history.building import Log
 from bendtrace.history.entries import LayerEntry
 from bendtrace.history.run_log import RunLog

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 
 import bendtrace
-from bendtrace.graph.export import GRAPH_CODEC, to_node_link
-from bendtrace.graph.rows import flow_rows
+from bendtrace.graph.export import GRAPH_CODEC, flow_rows, to_node_link
 from bendtrace.history.run_log import RunLog
 from bendtrace.paths.view import Tree
 from bendtrace.storage.directory import draft_in

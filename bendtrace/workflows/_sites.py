@@ -17,8 +17,8 @@ from bendtrace.errors import InputError, NodePathError, SiteError
 from bendtrace.history.copies import copied
 from bendtrace.interject.group import InsertionGroup
 from bendtrace.interject.interjection import Inputs, Interjection, NodePass
+from bendtrace.interject.resolver import describe_where
 from bendtrace.interject.structure import Leaf, Shape, assemble, describe, take_apart
-from bendtrace.interject.where import describe_where
 from bendtrace.module import BendedModule
 from bendtrace.paths.nodes import NodePath
 from bendtrace.still import Still

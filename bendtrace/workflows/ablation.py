@@ -18,7 +18,7 @@ from bendtrace.errors import InputError, SiteError
 from bendtrace.interject.insertion import Insertion
 from bendtrace.interject.interjection import Inputs, Interjection, NodePass
 from bendtrace.interject.reading import is_contained
-from bendtrace.interject.where import describe_where
+from bendtrace.interject.resolver import describe_where
 from bendtrace.module import BendedModule
 from bendtrace.workflows._grids import (
     Beyond,

@@ -15,7 +15,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from bendtrace._checks import required_int
 from bendtrace.calls import Call, bended_of
 from bendtrace.errors import InputError
-from bendtrace.interject.candidate import Candidate
+from bendtrace.paths.candidates import Candidate
 from bendtrace.workflows._grids import (
     Beyond,
     Columns,

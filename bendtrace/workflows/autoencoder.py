@@ -15,8 +15,8 @@ from bendtrace.interject.group import InsertionGroup, InsertionHandle, is_root
 from bendtrace.interject.interjection import Inputs, Interjection, NodePass
 from bendtrace.interject.reading import is_contained
 from bendtrace.interject.report import Report
+from bendtrace.interject.resolver import describe_where
 from bendtrace.interject.structure import describe
-from bendtrace.interject.where import describe_where
 from bendtrace.module import BendedModule
 
 __all__ = ["LatentEdit", "SplicedAutoencoder", "splice_autoencoder"]

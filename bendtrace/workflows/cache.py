@@ -18,14 +18,13 @@ from torch import Tensor, nn
 from bendtrace.calls import Call, bended_of
 from bendtrace.errors import InputError, NeverFiredWarning, NodePathError
 from bendtrace.history.copies import copied, lazily_copied, materialize, tensors_in
-from bendtrace.interject.candidate import Candidate
 from bendtrace.interject.group import InsertionGroup, is_root
 from bendtrace.interject.insertion import Insertion
 from bendtrace.interject.interjection import Inputs, Interjection, NodePass
-from bendtrace.interject.selector import NodeSelector
 from bendtrace.interject.structure import assemble, take_apart
 from bendtrace.interject.where import near_misses
 from bendtrace.module import BendedModule
+from bendtrace.paths.candidates import Candidate, NodeSelector
 from bendtrace.recording.recorder import Recording
 from bendtrace.recording.writes import storage_of
 from bendtrace.workflows.aliases import Alias, Aliases, transformer_lens_aliases

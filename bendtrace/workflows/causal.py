@@ -12,7 +12,7 @@ from torch import Tensor
 from bendtrace._checks import required_int, required_number
 from bendtrace.calls import Call, bended_of
 from bendtrace.errors import InputError, SiteError
-from bendtrace.interject.where import describe_where
+from bendtrace.interject.resolver import describe_where
 from bendtrace.workflows._grids import (
     Columns,
     Grid,

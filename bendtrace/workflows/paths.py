@@ -11,7 +11,7 @@ from torch import Tensor
 
 from bendtrace.calls import Call, bended_of, own_copy
 from bendtrace.errors import InputError, SiteError
-from bendtrace.interject.where import describe_where
+from bendtrace.interject.resolver import describe_where
 from bendtrace.still import Still
 from bendtrace.workflows._grids import (
     Columns,

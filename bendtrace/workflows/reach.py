@@ -16,10 +16,10 @@ from bendtrace._trace import Trace, run_trace
 from bendtrace.calls import Call
 from bendtrace.errors import InputError, NodePathError
 from bendtrace.flow import FlowStep, LogicalFlowStep
-from bendtrace.graph.names import NodeRef
-from bendtrace.history.options import SaveOptions
+from bendtrace.history.capture import SaveOptions
 from bendtrace.recording.functions import METADATA, SHAPES
 from bendtrace.recording.iterations import running_code, user_code
+from bendtrace.recording.names import NodeRef
 from bendtrace.recording.sites import Place, Span
 from bendtrace.recording.syntax import conclude_truth, source_file, spans_of
 from bendtrace.recording.tape import OpKind, TensorMeta, refs_in

@@ -24,8 +24,8 @@ from bendtrace.interject.bends.parameter import Expression, value_of
 from bendtrace.interject.group import InsertionGroup, InsertionHandle, is_root
 from bendtrace.interject.interjection import Inputs, Interjection, NodePass
 from bendtrace.interject.report import Report
+from bendtrace.interject.resolver import describe_where
 from bendtrace.interject.structure import describe
-from bendtrace.interject.where import describe_where
 from bendtrace.module import BendedModule
 from bendtrace.paths.nodes import NodePath
 from bendtrace.recording.serving import served_by

@@ -13,23 +13,24 @@ import torch
 from torch import Tensor, nn
 
 from bendtrace.errors import InputError
-from bendtrace.interject.bends.activations import (
-    Activation,
-    Filter,
-    activation_table,
-    kept,
-    weight_table,
-)
 from bendtrace.interject.bends.bend import Bend
 from bendtrace.interject.bends.capture import Capture
-from bendtrace.interject.bends.catalogue import Catalogue, Known
+from bendtrace.interject.bends.catalogue import (
+    Activation,
+    Catalogue,
+    Filter,
+    Known,
+    activation_table,
+    kept,
+    near,
+    weight_table,
+)
 from bendtrace.interject.bends.config import BendingConfig, read_configs, write_configs
 from bendtrace.interject.bends.functional import Lambda
 from bendtrace.interject.bends.handle import BendHandle, Restoring, Source
-from bendtrace.interject.bends.names import compiled, near
 from bendtrace.interject.bends.parameter import BendingParameter, Value
 from bendtrace.interject.bends.sources import Owner, Sources
-from bendtrace.interject.bends.spec import BendSpec, flat
+from bendtrace.interject.bends.spec import BendSpec, compiled, flat
 from bendtrace.interject.bends.versions import ORIGINAL, Versions
 from bendtrace.interject.interjection import Inputs, Interjection, NodePass
 from bendtrace.paths.text import Text
@@ -92,6 +93,8 @@ class Bending:
         for spec in specs:
             if not spec.where:
                 raise InputError("say what to bend, by patterns of names for one")
+        specs = [self._catalogue.named(spec) for spec in specs]
+        for spec in specs:
             if not allow_none:
                 self._catalogue.require_meaning(spec)
         self._require_distinct(specs)

@@ -1,41 +1,330 @@
-"""What there is to bend in a model, and what of it is meant."""
+"""What there is to bend in a model, and which of it a pattern names."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
-from typing import Any, Protocol
-
-from torch import Tensor, nn
-
-from bendtrace.errors import InputError
-from bendtrace.interject.bends.activations import Activation, inputs_in, modules_of, of_candidate
-from bendtrace.interject.bends.names import (
-    NamedActivations,
-    leaves_of,
-    near,
-    states_of,
-    weights_named,
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from types import (
+    BuiltinFunctionType,
+    FunctionType,
+    MethodDescriptorType,
+    WrapperDescriptorType,
 )
-from bendtrace.interject.bends.spec import BendSpec
-from bendtrace.interject.candidate import Candidate
-from bendtrace.interject.graphs import candidate_graph
-from bendtrace.interject.where import describe_where
-from bendtrace.paths.naming import Registry
-from bendtrace.paths.nodes import NodePath
-from bendtrace.recording.recorder import Recording
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 
-__all__ = ["Catalogue", "Known"]
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
+
+from bendtrace._later import tabulate
+from bendtrace.errors import InputError
+from bendtrace.history.names import is_layer_name, near_names
+from bendtrace.interject.bends.spec import BendSpec, compiled
+from bendtrace.interject.resolver import Runs, describe_where, meant_by
+from bendtrace.paths.candidates import Candidate, NodeSelector
+from bendtrace.paths.naming import Registry, identifier
+from bendtrace.paths.nodes import NodePath
+from bendtrace.paths.text import Text
+from bendtrace.paths.view import Node, Tree
+from bendtrace.recording.owners import is_leaf_module, modules_in, states_of
+from bendtrace.recording.recorder import Recording
+from bendtrace.recording.tape import OpKind, TensorMeta
+from bendtrace.run import Run
+
+__all__ = [
+    "Activation",
+    "Catalogue",
+    "Filter",
+    "Known",
+    "NamedActivations",
+    "activation_table",
+    "is_bendable_dtype",
+    "kept",
+    "leaves_of",
+    "near",
+    "weight_table",
+]
+
+
+Level = Literal["whole", "around", "inside"]
+# What no pattern means by name.
+_NAMELESS = "\0"
+# They are of torch.nn, and yet what is inside is what one wants to bend.
+_OPEN = (
+    nn.ModuleList, nn.ModuleDict, nn.Transformer, nn.TransformerEncoder, nn.TransformerDecoder,
+    nn.TransformerEncoderLayer, nn.TransformerDecoderLayer,
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class NamedActivations(NodeSelector):
+    r"""The activations that patterns mean.
+
+    A pattern means an activation if it matches one of its names from the beginning: its node
+    path (`blocks.sub_0.relu`), its qualified name (`blocks.0.relu`), or that with underscores
+    (`blocks_0_relu`). Activations are calls of leaf modules, and of functions outside these.
+    A module around others is meant only by a pattern that ends with its name (`blocks\.0$`),
+    and a node inside a leaf module only by its own path. What gives no floating or complex
+    tensor is none.
+
+    Attributes:
+        patterns: the patterns.
+        leaves: qualified names of the leaf modules.
+        without: node paths that are not meant after all.
+    """
+
+    needs_output = True
+
+    patterns: tuple[re.Pattern[str], ...]
+    leaves: frozenset[str]
+    without: frozenset[str] = frozenset()
+
+    def matches(self, node: Candidate) -> bool:
+        """Whether a node is meant."""
+        if not node.path or not is_bendable_dtype(node.dtype) or node.path in self.without:
+            return False
+        return self.means(level_of(node, self.leaves), names_of(node))
+
+    def means(self, level: Level, names: Iterable[str]) -> bool:
+        """Whether something by some names is meant."""
+        return any(means(pattern, level, name) for pattern in self.patterns for name in names)
+
+    def __repr__(self) -> str:
+        return " or ".join(f"/{pattern.pattern}/" for pattern in self.patterns)
+
+
+def means(pattern: re.Pattern[str], level: Level, name: str) -> bool:
+    """Whether a pattern means something by a name.
+
+    Args:
+        pattern: the pattern.
+        level: "whole" for activations, "around" for modules that have some inside, "inside" for
+            what is inside an activation.
+        name: one of its names.
+    """
+    if level == "whole":
+        return pattern.match(name) is not None
+    if level == "inside":
+        return pattern.pattern == name
+    ends = pattern.fullmatch(name) is not None
+    return ends and not any(pattern.match(name + sign + _NAMELESS) for sign in "._")
+
+
+def names_of(node: Candidate) -> tuple[str, ...]:
+    """Return the names of a node: path, qualified name, and that with underscores."""
+    qualified = node.qualified_name
+    return tuple(dict.fromkeys((node.path, qualified, qualified.replace(".", "_"))))
+
+
+def level_of(node: Candidate, leaves: frozenset[str]) -> Level:
+    """Say whether a node is an activation, around activations or inside one."""
+    around = node.scope_path
+    if node.is_module:
+        if node.module_path in leaves:
+            return "whole"
+        around = node.module_path
+    if is_inside(around, leaves):
+        return "inside"
+    return "around" if node.is_module else "whole"
+
+
+def is_inside(path: str, leaves: frozenset[str]) -> bool:
+    """Whether a module is a leaf module or in one."""
+    while path:
+        if path in leaves:
+            return True
+        path = path.rpartition(".")[0]
+    return False
+
+
+def leaves_of(model: Callable[..., Any]) -> frozenset[str]:
+    """Return the qualified names of the modules that are one activation each.
+
+    They are those that torch.fx keeps whole: of torch.nn, but for containers; and here also but
+    for transformers and their layers.
+    """
+    return frozenset(
+        path
+        for path, module in modules_in(model).items()
+        if path and is_leaf_module(module) and not isinstance(module, _OPEN)
+    )
+
+
+def weights_named(
+    model: Callable[..., Any], patterns: Iterable[re.Pattern[str]], weights: bool | None
+) -> list[str]:
+    """Return the parameters and buffers that patterns mean, as the state dict calls them.
+
+    Args:
+        model: the model.
+        patterns: the patterns.
+        weights: None for those that a pattern names: it matches all of the name, and with
+            another last part it would not. True for these, and the parameters that a pattern
+            matches from the beginning. False for none.
+    """
+    if weights is False:
+        return []
+    found = {
+        name: None
+        for name, tensor in states_of(model)
+        if is_bendable_dtype(tensor.dtype)
+        and any(
+            _names_weight(p, name)
+            or (weights is True and isinstance(tensor, nn.Parameter) and p.match(name))
+            for p in patterns
+        )
+    }
+    return list(found)
+
+
+def _names_weight(pattern: re.Pattern[str], name: str) -> bool:
+    if pattern.fullmatch(name) is None:
+        return False
+    around, dot, _ = name.rpartition(".")
+    return pattern.fullmatch(around + dot + _NAMELESS) is None
+
+
+def is_bendable_dtype(dtype: torch.dtype | None) -> bool:
+    """Whether tensors of a dtype can be bent."""
+    return dtype is not None and (dtype.is_floating_point or dtype.is_complex)
+
+
+def near(pattern: str, names: Iterable[str]) -> str:
+    """Say what there is that looks like what a pattern was meant for."""
+    known = list(dict.fromkeys(names))
+    close = near_names(re.sub(r"[\\^$]", "", pattern), known, 5)
+    if close:
+        return "did you mean " + ", ".join(map(repr, close)) + "?"
+    if not known:
+        return "nor anything else"
+    return "there are " + ", ".join(map(repr, known[:10])) + (", ..." if len(known) > 10 else "")
+
+
+Filter: TypeAlias = str | re.Pattern[str] | Sequence[str | re.Pattern[str]] | None
+
+_KINDS = (FunctionType, MethodDescriptorType, WrapperDescriptorType, BuiltinFunctionType)
+_METHODS = frozenset(
+    member
+    for cls in Tensor.__mro__
+    for name, member in vars(cls).items()
+    if isinstance(member, _KINDS) and not name.startswith("__")  # not what others put there
+)
+
+
+class Activation(NamedTuple):
+    """A value of a run that can be bent, or a place where there may be one.
+
+    Attributes:
+        name: its node path; for an input of the model its name.
+        op: "placeholder", "call_module", "call_method" or "call_function".
+        shape: its shape when it was first seen.
+        dtype: its dtype then.
+        level: "whole" for what tables list.
+        names: everything that patterns can know it by.
+    """
+
+    name: str
+    op: str
+    shape: torch.Size | None
+    dtype: torch.dtype | None
+    level: Level
+    names: tuple[str, ...]
+
+
+def of_candidate(node: Candidate, leaves: frozenset[str]) -> Activation | None:
+    """Return what is known of a node; None if it gives nothing that can be bent."""
+    if not node.path or node.shape is None or not is_bendable_dtype(node.dtype):
+        return None
+    op = "call_function"
+    if node.is_module:
+        op = "call_module"
+    elif node.function in _METHODS:
+        op = "call_method"
+    shape, level = torch.Size(node.shape), level_of(node, leaves)
+    return Activation(node.path, op, shape, node.dtype, level, names_of(node))
+
+
+def inputs_in(recording: Recording, registry: Registry) -> Iterator[Activation]:
+    """Yield the inputs of the model that are tensors and can be bent.
+
+    Args:
+        recording: a run.
+        registry: gives the names of nodes.
+    """
+    for op in recording.tape.ops:
+        if op.kind is not OpKind.INPUT or not str(op.target).isidentifier():
+            continue
+        if isinstance(op.meta, TensorMeta) and is_bendable_dtype(op.meta.dtype):
+            label, shape = str(op.target), torch.Size(op.meta.shape)
+            with registry.lock:
+                name = registry.reserve("", ("input", label), identifier(label))
+            names = tuple(dict.fromkeys((name, label)))
+            yield Activation(name, "placeholder", shape, op.meta.dtype, "whole", names)
+
+
+def modules_of(model: Callable[..., Any], leaves: frozenset[str]) -> Iterator[Activation]:
+    """Yield the modules of a model, for as long as no run has come by them."""
+    for path in modules_in(model):
+        around = path.rpartition(".")[0]
+        if path and not is_inside(around, leaves):
+            level: Level = "whole" if path in leaves else "around"
+            names = (path, path.replace(".", "_"))
+            yield Activation(path, "call_module", None, None, level, names)
+
+
+def kept(names: Iterable[str], flt: Filter, exclude: Filter) -> bool:
+    """Whether something by some names passes a filter.
+
+    Args:
+        names: its names.
+        flt: patterns that all have to match one of them, from the beginning.
+        exclude: patterns of which none may.
+    """
+    names = list(names)
+
+    def matched(pattern: re.Pattern[str]) -> bool:
+        return any(pattern.match(name) for name in names)
+
+    return all(map(matched, _patterns(flt))) and not any(map(matched, _patterns(exclude)))
+
+
+def _patterns(given: Filter) -> list[re.Pattern[str]]:
+    if given is None:
+        return []
+    listed = [given] if isinstance(given, (str, re.Pattern)) else given
+    return [compiled(pattern) for pattern in listed]
+
+
+def activation_table(activations: Iterable[Activation]) -> Text:
+    """Return a table of activations: name, kind of node, shape."""
+    return Text(tabulate.tabulate([(found.name, found.op, found.shape) for found in activations]))
+
+
+def weight_table(weights: Iterable[tuple[str, Tensor]]) -> Text:
+    """Return a table of weights: name, shape, dtype, and how large their values are."""
+    headers = ["name", "shape", "dtype", "min", "max", "mean", "stddev"]
+    rows = [(name, tensor.shape, tensor.dtype, *_statistics(tensor)) for name, tensor in weights]
+    return Text(tabulate.tabulate(rows, headers=headers))
+
+
+def _statistics(tensor: Tensor) -> tuple[float | None, ...]:
+    if (
+        isinstance(tensor, (UninitializedBuffer, UninitializedParameter))
+        or not tensor.numel()
+        or tensor.is_complex()
+    ):
+        return None, None, None, None
+    values = tensor.detach().double()
+    spread = values.std().item() if values.numel() > 1 else None
+    return values.min().item(), values.max().item(), values.mean().item(), spread
+
 
 _NOTHING = frozenset[str]()
 
 
-class Known(Protocol):
+class Known(Runs, Protocol):
     """What is known of a model."""
-
-    @property
-    def model(self) -> Callable[..., Any]:
-        """The model itself."""
 
     @property
     def registry(self) -> Registry:
@@ -43,6 +332,9 @@ class Known(Protocol):
 
     def recordings(self) -> list[Recording]:
         """Return all runs, those without insertions first."""
+
+    def run(self, recording: Recording) -> Run:
+        """Return the views of a run."""
 
 
 class Catalogue:
@@ -54,8 +346,6 @@ class Catalogue:
 
     def __init__(self, known: Known) -> None:
         self._known = known
-        # By identity, with the run itself so that no identity is used twice.
-        self._runs: dict[int, tuple[Recording, list[Candidate], list[Activation]]] = {}
 
     @property
     def model(self) -> Callable[..., Any]:
@@ -80,27 +370,15 @@ class Catalogue:
         leaves = leaves_of(self.model)
         nodes: dict[str, Candidate] = {}
         inputs: dict[str, Activation] = {}
-        for _, run_nodes, run_inputs in self._looked_at():
-            for node in run_nodes:
+        for recording in self._known.recordings():
+            for node in self._known.run(recording).candidates:
                 nodes.setdefault(node.path, node)
-            for given in run_inputs:
+            for given in inputs_in(recording, self._known.registry):
                 inputs.setdefault(given.name, given)
         found = list(inputs.values())
         found += [a for node in nodes.values() if (a := of_candidate(node, leaves)) is not None]
         called = {node.module_path for node in nodes.values() if node.is_module}
         return found + [a for a in modules_of(self.model, leaves) if a.name not in called]
-
-    def _looked_at(self) -> Iterator[tuple[Recording, list[Candidate], list[Activation]]]:
-        """Yield all runs, with their nodes and inputs."""
-        runs, known = self._known.recordings(), self._runs
-        self._runs = {}
-        for run in runs:
-            seen = known.get(id(run))
-            if seen is None:
-                graph = candidate_graph(run, self.model, self._known.registry)
-                seen = run, list(graph), list(inputs_in(run, self._known.registry))
-            self._runs[id(run)] = seen
-            yield seen
 
     def selector(self, spec: BendSpec, without: frozenset[str]) -> NamedActivations | None:
         """Return what selects the activations that are meant; None if only weights are.
@@ -142,6 +420,26 @@ class Catalogue:
             and selector.means(found.level, found.names)
         ]
 
+    def named(self, spec: BendSpec) -> BendSpec:
+        """Return a bend with nodes in the place of names of layers, which no pattern matches.
+
+        Raises:
+            NodePathError: a name is ambiguous.
+        """
+        if not spec.activations:
+            return spec
+        seen = self.activations()
+        where: list[Any] = []
+        for item in spec.where:
+            known = not isinstance(item, str) or _means(compiled(item), seen)
+            if not known and not weights_named(self.model, (compiled(item),), spec.weights):
+                meant = meant_by(item, self._known)
+                if meant is not None and meant.kind == "layer":
+                    where += [Node(Tree(root), node, chosen) for root, node, chosen in meant.places]
+                    continue
+            where.append(item)
+        return replace(spec, where=tuple(where))
+
     def require_meaning(self, spec: BendSpec) -> None:
         """Refuse patterns that mean nothing.
 
@@ -156,6 +454,11 @@ class Catalogue:
                 continue
             names = [a.name for a in seen if a.level != "inside"] if spec.activations else []
             names += [] if spec.weights is False else list(self.states())
+            if spec.activations and (
+                is_layer_name(pattern.pattern) or not near_names(pattern.pattern, names)
+            ):
+                others = [name for run in self._known.names() for name in run.listed()]
+                names = others if near_names(pattern.pattern, others) else names
             text = f"nothing to bend is called {pattern.pattern!r}; {near(pattern.pattern, names)}"
             if not self.is_traced:
                 text += " (nothing has been traced yet, so only modules and weights are known)"

@@ -11,7 +11,7 @@ from bendtrace.interject.bends.spec import BendSpec
 from bendtrace.interject.bends.versions import Versions
 from bendtrace.interject.insertion import Insertion
 from bendtrace.interject.plan import State
-from bendtrace.interject.where import describe_where
+from bendtrace.interject.resolver import describe_where
 
 __all__ = ["Owner", "Sources"]
 

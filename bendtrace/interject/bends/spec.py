@@ -7,10 +7,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from bendtrace.errors import InputError
 from bendtrace.interject.bends.bend import Bend
-from bendtrace.interject.bends.names import compiled
 
-__all__ = ["BendSpec", "flat"]
+__all__ = ["BendSpec", "compiled", "flat"]
 
 
 @dataclass(frozen=True)
@@ -47,3 +47,15 @@ def flat(where: Iterable[Any]) -> Iterator[Any]:
             yield from flat(item)
         else:
             yield item
+
+
+def compiled(pattern: str | re.Pattern[str]) -> re.Pattern[str]:
+    """Return a pattern that can be matched.
+
+    Raises:
+        InputError: it is no regular expression.
+    """
+    try:
+        return re.compile(pattern)
+    except re.error as error:
+        raise InputError(f"{pattern!r} is no regular expression: {error}") from None

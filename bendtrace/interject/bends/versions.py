@@ -10,9 +10,10 @@ from torch import Tensor, nn
 
 from bendtrace.errors import InputError
 from bendtrace.interject.bends.affine import checked
-from bendtrace.interject.bends.names import is_bendable_dtype, near, states_of
+from bendtrace.interject.bends.catalogue import is_bendable_dtype, near
 from bendtrace.interject.bends.parameter import value_of
 from bendtrace.interject.interjection import Inputs, Interjection, NodePass
+from bendtrace.recording.owners import states_of
 
 __all__ = ["ORIGINAL", "Versions"]
 

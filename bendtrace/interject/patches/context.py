@@ -10,15 +10,17 @@ from typing import Any, Protocol, Self
 
 from bendtrace.errors import InputError, NeverFiredWarning, NodePathError
 from bendtrace.history.names import Names
-from bendtrace.interject.meant import meant_by
 from bendtrace.interject.patches.base import Patch
-from bendtrace.paths.strings import find, require_leaf
-from bendtrace.paths.view import Node, Tree
+from bendtrace.interject.resolver import describe_where, meant_by, name_of
+from bendtrace.paths.candidates import NodeSelector
+from bendtrace.paths.nodes import NodePath, TreeNode
+from bendtrace.paths.text import Chosen
+from bendtrace.paths.view import Node, Tree, find, require_leaf
 from bendtrace.recording.owners import module_of
 
 __all__ = ["PatchContext", "Patches", "Where"]
 
-Where = str | Node
+Where = Any  # all that `BendedModule.interject` takes
 Patches = Mapping[Where, Patch[Any] | Sequence[Patch[Any]]]
 
 
@@ -45,6 +47,12 @@ class Known(Protocol):
 
     def names(self) -> Iterable[Names]:
         """Return what strings name in these runs."""
+
+    def mirror_path(self, name: str) -> str:
+        """Return the path of the node of a mirror that has a name; "" if none has."""
+
+    def select(self, what: Any) -> list[str]:
+        """Return the paths of the nodes that a selector, or what stands for one, means."""
 
 
 class PatchContext(ContextDecorator):
@@ -122,7 +130,8 @@ class PatchContext(ContextDecorator):
     def __repr__(self) -> str:
         placed: dict[str, list[Patch[Any]]] = {}
         for where, patch in self._placed:
-            placed.setdefault(where._path if isinstance(where, Node) else where, []).append(patch)
+            said = where if isinstance(where, str) else describe_where(where).strip("'")
+            placed.setdefault(said, []).append(patch)
         return f"PatchContext({placed!r})"
 
 
@@ -137,16 +146,14 @@ def _items(patches: Any) -> Iterator[tuple[Any, Any]]:
 
 def _listed(where: Any, given: Any) -> Iterator[Patch[Any]]:
     """Yield the patches for a path, and refuse what is none."""
-    if not isinstance(where, (str, Node)):
-        raise InputError(f"a node path is a string or a node, not {type(where).__name__}")
     for patch in given if isinstance(given, (list, tuple)) else (given,):
         if isinstance(patch, type) and issubclass(patch, Patch):
             raise InputError(
-                f"{_text(where)!r}: {patch.__name__} is a class; write {patch.__name__}(...)"
+                f"{describe_where(where)}: {patch.__name__} is a class; write {patch.__name__}(...)"
             )
         if not isinstance(patch, Patch):
             raise InputError(
-                f"{_text(where)!r}: {patch!r} is no patch"
+                f"{describe_where(where)}: {patch!r} is no patch"
                 + ("; write CustomPatch(custom_op=...)" if callable(patch) else "")
             )
         yield patch
@@ -182,32 +189,38 @@ def _check(board: Placing, known: Known, places: list[Where]) -> None:
 
 
 def _check_value(board: Placing, known: Known, where: Where) -> None:
-    """Refuse a path that leads to nothing, or to no single value."""
-    text = _text(where)
+    """Refuse what leads to nothing, or to no single value."""
+    text = name_of(where, known)
+    for root, node, chosen in _places(known, where, text):
+        require_leaf(root, (node, chosen), describe_where(where).strip("'"))
+    board.make(where, Patch())
+    model, has_run = module_of(known.model), any(True for _ in known.trees())
+    if has_run and text and model is not None and text in dict(model.named_modules()):
+        raise NodePathError(f"{text!r} is a module, not a value, and no run has called it", text)
+
+
+def _places(
+    known: Known, where: Where, text: str | None
+) -> Iterable[tuple[TreeNode, TreeNode, Chosen]]:
+    """Return the nodes that are meant: the root of a tree, the node, and its passes."""
+    if text is None:
+        trees = list(known.trees())
+        if not trees or (isinstance(where, NodeSelector) and where.looks_ahead):
+            return []
+        return [place for path in known.select(where) for place in _found(trees, NodePath(path))]
     meant = meant_by(text, known) if isinstance(where, str) else None
     if meant is not None and meant.kind == "layer":
-        for root, node, chosen in meant.places:
-            require_leaf(root, (node, chosen), text)
-        board.make(where, Patch())
-        return
-    has_run = is_value = False
-    for tree in known.trees():
-        has_run = True
+        return meant.places
+    if meant is not None and meant.module is not None and meant.places:
+        return meant.places
+    return _found(known.trees(), text)
+
+
+def _found(trees: Iterable[Tree], path: str) -> list[tuple[TreeNode, TreeNode, Chosen]]:
+    """Return the node of a path in the first run that has it."""
+    for tree in trees:
         try:
-            found = find(tree.data, text)
+            return [(tree.data, *find(tree.data, path))]
         except NodePathError:
             continue
-        require_leaf(tree.data, found, text)
-        is_value = True
-        break
-    board.make(where, Patch())
-    model = module_of(known.model)
-    if has_run and not is_value and model is not None:
-        if text in dict(model.named_modules()):
-            raise NodePathError(
-                f"{text!r} is a module, not a value, and no run has called it", text
-            )
-
-
-def _text(where: Where) -> str:
-    return where._path if isinstance(where, Node) else where
+    return []

@@ -1,16 +1,25 @@
-"""Selectors as values that can be combined, and the combinations."""
+"""Selectors as values: combinations of them, and those that go by how values flow."""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from bendtrace.errors import InputError
-from bendtrace.interject.candidate import Candidate, CandidateGraph
-from bendtrace.interject.selector import NodeSelector
+from bendtrace.paths.candidates import Candidate, CandidateGraph, NodeSelector
 
-__all__ = ["Combined", "Not", "Nth", "Selector", "Slice", "as_selector", "selected"]
+__all__ = [
+    "Nth",
+    "Selector",
+    "Slice",
+    "as_selector",
+    "between",
+    "has_following",
+    "has_preceding",
+    "nodes_meant",
+]
 
 
 class Selector(NodeSelector):
@@ -115,7 +124,7 @@ def as_selector(what: Any) -> NodeSelector:
         matches_function(relu) | matches_path('fc.linear')
     """
     raise InputError(
-        f"{what!r} says not which nodes are meant: give a selector, a node path, a compiled "
+        f"{what!r} does not name nodes: give a selector, a node path, a compiled "
         "regular expression, a module, a class of modules, a torch function, a predicate of the "
         "node, or a list of these"
     )
@@ -130,6 +139,12 @@ def _(what: NodeSelector) -> NodeSelector:
 @as_selector.register(tuple)
 def _(what: Any) -> NodeSelector:
     return what[0] if len(what) == 1 else Combined("|", tuple(map(as_selector, what)))
+
+
+def nodes_meant(what: Any, graph: CandidateGraph) -> list[Candidate]:
+    """Return the nodes of a run that a selector, or what stands for one, means, in order."""
+    meant = as_selector(what).select(graph)
+    return [node for node in graph if node.path in meant]
 
 
 def selected(selector: NodeSelector, graph: CandidateGraph, among: set[str]) -> set[str]:
@@ -222,10 +237,9 @@ class Not(Selector):
         return f"~{_inside(self.selector, '~')}"
 
 
-class _Ordered(Selector):
-    """Some of the nodes that a selector means, by their order."""
+class _Ahead(Selector):
+    """Nodes that one node alone does not tell: the graph of a run has to be known."""
 
-    selector: NodeSelector
     looks_ahead = True
 
     def matches(self, node: Candidate) -> bool:
@@ -234,7 +248,16 @@ class _Ordered(Selector):
         Raises:
             InputError: always.
         """
-        raise cannot_tell(self)
+        raise InputError(
+            f"{self!r} cannot be told from one node alone: it needs the graph of a run, "
+            "select(graph)"
+        )
+
+
+class _Ordered(_Ahead):
+    """Some of the nodes that a selector means, by their order."""
+
+    selector: NodeSelector
 
     def _in_order(self, graph: CandidateGraph) -> list[str]:
         found = selected(self.selector, graph, set(graph.nodes))
@@ -292,14 +315,6 @@ class Slice(_Ordered):
         return f"match_slice({self.selector!r}, {self.start}, {self.stop}, {self.step})"
 
 
-def cannot_tell(selector: NodeSelector) -> InputError:
-    """Return the error for asking about one node where the whole graph has to be known."""
-    return InputError(
-        f"{selector!r} cannot be told from one node alone: it needs the graph of a run, "
-        "select(graph)"
-    )
-
-
 def _inherit(made: Selector, *parts: NodeSelector) -> None:
     for name in ("looks_ahead", "needs_output"):
         object.__setattr__(made, name, any(getattr(part, name) for part in parts))
@@ -309,3 +324,152 @@ def _inside(part: NodeSelector, sign: str) -> str:
     """Return a part as text, in brackets where it would be read otherwise."""
     weaker = isinstance(part, Combined) and _STRENGTH[part.sign] <= _STRENGTH[sign]
     return f"({part!r})" if weaker else repr(part)
+
+
+def has_following(selector: Any, *, within: int | None = 1) -> Selector:
+    """Mean nodes whose values lead to a certain node.
+
+    Args:
+        selector: means that node: a selector, or what stands for one.
+        within: how many steps the way may have at most. 1: the node itself uses the value. Each
+            op on the way is a step; None for any number.
+
+    Raises:
+        InputError: `within` is no positive whole number.
+
+    Example:
+        >>> import torch, bendtrace as bt
+        >>> trace = bt.trace(lambda x: x.relu().exp().sum(), torch.ones(2))
+        >>> bt.node_selector.find(bt.node_selector.has_following("sum"), trace)
+        [<node exp: exp>]
+        >>> bt.node_selector.find(bt.node_selector.has_following("sum", within=None), trace)
+        [<node relu: relu>, <node exp: exp>]
+    """
+    return Near(as_selector(selector), _steps(within), forward=True)
+
+
+def has_preceding(selector: Any, *, within: int | None = 1) -> Selector:
+    """Mean nodes that are led to by the values of a certain node.
+
+    Args:
+        selector: means that node: a selector, or what stands for one.
+        within: how many steps the way may have at most. 1: the value is used as it is. Each op on
+            the way is a step; None for any number.
+
+    Raises:
+        InputError: `within` is no positive whole number.
+
+    Example:
+        >>> import torch, bendtrace as bt
+        >>> trace = bt.trace(lambda x: x.relu().exp().sum(), torch.ones(2))
+        >>> bt.node_selector.find(bt.node_selector.has_preceding("relu"), trace)
+        [<node exp: exp>]
+        >>> bt.node_selector.find(bt.node_selector.has_preceding("relu", within=None), trace)
+        [<node exp: exp>, <node sum: sum>]
+    """
+    return Near(as_selector(selector), _steps(within), forward=False)
+
+
+def between(start: Any, end: Any) -> Selector:
+    """Mean nodes that values pass on their way from certain nodes to others.
+
+    These are not meant themselves, and what happens inside them is not either.
+
+    Args:
+        start: means where they come from: a selector, or what stands for one.
+        end: means where they go to.
+
+    Example:
+        >>> import torch, bendtrace as bt
+        >>> def model(x):
+        ...     h = x.relu()
+        ...     return (h.exp() + 1).sum(), h.tanh()
+        >>> trace = bt.trace(model, torch.ones(2))
+        >>> bt.node_selector.find(bt.node_selector.between("relu", "sum"), trace)
+        [<node exp: exp>, <node add: add>]
+    """
+    return Between(as_selector(start), as_selector(end))
+
+
+@dataclass(frozen=True, repr=False)
+class Near(_Ahead):
+    """Nodes from which, or to which, there is a way."""
+
+    selector: NodeSelector
+    within: int | None
+    forward: bool
+    needs_output: bool = field(init=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "needs_output", self.selector.needs_output)
+
+    def select(self, graph: CandidateGraph) -> set[str]:
+        """Return the paths of the nodes of a graph that are meant."""
+        ends = selected(self.selector, graph, set(graph.nodes))
+        edges = graph.edges.predecessors if self.forward else graph.edges.successors
+        return _reached(graph, ends, edges, self.within)
+
+    def __repr__(self) -> str:
+        made = "has_following" if self.forward else "has_preceding"
+        within = "" if self.within == 1 else f", within={self.within}"
+        return f"{made}({self.selector!r}{within})"
+
+
+@dataclass(frozen=True, repr=False)
+class Between(_Ahead):
+    """Nodes on ways from some nodes to others."""
+
+    start: NodeSelector
+    end: NodeSelector
+    needs_output: bool = field(init=False, compare=False)
+
+    def __post_init__(self) -> None:
+        needs_output = self.start.needs_output or self.end.needs_output
+        object.__setattr__(self, "needs_output", needs_output)
+
+    def select(self, graph: CandidateGraph) -> set[str]:
+        """Return the paths of the nodes of a graph that are meant."""
+        everything = set(graph.nodes)
+        starts, ends = (selected(one, graph, everything) for one in (self.start, self.end))
+        after = _reached(graph, starts, graph.edges.successors)
+        before = _reached(graph, ends, graph.edges.predecessors)
+        return {path for path in after & before if not _belongs(path, starts | ends)}
+
+    def __repr__(self) -> str:
+        return f"between({self.start!r}, {self.end!r})"
+
+
+def _belongs(path: str, nodes: set[str]) -> bool:
+    """Whether a node is one of some nodes, or in a call that is."""
+    while path:
+        if path in nodes:
+            return True
+        path = path.rpartition(".")[0]
+    return False
+
+
+def _reached(
+    graph: CandidateGraph,
+    ends: set[str],
+    edges: Callable[[str], Iterable[str]],
+    within: int | None = None,
+) -> set[str]:
+    """Return the nodes that a way leads to.
+
+    Ways lead from op to op. Where a call of a module is passed, it is the ops in it: its node would
+    join all that goes in with all that comes out.
+    """
+    found: set[str] = set()
+    edge, steps = ends, 0
+    while edge and (within is None or steps < within):
+        reached = {path for one in edge for path in edges(one)} - found
+        found |= reached
+        edge = {path for path in reached if not graph.nodes[path].is_module}
+        steps += 1
+    return found
+
+
+def _steps(within: Any) -> int | None:
+    if within is not None and (type(within) is not int or within < 1):
+        raise InputError(f"within= takes a number of steps from 1, or None for any, not {within!r}")
+    return within

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -13,11 +14,178 @@ from torch import nn
 from torch._ops import OpOverload, OpOverloadPacket
 
 from bendtrace.errors import NoLayerError
-from bendtrace.interject.candidate import Candidate
 from bendtrace.interject.selectors.algebra import Selector
-from bendtrace.interject.selectors.families import ALIASES, FAMILIES, GROUPS, NOT_THE_SAME, PARTS
+from bendtrace.paths.candidates import Candidate
 
-__all__ = ["Family", "Layers", "NoLayerError"]
+__all__ = ["ALIASES", "FAMILIES", "PARTS", "Family", "Layers"]
+
+
+# The layers of each family, by their classes in torch.nn.
+_MEMBERS: dict[str, str] = {
+    "Activations": """
+        ELU Hardshrink Hardsigmoid Hardtanh Hardswish LeakyReLU LogSigmoid PReLU ReLU ReLU6
+        RReLU SELU CELU GELU Sigmoid SiLU Mish Softplus Softshrink Softsign Tanh Tanhshrink
+        Threshold GLU Softmin Softmax Softmax2d LogSoftmax AdaptiveLogSoftmaxWithLoss
+        GumbelSoftmax
+    """,
+    "Convolutions": """
+        Conv1d Conv2d Conv3d ConvTranspose1d ConvTranspose2d ConvTranspose3d Unfold Fold
+    """,
+    "Pooling": """
+        MaxPool1d MaxPool2d MaxPool3d AdaptiveMaxPool1d AdaptiveMaxPool2d AdaptiveMaxPool3d
+        MaxUnpool1d MaxUnpool2d MaxUnpool3d AvgPool1d AvgPool2d AvgPool3d LPPool1d LPPool2d
+        LPPool3d AdaptiveAvgPool1d AdaptiveAvgPool2d AdaptiveAvgPool3d FractionalMaxPool2d
+        FractionalMaxPool3d
+    """,
+    "Padding": """
+        CircularPad1d CircularPad2d CircularPad3d ConstantPad1d ConstantPad2d ConstantPad3d
+        ReflectionPad1d ReflectionPad2d ReflectionPad3d ReplicationPad1d ReplicationPad2d
+        ReplicationPad3d ZeroPad1d ZeroPad2d ZeroPad3d
+    """,
+    "Normalization": """
+        BatchNorm1d BatchNorm2d BatchNorm3d SyncBatchNorm GroupNorm InstanceNorm1d
+        InstanceNorm2d InstanceNorm3d LayerNorm LocalResponseNorm CrossMapLRN2d RMSNorm
+        Normalize
+    """,
+    "Recurrent": "RNNBase RNN LSTM GRU RNNCellBase RNNCell LSTMCell GRUCell",
+    "Transformer": """
+        Transformer TransformerEncoder TransformerDecoder TransformerEncoderLayer
+        TransformerDecoderLayer MultiheadAttention ScaledDotProductAttention
+    """,
+    "Linear": "Identity Linear Bilinear",
+    "Dropout": "Dropout Dropout1d Dropout2d Dropout3d AlphaDropout FeatureAlphaDropout",
+    "Sparse": "Embedding EmbeddingBag",
+    "Distance": "CosineSimilarity PairwiseDistance",
+    "Loss": """
+        L1Loss MSELoss CrossEntropyLoss LinearCrossEntropyLoss CTCLoss NLLLoss PoissonNLLLoss
+        GaussianNLLLoss KLDivLoss BCELoss BCEWithLogitsLoss MarginRankingLoss HingeEmbeddingLoss
+        MultiLabelMarginLoss HuberLoss SmoothL1Loss SoftMarginLoss MultiLabelSoftMarginLoss
+        CosineEmbeddingLoss MultiMarginLoss TripletMarginLoss TripletMarginWithDistanceLoss
+    """,
+    "Vision": """
+        PixelShuffle PixelUnshuffle Upsample UpsamplingNearest2d UpsamplingBilinear2d GridSample
+        AffineGrid
+    """,
+    "Shuffle": "ChannelShuffle",
+    "Utility": "Flatten Unflatten",
+}
+
+# The functions that do the same as a layer, where these are not the layer's name in snake case.
+_FUNCTIONS: dict[str, str] = {
+    **{
+        f"{kind}Pad{dims}d": "pad"
+        for kind in ("Circular", "Constant", "Reflection", "Replication", "Zero")
+        for dims in (1, 2, 3)
+    },
+    **{
+        f"{kind}MaxPool{dims}d": f"{name}max_pool{dims}d {name}max_pool{dims}d_with_indices"
+        for kind, name in (("", ""), ("Adaptive", "adaptive_"), ("Fractional", "fractional_"))
+        for dims in (1, 2, 3)
+    },
+    **{f"BatchNorm{dims}d": "batch_norm native_batch_norm" for dims in (1, 2, 3)},
+    **{f"InstanceNorm{dims}d": "instance_norm" for dims in (1, 2, 3)},
+    **{f"Dropout{dims}d": f"dropout{dims}d feature_dropout" for dims in (1, 2, 3)},
+    "LeakyReLU": "leaky_relu", "LogSigmoid": "logsigmoid log_sigmoid", "PReLU": "prelu",
+    "ReLU": "relu", "ReLU6": "relu6", "RReLU": "rrelu", "Sigmoid": "sigmoid expit", "SiLU": "silu",
+    "Softmax2d": "", "AdaptiveLogSoftmaxWithLoss": "", "Unfold": "unfold im2col",
+    "Fold": "fold col2im", "SyncBatchNorm": "batch_norm native_batch_norm",
+    "GroupNorm": "group_norm native_group_norm", "LayerNorm": "layer_norm native_layer_norm",
+    "CrossMapLRN2d": "CrossMapLRN2d", "RNNBase": "", "RNN": "rnn_tanh rnn_relu", "RNNCellBase": "",
+    "RNNCell": "rnn_tanh_cell rnn_relu_cell", "Transformer": "", "TransformerEncoder": "",
+    "TransformerDecoder": "", "TransformerEncoderLayer": "_transformer_encoder_layer_fwd",
+    "TransformerDecoderLayer": "",
+    "MultiheadAttention": "multi_head_attention_forward _native_multi_head_attention",
+    "Identity": "", "Dropout": "dropout native_dropout", "CrossEntropyLoss": "cross_entropy",
+    "LinearCrossEntropyLoss": "linear_cross_entropy", "NLLLoss": "nll_loss nll_loss2d nll_loss_nd",
+    "KLDivLoss": "kl_div", "BCELoss": "binary_cross_entropy",
+    "BCEWithLogitsLoss": "binary_cross_entropy_with_logits",
+    "MultiLabelMarginLoss": "multilabel_margin_loss",
+    "MultiLabelSoftMarginLoss": "multilabel_soft_margin_loss", "Upsample": "upsample interpolate",
+    "UpsamplingNearest2d": "upsample_nearest", "UpsamplingBilinear2d": "upsample_bilinear",
+    "GridSample": "grid_sample grid_sampler", "AffineGrid": "affine_grid affine_grid_generator",
+    "ChannelShuffle": "channel_shuffle native_channel_shuffle",
+}  # fmt: skip
+
+
+def _snake_case(name: str) -> str:
+    """Return `lp_pool1d` for `LPPool1d`."""
+    name = re.sub(r"([A-Za-z0-9])([A-Z][a-z])", r"\1_\2", name)
+    return re.sub(r"([a-z0-9])([A-Z])", r"\1_\2", name).lower()
+
+
+FAMILIES: dict[str, dict[str, str]] = {
+    family: {name: _FUNCTIONS.get(name, _snake_case(name)) for name in members.split()}
+    for family, members in _MEMBERS.items()
+}
+
+# Other classes of torch.nn that become, or are, one of these.
+ALIASES: dict[str, str] = {
+    **{
+        f"Lazy{name}": name
+        for name in (
+            *(f"Conv{kind}{dims}d" for kind in ("", "Transpose") for dims in (1, 2, 3)),
+            *(f"{kind}Norm{dims}d" for kind in ("Batch", "Instance") for dims in (1, 2, 3)),
+            "Linear",
+        )
+    },
+    "NLLLoss2d": "NLLLoss",
+}
+
+# What TorchWatcher calls them, beyond `is_` and the name of the function. A family is in its own
+# group.
+GROUPS: dict[str, dict[str, str]] = {
+    "Activations": {
+        "is_softmax2d": "Softmax2d",
+        "is_adaptive_log_softmax_with_loss": "AdaptiveLogSoftmaxWithLoss",
+        "is_activation": "",
+    },
+    "Convolutions": {"is_convolution": ""},
+    "Pooling": {"is_pooling": ""},
+    "Padding": {"is_padding": ""},
+    "Normalization": {"is_normalization": ""},
+    "Recurrent": {
+        "is_rnn": "RNN",
+        "is_rnn_cell": "RNNCell",
+        "is_recurrent": "",
+    },
+    "Transformer": {
+        "is__transformer_": "Transformer",
+        "is_transformer_encoder": "TransformerEncoder TransformerEncoderLayer",
+        "is_transformer_decoder": "TransformerDecoder TransformerDecoderLayer",
+        "is_transformer": "",
+    },
+    "Linear": {
+        "is_identity": "Identity",
+        "is_linear_not_bilinear": "Linear",
+        "is_linear": "",
+    },
+    "Dropout": {
+        "is__dropout_": "Dropout",
+        "is_alphadropout": "AlphaDropout",
+        "is_featurealphadropout": "FeatureAlphaDropout",
+        "is_dropout": "",
+    },
+    "Sparse": {"is_sparse": ""},
+    "Distance": {"is_distance": ""},
+    "Loss": {"is_loss": ""},
+    "Vision": {
+        "is_upsampling_nearest": "UpsamplingNearest2d",
+        "is_upsampling_bilinear": "UpsamplingBilinear2d",
+        "is_vision": "",
+    },
+    "Shuffle": {"is_shuffle": ""},
+    "Utility": {"is_utility": ""},
+}
+
+# Methods and operators that share the name of a function and do something else.
+NOT_THE_SAME = frozenset({"Tensor.unfold", "aten::unfold"})
+
+# Functions that layers consist of, besides those that do the same as the layer.
+PARTS: dict[str, str] = {
+    "Softmax2d": "softmax",
+    "AdaptiveLogSoftmaxWithLoss": "log_softmax",
+    **{f"Conv{dims}d": "pad" for dims in (1, 2, 3)},
+}
 
 
 @dataclass(frozen=True, repr=False)

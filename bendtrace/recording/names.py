@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Any
 
 from bendtrace.recording.functions import name_of
 from bendtrace.recording.tape import Op, OpKind
 
-__all__ = ["NodeRef", "base_name", "base_name_of", "node_names", "target_name"]
+__all__ = ["NodeRef", "base_name", "base_name_of", "mapped", "node_names", "target_name"]
 
 
 class NodeRef:
@@ -87,3 +88,15 @@ def target_name(target: Any) -> str:
     name = name_of(target)
     module = {"_operator": "operator", "torch._tensor": "torch.Tensor"}.get(module, module)
     return f"{module}.{name}" if module else name
+
+
+def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
+    """Return a node's arguments with every item changed, in tuples, lists, dicts and slices."""
+    if isinstance(value, (tuple, list)):
+        items = [mapped(item, change) for item in value]
+        return items if isinstance(value, list) else tuple(items)
+    if isinstance(value, dict):
+        return {key: mapped(item, change) for key, item in value.items()}
+    if isinstance(value, slice):
+        return slice(*(mapped(part, change) for part in (value.start, value.stop, value.step)))
+    return change(value)

@@ -1,0 +1,334 @@
+"""What somebody names in a model: the same thing for every entry point, or an error."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple, Protocol
+
+from torch import nn
+
+from bendtrace.errors import InputError, NodePathError
+from bendtrace.history.entries import LayerEntry, ModuleEntry
+from bendtrace.history.names import Meaning, Names, ambiguity
+from bendtrace.interject.cuts import is_named, path_in
+from bendtrace.paths.candidates import NodeSelector
+from bendtrace.paths.nodes import TreeNode
+from bendtrace.paths.text import Chosen
+from bendtrace.paths.view import Node, NodePath, is_path_only
+from bendtrace.recording.names import NodeRef
+from bendtrace.recording.owners import modules_in, states_of
+
+__all__ = ["by_path", "describe_where", "meant_by", "name_of", "node_meant", "text_of"]
+
+
+class Runs(Protocol):
+    """What is known of a model."""
+
+    @property
+    def model(self) -> Callable[..., Any]:
+        """The model."""
+
+    def names(self) -> Iterable[Names]:
+        """The names of the runs, those without insertions first."""
+
+    def mirror_path(self, name: str) -> str:
+        """Return the path of the node of the latest mirror that has a name; "" if none has."""
+
+
+def name_of(where: Any, known: Runs) -> str | None:
+    """Return the name that a node or an entry of a run stands for; None if `where` is neither.
+
+    Args:
+        where: a name, a node of a tree of paths or of a mirror, or an entry of a log.
+        known: what is known of the model.
+
+    Raises:
+        NodePathError: no mirror has such a node.
+        InputError: the entry has no node.
+    """
+    if isinstance(where, Node):
+        return where._path
+    if isinstance(where, str):
+        return where
+    if isinstance(where, NodeRef):
+        path = known.mirror_path(where.name)
+        if not path:
+            raise NodePathError(f"no mirror of the model has a node {where.name!r}", where.name)
+        return NodePath(path)
+    if isinstance(where, (LayerEntry, ModuleEntry)):
+        name = where.name if isinstance(where, ModuleEntry) else NodePath(where.node_path)
+        if not name:
+            raise InputError(f"{where!r} has no path that could be inserted at")
+        return name
+    return None
+
+
+@dataclass(frozen=True)
+class Meant:
+    """What a string names.
+
+    Attributes:
+        kind: what it is.
+        name: for modules and states, the qualified name.
+        module: for modules, the module.
+        places: nodes of runs: the root of the tree, the node, and its passes; None for all.
+        is_owned: whether it is one of the model's own modules, parameters or buffers.
+    """
+
+    kind: Literal["state", "module", "node", "layer"]
+    name: str = ""
+    module: nn.Module | None = None
+    places: tuple[tuple[TreeNode, TreeNode, Chosen], ...] = ()
+    is_owned: bool = False
+
+    @property
+    def is_whole_state(self) -> bool:
+        """Whether it is a parameter or buffer wherever it is used."""
+        return self.is_owned and self.kind == "state"
+
+    def paths(self) -> list[str]:
+        """Return the paths of the nodes, each with its pass if it is one of several."""
+        found = []
+        for _, node, chosen in self.places:
+            one = chosen is not None and len(chosen) == 1
+            found.append(f"{node.path}:{chosen[0] + 1}" if one and chosen else node.path)
+        return list(dict.fromkeys(found))
+
+
+def meant_by(text: str, known: Runs) -> Meant | None:
+    """Return what a string names in a model; None if nothing by it is known.
+
+    Raises:
+        NodePathError: it names several things.
+    """
+    found: list[tuple[Names, Meaning]] = []
+    for names in known.names():
+        meanings = names.meanings(text)
+        if len(meanings) > 1:
+            raise _refusal(text, [(names, meaning) for meaning in meanings])
+        found += [(names, meaning) for meaning in meanings]
+    owned = None if is_path_only(text) else _owned(text, known)
+    if owned is not None:
+        if any(meaning.is_owned for _, meaning in found):
+            found = [row for row in found if row[1].kind == "layer" or _is_of(owned, *row)]
+        others = [row for row in found if not _is_of(owned, *row)]
+        if others:
+            mine = Meaning(owned.kind, text, (), frozenset(), owned.name)
+            raise _refusal(text, [(others[0][0], mine), others[0]], owned)
+        return replace(owned, places=tuple(_places(found)))
+    if any(meaning.is_exact for _, meaning in found):
+        # Another run may have a node that only answers to the path, as `fc_1` does to `fc`.
+        found = [row for row in found if not row[1].is_alias]
+    by_paths: dict[Any, tuple[Names, Meaning]] = {}
+    for names, meaning in found:
+        by_paths.setdefault("alias" if meaning.is_alias else meaning.paths, (names, meaning))
+    chosen = list(by_paths.values())
+    if len(chosen) > 1:
+        raise _refusal(text, chosen)
+    return Meant(chosen[0][1].kind, text, None, tuple(_places(chosen))) if chosen else None
+
+
+def _owned(text: str, known: Runs) -> Meant | None:
+    """Return the parameter, buffer or module of a name, which can have underscores for dots."""
+    if not text:
+        return None
+    if text in dict(states_of(known.model)):
+        return Meant("state", text, is_owned=True)
+    modules = modules_in(known.model)
+    named = [text] if text in modules else [n for n in modules if n.replace(".", "_") == text]
+    return Meant("module", named[0], modules[named[0]], is_owned=True) if len(named) == 1 else None
+
+
+def _is_of(owned: Meant, names: Names, meaning: Meaning) -> bool:
+    """Whether what a string names in a run is the module or state that it is the name of."""
+    if meaning.kind == owned.kind:
+        return True
+    if owned.kind == "state":
+        return all(node.role == "state" for node, _ in meaning.places)
+    calls = (mine for mine in names.meanings(owned.name) if mine.kind == owned.kind)
+    return any(mine.covers(meaning) for mine in calls)
+
+
+def _places(found: Iterable[tuple[Names, Meaning]]) -> Iterator[tuple[TreeNode, TreeNode, Chosen]]:
+    seen = set()
+    for names, meaning in found:
+        for node, chosen in meaning.places:
+            if node.path not in seen:
+                seen.add(node.path)
+                yield names.tree.data, node, chosen
+
+
+def _refusal(
+    text: str, meanings: list[tuple[Names, Meaning]], owned: Meant | None = None
+) -> NodePathError:
+    message, clear = ambiguity(text, meanings)
+    if owned is not None and owned.module is not None:  # which no run has called
+        message += ", or give the module itself"
+    return NodePathError(message, text, clear)
+
+
+def text_of(where: Any) -> str:
+    """Return the path that a key is, or stands for.
+
+    Raises:
+        InputError: it is neither a path nor a node.
+    """
+    if isinstance(where, Node):
+        return where._path
+    if not isinstance(where, str):
+        raise InputError(f"activations are given by node paths, not by {where!r}")
+    return where
+
+
+def by_path(model: Any, activations: Mapping[Any, Any]) -> dict[str, Any]:
+    """Return given activations by the paths of their nodes.
+
+    Args:
+        model: the `BendedModule`.
+        activations: the values, by path or node.
+
+    Raises:
+        InputError: a key is no path, or means something that cannot be given, or does not say
+            which of two things it means, or two are the same.
+    """
+    found: dict[str, Any] = {}
+    values: list[tuple[str, _Value]] = []
+    for where, value in activations.items():
+        said, path = describe_where(where), _path_of(model, where)
+        if path in found:
+            raise InputError(f"{said} is given twice, as a path and as a node or by another name")
+        found[path] = value
+        node = node_meant(model, path)
+        if node is None:
+            continue
+        meant = _Value.of(node)
+        if meant.role == "state":
+            raise InputError(_STATE.format(said))
+        if meant.role == "input" and meant.scope:
+            raise InputError(
+                f"{said} is what a module is given: give the value of the node that it comes from"
+            )
+        for other, before in values:
+            if meant.overlaps(before):
+                raise InputError(f"{other} and {said} mean the same value, or parts of it")
+        values.append((said, meant))
+    return found
+
+
+def _path_of(model: Any, where: Any) -> str:
+    """Return the path of the one node that is meant; a name as it is if no run has it yet.
+
+    Raises:
+        InputError: it is no value of one node.
+    """
+    known, said = model._known, describe_where(where)
+    try:
+        text = name_of(where, known)
+        if isinstance(text, NodePath):
+            return text
+        if text is None:
+            if not (isinstance(where, (NodeSelector, re.Pattern)) or callable(where)):
+                raise InputError(f"activations are given by node paths, not by {where!r}")
+            paths = known.select(where)
+            if not paths:
+                raise InputError(f"{said} means no node that is known")
+        elif (meant := meant_by(text, known)) is None:
+            return text
+        elif meant.is_whole_state:
+            raise InputError(_STATE.format(said))
+        else:
+            paths = meant.paths()
+            if text in paths:  # of the calls of a module, the one that the tree calls so
+                return NodePath(text)
+    except NodePathError as error:
+        raise InputError(str(error)) from None
+    if len(paths) > 1:
+        listed = " and ".join(map(repr, paths))
+        raise InputError(f"{said} is ambiguous: it names {listed}. Write one of these")
+    return NodePath(paths[0]) if paths else str(text)
+
+
+def node_meant(model: Any, text: str) -> Node | None:
+    """Return the node of a path in a run that has come by it, if one has.
+
+    A run may have another node that answers to the path: the call `fc_1` of a module to `fc`. That
+    is meant if no run has a node with that very path.
+    """
+    other = None
+    for tree in model._known.trees():
+        try:
+            node: Node = tree.resolve(path_in(tree, text), leaf=False)
+        except NodePathError:
+            continue
+        if is_named(node._data, text):
+            return node
+        other = other or node
+    return other
+
+
+class _Value(NamedTuple):
+    """What a node stands for: what something gave, or a part of that.
+
+    Attributes:
+        path: the node of the function, or of the call of a module.
+        keys: what leads to the part.
+        passes: which passes are meant; None for all.
+        scope: path of the call that it is in, "" for that of the model.
+        role: what the whole is there.
+    """
+
+    path: str
+    keys: tuple[str, ...]
+    passes: frozenset[int] | None
+    scope: str
+    role: str
+
+    @classmethod
+    def of(cls, node: Node) -> _Value:
+        """Return what a node stands for."""
+        data, inner = node._data, node._tree.data
+        passes = None if node._chosen is None else frozenset(node._chosen)
+        if data.kind == "graph":
+            return cls(data.path, (), passes, data.path, "call")
+        graph, keys = inner, []
+        for name in data.path.split("."):
+            inner = inner.children[name]
+            keys.append(name)
+            if inner.kind == "graph":
+                graph, keys = inner, []
+        whole = graph.children[keys[0]]
+        path = graph.path if whole.role == "output" else whole.path
+        return cls(path, tuple(keys[1:]), passes, graph.path, whole.role)
+
+    def overlaps(self, other: _Value) -> bool:
+        """Whether the one is the other, or a part of it."""
+        common = min(len(self.keys), len(other.keys))
+        return (
+            self.path == other.path
+            and self.keys[:common] == other.keys[:common]
+            and (self.passes is None or other.passes is None or bool(self.passes & other.passes))
+        )
+
+
+_STATE = "{} is a parameter or buffer, not an activation: bend it, or patch it"
+
+
+def describe_where(where: Any) -> str:
+    """Say in a few words where something is."""
+    if isinstance(where, (list, tuple, set, frozenset)):
+        return ", ".join(map(describe_where, where))
+    if isinstance(where, Node):
+        return repr(where._path)
+    if isinstance(where, re.Pattern):
+        return f"/{where.pattern}/"
+    if isinstance(where, nn.Module):
+        return f"the module {type(where).__name__}"
+    if isinstance(where, type):
+        return where.__name__
+    if isinstance(where, (LayerEntry, ModuleEntry)):
+        return repr(where.label)
+    if callable(where) and not isinstance(where, NodeSelector):
+        return getattr(where, "__qualname__", repr(where))
+    return repr(where)
