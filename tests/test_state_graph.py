@@ -237,11 +237,17 @@ def test_is_drawn_with_no_text_over_another(name: str) -> None:
     for a, b in [*combinations(solid, 2), *combinations(texts, 2)]:
         apart = a.x + a.width <= b.x or b.x + b.width <= a.x
         assert apart or a.y + a.height <= b.y or b.y + b.height <= a.y, (a, b)
+    assert all(0 <= box.x and box.x + box.width <= drawing.width for box in drawing.boxes)
     for line in drawing.lines:
         assert all(0 <= x <= drawing.width and 0 <= y <= drawing.height for x, y in line.points)
     assert len(drawing.lines) == len(ends)
     written = graph.draw().svg
     assert all(escape(data["text"]) in written for _, data in graph.nodes(data=True))
+
+
+def test_what_stands_beside_a_short_column_is_not_cut_off() -> None:
+    drawing = in_a_column([("branch", [("if", "plain")])] * 2, [Edge(0, 1, "True 71x, False 29x")])
+    assert all(box.x + box.width <= drawing.width for box in drawing.boxes)
 
 
 def test_the_picture_of_a_loop_leads_back() -> None:

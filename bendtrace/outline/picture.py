@@ -345,6 +345,7 @@ def in_a_column(
             low = column.height + 2 * _GAP + label.height
             column.lines.append(Line(((spine, column.height), (spine, low)), arrow=True))
             column.put(label, spine + _PAD, column.height + _GAP)
+            column.width = max(column.width, spine + _PAD + label.width)
         column.height += 2 * _GAP + (_LINE if onward else 0)
     column.height -= 2 * _GAP
     for edge in beside:
