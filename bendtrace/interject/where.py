@@ -296,14 +296,14 @@ def _named(text: str, known: Known, said: Any) -> tuple[Want, ...]:
             errors.append(error)
     if not errors:  # the first run is looked at before it does anything
         return (Want(said),)
+    path = known.mirror_path(text)
     near = near_names(text, (name for names in known.names() for name in names.listed()))
     at_root = all("." not in path for error in errors for path in error.completions)
-    if near and at_root and not any("did you mean" in str(error) for error in errors):
+    if near and at_root and not path and not any("did you mean" in str(error) for error in errors):
         said = ", ".join(map(repr, near))
         raise NodePathError(
             f"no node {text!r}: the root has no {text!r}; near to it: {said}", text, tuple(near)
         )
-    path = known.mirror_path(text)
     hint = f"the mirror has a node {text!r}: give {path!r}, or NodeRef({text!r})" if path else ""
     raise _astray(errors, hint or known.hint(text))
 

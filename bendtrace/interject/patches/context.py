@@ -16,7 +16,7 @@ from bendtrace.paths.candidates import NodeSelector
 from bendtrace.paths.nodes import NodePath, TreeNode
 from bendtrace.paths.text import Chosen
 from bendtrace.paths.view import Node, Tree, find, require_leaf
-from bendtrace.recording.owners import module_of
+from bendtrace.recording.owners import modules_in
 
 __all__ = ["PatchContext", "Patches", "Where"]
 
@@ -191,17 +191,24 @@ def _check(board: Placing, known: Known, places: list[Where]) -> None:
 def _check_value(board: Placing, known: Known, where: Where) -> None:
     """Refuse what leads to nothing, or to no single value."""
     text = name_of(where, known)
-    for root, node, chosen in _places(known, where, text):
+    places = _places(known, where, text)
+    for root, node, chosen in places:
         require_leaf(root, (node, chosen), describe_where(where).strip("'"))
     board.make(where, Patch())
     model, has_run = module_of(known.model), any(True for _ in known.trees())
-    if has_run and text and model is not None and text in dict(model.named_modules()):
+    if (
+        has_run
+        and not places
+        and text
+        and model is not None
+        and text in dict(model.named_modules())
+    ):
         raise NodePathError(f"{text!r} is a module, not a value, and no run has called it", text)
 
 
 def _places(
     known: Known, where: Where, text: str | None
-) -> Iterable[tuple[TreeNode, TreeNode, Chosen]]:
+) -> Sequence[tuple[TreeNode, TreeNode, Chosen]]:
     """Return the nodes that are meant: the root of a tree, the node, and its passes."""
     if text is None:
         trees = list(known.trees())
@@ -211,9 +218,8 @@ def _places(
     meant = meant_by(text, known) if isinstance(where, str) else None
     if meant is not None and meant.kind == "layer":
         return meant.places
-    if meant is not None and meant.module is not None and meant.places:
-        return meant.places
-    return _found(known.trees(), text)
+    found = _found(known.trees(), text)
+    return found if found or meant is None else meant.places
 
 
 def _found(trees: Iterable[Tree], path: str) -> list[tuple[TreeNode, TreeNode, Chosen]]:
