@@ -1,6 +1,4 @@
-"""Hooks on modules, kept in one place: `HookManager` and what it gives.
-
-The names are those of TackleBox, and so is what they mean.
+"""Hooks on modules, kept in one place: `HookManager` and what it returns.
 
 >>> import torch, bendtrace as bt
 >>> model = torch.nn.ReLU()
@@ -11,12 +9,687 @@ tensor([1., 3.])
 >>> manager.remove_all_hooks()
 """
 
-from bendtrace.interject.hooks.function import HookFunction
-from bendtrace.interject.hooks.handle import HookHandle
-from bendtrace.interject.hooks.manager import HookManager
+from __future__ import annotations
 
-__all__ = [
-    "HookFunction",
-    "HookHandle",
-    "HookManager",
-]
+import types
+from collections.abc import Callable, Iterable
+from typing import Any, Literal, Self, TypeAlias
+
+import torch
+from torch import nn
+
+from bendtrace.errors import InputError
+from bendtrace.interject.hooks import (
+    CATEGORIES,
+    Category,
+    HookFunction,
+    HookHandle,
+    NameTable,
+    free_name,
+    interjection_of,
+)
+from bendtrace.interject.insertion import Insertion
+from bendtrace.interject.native import Attached
+from bendtrace.recording.owners import module_of
+from bendtrace.replaying import ReplayingModule
+
+__all__ = ["HookFunction", "HookHandle", "HookManager"]
+
+Function = Callable[..., Any]
+# One or several functions, as they were registered or as `HookFunction`s.
+HookTypes: TypeAlias = Function | Iterable[Function] | None
+Filter = Literal["all"] | Category
+
+
+class HookContext:
+    """A context in which hooks are active; each is afterwards what it was before.
+
+    Contexts can be nested, and one can be entered several times. Which hooks are meant is looked
+    up when it is entered. A hook that is removed meanwhile stays removed.
+
+    Example:
+        >>> import torch, bendtrace as bt
+        >>> linear, manager = torch.nn.Linear(1, 1), bt.HookManager()
+        >>> hook = manager.register_forward_hook(print, first=linear, activate=False)
+        >>> with manager.hook_all_context():
+        ...     hook.handles[0].active
+        True
+        >>> hook.handles[0].active
+        False
+    """
+
+    def __init__(self, manager: HookManager, select: Callable[[], Iterable[HookHandle]]) -> None:
+        self._manager = manager
+        self._select = select
+        self._before: list[list[tuple[HookHandle, bool]]] = []
+
+    def __enter__(self) -> HookManager:
+        handles = list(self._select())
+        self._before.append([(handle, handle.active) for handle in handles])
+        for handle in handles:
+            handle.activate()
+        return self._manager
+
+    def __exit__(self, *error: object) -> None:
+        for handle, was_active in self._before.pop():
+            if was_active and not handle.removed:
+                handle.activate()
+            elif not was_active:
+                handle.deactivate()
+
+
+class HookManager:
+    """Registers hooks on modules, switches them on and off together, and removes them.
+
+    - A forward pre-hook `hook(module, inputs)` is called before the module's forward.
+    - A forward hook `hook(module, inputs, outputs)` is called after it.
+    - A backward hook `hook(module, grad_in, grad_out)` is called once in each backward pass for
+      each call of the module, with the gradients that passed through this call alone.
+
+    All of these are tuples of tensors: those among what the module is given and gives, in order,
+    however deep in tuples, lists, dicts and dataclasses; keyword arguments come last. A gradient
+    stands where its tensor stands, and is None if there is none. Each hook may return such a
+    tuple to be used instead (backward hooks: of new `grad_in`), or None. While it runs,
+    `module.name` is the name that the module was registered under, unless the module has a
+    `name` of its own.
+
+    The manager is a context, at the end of which all its hooks are removed. The names are those of
+    TackleBox.
+
+    Args:
+        model: modules that are given without a name are called by their names in this. In a
+            `BendedModule` hooks are insertions, and are called in replays as well.
+
+    Attributes:
+        name_to_module: the registered modules.
+        name_to_hookfn: the registered functions.
+        name_to_hookhandle: what is registered where, by `function[module]`.
+
+    Raises:
+        InputError: `model` is no module.
+
+    Example:
+        >>> import torch, bendtrace as bt
+        >>> model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.ReLU(inplace=True))
+        >>> def show(module, inputs, outputs):
+        ...     print(module.name, *(tuple(tensor.shape) for tensor in outputs))
+        >>> with bt.HookManager() as manager:
+        ...     _ = manager.register_forward_hook(show, linear=model[0], relu=model[1])
+        ...     manager.deactivate_module_hooks(model[1])
+        ...     _ = model(torch.ones(4, 2))
+        linear (4, 3)
+    """
+
+    def __init__(self, model: nn.Module | None = None) -> None:
+        if model is not None and not isinstance(model, nn.Module):
+            raise InputError(f"a model has to be a module, not a {type(model).__name__}")
+        self._board = model._board if isinstance(model, ReplayingModule) else None
+        self._model = module_of(model.model) if isinstance(model, ReplayingModule) else model
+        self._made_up: set[str] = set()  # names of functions that nobody gave
+        self._made_up_modules: set[str] = set()
+        self.name_to_module: NameTable[nn.Module] = NameTable("module")
+        self.name_to_hookfn: NameTable[HookFunction] = NameTable("hook function")
+        self.name_to_hookhandle: NameTable[HookHandle] = NameTable("hook")
+
+    # Registering
+
+    def register_forward_hook(
+        self,
+        function: Function,
+        /,
+        *modules: nn.Module,
+        hook_fn_name: str | None = None,
+        activate: bool = True,
+        **named_modules: nn.Module,
+    ) -> HookFunction:
+        """Register a function to be called after the forward of modules.
+
+        A pair of function and module is registered once: registering it again changes nothing,
+        except that with `activate` it is activated.
+
+        Args:
+            function: called with `(module, inputs, outputs)`.
+            *modules: modules that get the name which they have in the manager's model, or else
+                their `repr`.
+            hook_fn_name: name of the function; the default is its `repr`.
+            activate: whether to activate the hooks.
+            **named_modules: modules by the name to give to them.
+
+        Returns:
+            The function, as a `HookFunction`.
+
+        Raises:
+            InputError: if something has another name already, or a name is taken.
+
+        Example:
+            >>> import torch, bendtrace as bt
+            >>> relu, manager = torch.nn.ReLU(), bt.HookManager()
+            >>> def doubled(module, inputs, outputs):
+            ...     return (outputs[0] * 2,)
+            >>> manager.register_forward_hook(doubled, hook_fn_name="doubled", first=relu)
+            <HookFunction doubled: forward_hook on first>
+            >>> relu(torch.ones(2))
+            tensor([2., 2.])
+        """
+        return self._register(
+            "forward_hook", function, modules, hook_fn_name, activate, named_modules
+        )
+
+    def register_forward_pre_hook(
+        self,
+        function: Function,
+        /,
+        *modules: nn.Module,
+        hook_fn_name: str | None = None,
+        activate: bool = True,
+        **named_modules: nn.Module,
+    ) -> HookFunction:
+        """Register a function to be called with `(module, inputs)` before the forward of modules.
+
+        Everything else is as with `register_forward_hook`.
+
+        Example:
+            >>> import torch, bendtrace as bt
+            >>> relu = torch.nn.ReLU()
+            >>> def raised(module, inputs):
+            ...     return (inputs[0] + 1,)
+            >>> with bt.HookManager() as manager:
+            ...     _ = manager.register_forward_pre_hook(raised, relu=relu)
+            ...     relu(torch.zeros(2))
+            tensor([1., 1.])
+            >>> relu(torch.zeros(2))
+            tensor([0., 0.])
+        """
+        return self._register(
+            "forward_pre_hook", function, modules, hook_fn_name, activate, named_modules
+        )
+
+    def register_backward_hook(
+        self,
+        function: Function,
+        /,
+        *modules: nn.Module,
+        hook_fn_name: str | None = None,
+        activate: bool = True,
+        **named_modules: nn.Module,
+    ) -> HookFunction:
+        """Register a function to be called with `(module, grad_in, grad_out)` in backward passes.
+
+        It sees the calls that begin, and their backward passes as far as they end, while it is
+        active. Everything else is as with `register_forward_hook`.
+
+        Example:
+            >>> import torch, bendtrace as bt
+            >>> relu, x = torch.nn.ReLU(), torch.ones(2, requires_grad=True)
+            >>> with bt.HookManager() as manager:
+            ...     _ = manager.register_backward_hook(
+            ...         lambda module, grad_in, grad_out: (grad_out[0] * 10,), relu=relu
+            ...     )
+            ...     relu(x).sum().backward()
+            >>> x.grad
+            tensor([10., 10.])
+        """
+        return self._register(
+            "backward_hook", function, modules, hook_fn_name, activate, named_modules
+        )
+
+    def _register(
+        self,
+        category: Category,
+        function: Function,
+        modules: tuple[nn.Module, ...],
+        name: str | None,
+        activate: bool,
+        named_modules: dict[str, nn.Module],
+    ) -> HookFunction:
+        if not callable(function):
+            raise InputError(f"a hook has to be callable; {function!r} is not")
+        if type(activate) is not bool:
+            raise InputError(
+                f"activate= says whether to activate the hooks; {activate!r} is no bool. A module "
+                "of that name has to be given without a name, to a HookManager(model)"
+            )
+        if not (name is None or isinstance(name, str)):
+            raise InputError(f"hook_fn_name= has to be a string, not {name!r}")
+        names = self._names_for(modules, named_modules)
+        hook, name = self._known(category, function, name)
+        # Nothing has been changed up to here; nothing fails from here on.
+        if hook is None:
+            hook = HookFunction(
+                function, category, name or free_name(repr(function), self.name_to_hookfn)
+            )
+            self.name_to_hookfn._things[hook.name] = hook
+            if name is None:
+                self._made_up.add(hook.name)
+        elif name is not None and name != hook.name:
+            self._rename_function(hook, name)
+        handles: list[HookHandle] = []
+        for module, module_name, is_given in names:
+            known = self._name_of(module)
+            if known is None:
+                self.name_to_module._things[module_name] = module
+                if not is_given:
+                    self._made_up_modules.add(module_name)
+            elif known != module_name:
+                self._rename_module(module, known, module_name)
+            handles.append(self._handle(hook, module, module_name))
+        for handle in handles:
+            if activate:
+                handle.activate()
+        return hook
+
+    def _handle(self, hook: HookFunction, module: nn.Module, name: str) -> HookHandle:
+        if module in hook.module_to_handle:
+            return hook.module_to_handle[module]
+        handle = HookHandle(hook, module, name, self)
+        hook.module_to_handle._add(handle)
+        self.name_to_hookhandle._things[handle.name] = handle
+        return handle
+
+    def _names_for(
+        self, modules: tuple[nn.Module, ...], named_modules: dict[str, nn.Module]
+    ) -> list[tuple[nn.Module, str, bool]]:
+        """Find a name for each module, and whether somebody gave it."""
+        found: dict[int, tuple[nn.Module, str, bool]] = {}
+        for name, module in named_modules.items():
+            _check_module(module, f"{name}=")
+            known = self._name_of(module)
+            if id(module) in found:
+                known = found[id(module)][1]
+            elif known in self._made_up_modules:
+                known = None
+            taken = self.name_to_module._things.get(name, module)
+            if taken is not module:
+                given = {*self.name_to_module, *(one for _, one, _ in found.values())}
+                name = self._free_name(name, f"another module, {_short(taken)}", given)
+            if known is not None and known != name:
+                name = self._second_name(known, f"module {name!r}", "the module")
+            found[id(module)] = module, name, True
+        own = self._own_names() if modules else {}
+        for module in modules:
+            _check_module(module, "a positional argument")
+            if id(module) in found:
+                continue
+            known = self._name_of(module)
+            if known is None:
+                taken_names = {*self.name_to_module, *(name for _, name, _ in found.values())}
+                known = free_name(own.get(id(module)) or repr(module), taken_names)
+            found[id(module)] = module, known, False
+        return list(found.values())
+
+    def _own_names(self) -> dict[int, str]:
+        if self._model is None:
+            return {}
+        return {id(module): name for name, module in self._model.named_modules()}
+
+    def _known(
+        self, category: Category, function: Function, name: str | None
+    ) -> tuple[HookFunction | None, str | None]:
+        """Return what a function is registered as, if it is, and the name to give to it."""
+        hooks = (hook for hook in self.name_to_hookfn.values() if hook.hook_type == category)
+        hook = next((hook for hook in hooks if _is_same(hook.function, function)), None)
+        if name is None:
+            return hook, None
+        taken = self.name_to_hookfn._things.get(name, hook)
+        if taken is not None and taken is not hook:
+            by = f"the {taken.hook_type} {_short(taken.function)}"
+            name = self._free_name(name, by, self.name_to_hookfn)
+        if hook is not None and hook.name not in (name, *self._made_up):
+            name = self._second_name(hook.name, f"the {category} {name!r}", "the function")
+        return hook, name
+
+    def _second_name(self, known: str, wish: str, what: str) -> str:
+        """Return the name of what has one already."""
+        raise InputError(
+            f"{wish} is registered as {known!r} already, and has one name: use that, or remove "
+            f"{what} first"
+        )
+
+    def _free_name(self, wish: str, by: str, taken: Iterable[str]) -> str:
+        """Return a name for what is to have one that is taken."""
+        raise InputError(
+            f"the name {wish!r} is taken by {by}: choose another, or remove that one first"
+        )
+
+    def _rename_function(self, hook: HookFunction, name: str) -> None:
+        self._made_up.discard(hook.name)
+        _rename(self.name_to_hookfn, hook.name, name)
+        before = [handle.name for handle in hook.handles]
+        hook.name = name
+        for old, handle in zip(before, hook.handles, strict=True):
+            _rename(self.name_to_hookhandle, old, handle.name)
+
+    def _rename_module(self, module: nn.Module, old: str, name: str) -> None:
+        self._made_up_modules.discard(old)
+        _rename(self.name_to_module, old, name)
+        for handle in self._all_of(module):
+            before, handle.module_name = handle.name, name
+            _rename(self.name_to_hookhandle, before, handle.name)
+
+    def name_of(self, module: nn.Module) -> str:
+        """Return the name that a module is registered under.
+
+        Raises:
+            InputError: if it is not registered.
+
+        Example:
+            >>> import torch, bendtrace as bt
+            >>> linear, manager = torch.nn.Linear(1, 1), bt.HookManager()
+            >>> _ = manager.register_forward_hook(print, first=linear)
+            >>> manager.name_of(linear)
+            'first'
+        """
+        _check_module(module, "what was given")
+        name = self._name_of(module)
+        if name is None:
+            known = ", ".join(map(repr, self.name_to_module)) or "no module"
+            raise InputError(f"{_short(module)} is not registered; {known} is")
+        return name
+
+    def _name_of(self, module: nn.Module) -> str | None:
+        things = self.name_to_module._things.items()
+        return next((name for name, known in things if known is module), None)
+
+    def _all_of(self, module: nn.Module | None = None) -> list[HookHandle]:
+        """Return the handles, or those of a module, in the order of registration."""
+        handles = self.name_to_hookhandle.values()
+        found = [one for one in handles if module is None or one.module is module]
+        return sorted(found, key=lambda handle: handle.order)
+
+    def _select(
+        self, modules: tuple[nn.Module, ...] | None, hook_types: HookTypes, category: Filter
+    ) -> list[HookHandle]:
+        """Return the handles that pass all filters, in the order of registration.
+
+        Raises:
+            InputError: if something is not registered, or there is no such category.
+        """
+        _check_category(category)
+        functions = None if hook_types is None else self._hooks_of(hook_types)
+        names = None if modules is None else [self.name_of(module) for module in modules]
+        return [
+            handle
+            for handle in self._all_of()
+            if category in ("all", handle.hook_fn.hook_type)
+            and (functions is None or handle.hook_fn in functions)
+            and (names is None or handle.module_name in names)
+        ]
+
+    def _hooks_of(self, hook_types: Function | Iterable[Function]) -> list[HookFunction]:
+        """Return what functions are registered as.
+
+        Raises:
+            InputError: if one is not registered.
+        """
+        found: list[HookFunction] = []
+        for function in [hook_types] if callable(hook_types) else list(hook_types):
+            own = [
+                hook
+                for hook in self.name_to_hookfn.values()
+                if hook is function or _is_same(hook.function, function)
+            ]
+            if not own:
+                known = ", ".join(self.name_to_hookfn) or "none"
+                raise InputError(
+                    f"{_short(function)} is not registered as a hook; these are: {known}"
+                )
+            found += own
+        return found
+
+    # Activating
+
+    def activate_all_hooks(self, *, hook_types: HookTypes = None, category: Filter = "all") -> None:
+        """Activate hooks on all modules.
+
+        Args:
+            hook_types: functions: only these.
+            category: "forward_hook", "forward_pre_hook" or "backward_hook": only those.
+
+        Raises:
+            InputError: if a function is not registered, or there is no such category.
+        """
+        for handle in self._select(None, hook_types, category):
+            handle.activate()
+
+    activate_all_hook = activate_all_hooks  # written so once where it is explained
+
+    def deactivate_all_hooks(
+        self, *, hook_types: HookTypes = None, category: Filter = "all"
+    ) -> None:
+        """Deactivate hooks on all modules; the arguments are those of `activate_all_hooks`.
+
+        Example:
+            >>> import torch, bendtrace as bt
+            >>> relu, manager = torch.nn.ReLU(), bt.HookManager()
+            >>> _ = manager.register_forward_hook(lambda *_: print("called"), relu=relu)
+            >>> _ = relu(torch.ones(2))
+            called
+            >>> manager.deactivate_all_hooks(category="forward_hook")
+            >>> _ = relu(torch.ones(2))
+        """
+        for handle in self._select(None, hook_types, category):
+            handle.deactivate()
+
+    def activate_module_hooks(
+        self, *modules: nn.Module, hook_types: HookTypes = None, category: Filter = "all"
+    ) -> None:
+        """Activate hooks on some modules.
+
+        Args:
+            *modules: the modules.
+            hook_types: functions: only these.
+            category: "forward_hook", "forward_pre_hook" or "backward_hook": only those.
+
+        Raises:
+            InputError: if something is not registered, or there is no such category.
+        """
+        for handle in self._select(modules, hook_types, category):
+            handle.activate()
+
+    def deactivate_module_hooks(
+        self, *modules: nn.Module, hook_types: HookTypes = None, category: Filter = "all"
+    ) -> None:
+        """Deactivate hooks on some modules; arguments as for `activate_module_hooks`."""
+        for handle in self._select(modules, hook_types, category):
+            handle.deactivate()
+
+    def hook_all_context(
+        self, *, hook_types: HookTypes = None, category: Filter = "all"
+    ) -> HookContext:
+        """Return a context in which hooks are active; arguments as for `activate_all_hooks`.
+
+        At its end each of them is what it was before: one that was active stays so.
+
+        Example:
+            >>> import torch, bendtrace as bt
+            >>> relu, manager = torch.nn.ReLU(), bt.HookManager()
+            >>> def tell(module, inputs, outputs):
+            ...     print("called")
+            >>> _ = manager.register_forward_hook(tell, activate=False, relu=relu)
+            >>> _ = relu(torch.ones(2))
+            >>> with manager.hook_all_context():
+            ...     _ = relu(torch.ones(2))
+            called
+        """
+        self._select(None, hook_types, category)
+        return HookContext(self, lambda: self._select(None, hook_types, category))
+
+    def hook_module_context(
+        self, *modules: nn.Module, hook_types: HookTypes = None, category: Filter = "all"
+    ) -> HookContext:
+        """Return a context in which hooks are active; arguments as for `activate_module_hooks`.
+
+        At its end each of them is what it was before: one that was active stays so.
+        """
+        self._select(modules, hook_types, category)
+        return HookContext(self, lambda: self._select(modules, hook_types, category))
+
+    # Removing
+
+    def remove_hook(self, handle: HookHandle) -> None:
+        """Remove a function from a module.
+
+        Raises:
+            InputError: it is not one of this manager.
+        """
+        if self.name_to_hookhandle[handle.name] is not handle:
+            raise InputError(f"{handle!r} is not one of this manager")
+        handle.remove()
+
+    def remove_hook_by_name(self, name: str) -> None:
+        """Remove a function from a module, by the `function[module]` of the two.
+
+        Raises:
+            KeyError: if there is none of that name.
+
+        Example:
+            >>> import torch, bendtrace as bt
+            >>> relu, tanh, manager = torch.nn.ReLU(), torch.nn.Tanh(), bt.HookManager()
+            >>> _ = manager.register_forward_hook(print, hook_fn_name="show", relu=relu, tanh=tanh)
+            >>> list(manager.name_to_hookhandle)
+            ['show[relu]', 'show[tanh]']
+            >>> manager.remove_hook_by_name("show[relu]")
+            >>> list(manager.name_to_hookhandle)
+            ['show[tanh]']
+        """
+        self.name_to_hookhandle[name].remove()
+
+    def remove_hook_function(self, function: Function, *, category: Filter = "all") -> None:
+        """Remove a function from all modules.
+
+        Args:
+            function: the function, or its `HookFunction`.
+            category: the kind of hook that it is removed as, if it is registered as several.
+
+        Raises:
+            InputError: if it is not registered.
+        """
+        _check_category(category)
+        for hook in self._hooks_of([function]):
+            if category in ("all", hook.hook_type):
+                self._remove_function(hook)
+
+    def remove_hook_function_by_name(self, name: str) -> None:
+        """Remove the function of a name from all modules.
+
+        Raises:
+            KeyError: if there is none of that name.
+        """
+        self._remove_function(self.name_to_hookfn[name])
+
+    def remove_module(self, module: nn.Module) -> None:
+        """Remove all functions from a module, and forget it.
+
+        Raises:
+            InputError: if it is not registered.
+        """
+        self.remove_module_by_name(self.name_of(module))
+
+    def remove_module_by_name(self, name: str) -> None:
+        """Remove all functions from the module of a name, and forget it.
+
+        Raises:
+            KeyError: if there is none of that name.
+        """
+        for handle in self._all_of(self.name_to_module[name]):
+            handle.remove()
+        del self.name_to_module._things[name]
+        self._made_up_modules.discard(name)
+
+    def remove_all_hooks(self) -> None:
+        """Remove all functions from all modules, and forget them."""
+        for name in list(self.name_to_module):
+            self.remove_module_by_name(name)
+        for hook in list(self.name_to_hookfn.values()):
+            self._remove_function(hook)
+
+    def _remove_function(self, hook: HookFunction) -> None:
+        for handle in hook.handles:
+            handle.remove()
+        del self.name_to_hookfn._things[hook.name]
+        self._made_up.discard(hook.name)
+
+    # What handles ask for (see `interject.hooks.Owner`)
+
+    def place(self, handle: HookHandle) -> Insertion | Attached:
+        """Say what has the module call a hook."""
+        module, what = handle.module, interjection_of(handle)
+        if self._board is not None and self._model is not None:
+            if any(module is part for part in self._model.modules()):
+                return self._board.make(module, what)
+        return Attached(module, what, handle.module_name)
+
+    def activate(self, handle: HookHandle) -> None:
+        """Have the module call a hook, in the order of registration."""
+        placed, kind = handle.placed, handle.hook_fn.hook_type
+        if isinstance(placed, Attached):
+            placed.install()
+            return
+        assert self._board is not None
+        self._board.add(placed)
+        # Of several, the one that was inserted last is given the inputs first.
+        is_reversed = kind == "forward_pre_hook"
+        later = [
+            one.placed
+            for one in self._all_of(handle.module)
+            if one.active
+            and one.hook_fn.hook_type == kind
+            and isinstance(one.placed, Insertion)
+            and (one.order < handle.order) == is_reversed
+        ]
+        later = later[::-1] if is_reversed else later
+        self._board.remove(*later)
+        self._board.add(*later)
+
+    def forget(self, handle: HookHandle) -> None:
+        """Keep nothing of a hook."""
+        del self.name_to_hookhandle._things[handle.name]
+        handle.hook_fn.module_to_handle._remove(handle)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.remove_all_hooks()
+
+    def __repr__(self) -> str:
+        lines = [repr(handle)[1:-1] for handle in self._all_of()]
+        return "\n  ".join([f"<HookManager: {len(lines) or 'no'} hooks", *lines]) + ">"
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    """Whether two functions are one. A method is another object each time it is looked up."""
+    if one is other:
+        return True
+    methods = (types.MethodType, types.BuiltinMethodType)
+    return (
+        type(one) is type(other)
+        and isinstance(one, methods)
+        and one.__self__ is other.__self__
+        and one == other
+    )
+
+
+def _rename(table: NameTable[Any], old: str, new: str) -> None:
+    items = [(new if name == old else name, thing) for name, thing in table._things.items()]
+    table._things.clear()
+    table._things.update(items)
+
+
+def _check_module(module: object, where: str) -> None:
+    if not isinstance(module, nn.Module):
+        raise InputError(f"hooks are registered on modules; {where} is a {type(module).__name__}")
+    if isinstance(module, torch.jit.ScriptModule):
+        raise InputError(f"a scripted module takes no hooks; {where} is one")
+
+
+def _check_category(category: object) -> None:
+    """Raise an `InputError` if there is no such category of hooks."""
+    if category != "all" and category not in CATEGORIES:
+        choices = ", ".join(map(repr, ("all", *CATEGORIES)))
+        raise InputError(f"there is no hook category {category!r}: choose one of {choices}")
+
+
+def _short(thing: object) -> str:
+    text = " ".join(repr(thing).split())
+    return text if len(text) <= 80 else text[:77] + "..."

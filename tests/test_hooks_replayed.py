@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import bendtrace as bt
-from bendtrace.interject.hooks import station
+from bendtrace.interject import native as station
 from tests.hooked import Log, leaf, traces_of_hooks
 from tests.promise import bits, state
 

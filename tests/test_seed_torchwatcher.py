@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 import bendtrace as bt
 from bendtrace import node_selector
-from bendtrace.interjections import (
+from bendtrace.compat.torchwatcher import (
     ForwardInterjection,
     WrappedForwardBackwardInterjection,
     WrappedForwardInterjection,

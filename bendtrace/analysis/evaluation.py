@@ -18,6 +18,7 @@ from bendtrace.analysis.tables import data_frame
 from bendtrace.analysis.untouched import untouched
 from bendtrace.calls import Call
 from bendtrace.errors import InputError, NeverFiredWarning
+from bendtrace.interject.native import Counts
 from bendtrace.interject.structure import take_apart
 from bendtrace.module import BendedModule
 
@@ -153,7 +154,7 @@ class AnalyserEvaluation:
         self._bended: BendedModule | None = None
         self._model: Any = None
         self._attached: ExitStack | None = None
-        self._passes: dict[str, int] = {}  # of plain modules, in the step at hand
+        self._passes = Counts()  # of plain modules, in the step at hand
 
     # Over a loader
 
@@ -283,7 +284,7 @@ class AnalyserEvaluation:
         """Do what `step` does at its beginning; for callbacks."""
         if self._attached is None:
             raise InputError("this is attached to no model: `with evaluation.attached(model):`")
-        self._passes.clear()
+        self._passes.begin()
         if self.loader is None:
             self.analyser.targets = None if batch is None else self._targets(batch)
             self.analyser.enabled = True

@@ -11,7 +11,7 @@ from torch import nn
 
 from bendtrace.analysis.analyser import Analyser
 from bendtrace.errors import InputError
-from bendtrace.interject.interjection import Inputs, NodePass
+from bendtrace.interject.native import Attached, Counts
 
 __all__ = ["watched_natively"]
 
@@ -19,7 +19,7 @@ __all__ = ["watched_natively"]
 @contextmanager
 def watched_natively(
     model: nn.Module, where: Any, analyser: Analyser, allow_none: bool = False
-) -> Iterator[dict[str, int]]:
+) -> Iterator[Counts]:
     """Have an analyser look at the calls of modules, without any tracing.
 
     Args:
@@ -30,7 +30,7 @@ def watched_natively(
         allow_none: whether it is right that no module is meant.
 
     Yields:
-        How often each was called so far; clear it where a new call of the model begins.
+        What counts the calls; have it begin anew where a new call of the model begins.
 
     Raises:
         InputError: no module is meant, or the analyser looks at gradients.
@@ -49,26 +49,15 @@ def watched_natively(
                 "looked at; for all else train it as a BendedModule"
             )
         found.update(meant)
-    passes: dict[str, int] = {}
+    counts = Counts()
     with ExitStack() as stack:
-        begun = model.register_forward_pre_hook(lambda *_: passes.clear(), prepend=True)
+        begun = model.register_forward_pre_hook(counts.begin, prepend=True)
         stack.callback(begun.remove)
         for name, module in found.items():
-            handle = module.register_forward_hook(_Hook(name, analyser, passes))
-            stack.callback(handle.remove)
-        yield passes
-
-
-class _Hook:
-    def __init__(self, name: str, analyser: Analyser, passes: dict[str, int]) -> None:
-        self._name = name
-        self._analyser = analyser
-        self._passes = passes
-
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        number = self._passes.get(self._name, 0)
-        self._passes[self._name] = number + 1
-        self._analyser.after(NodePass(self._name, number, module), Inputs(()), output)
+            attached = Attached(module, analyser, name, counts)
+            attached.install()
+            stack.callback(attached.remove)
+        yield counts
 
 
 def _several(where: Any) -> Iterable[Any]:

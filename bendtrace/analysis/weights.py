@@ -18,7 +18,6 @@ from torch.nn.utils.prune import BasePruningMethod
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
-from bendtrace._rewriting import _unrun
 from bendtrace.analysis.analyser import Analyser
 from bendtrace.analysis.matrices import epsilon
 from bendtrace.analysis.singular_values import Spectrum, check_tolerances
@@ -28,6 +27,7 @@ from bendtrace.interject.interjection import Inputs, NodePass
 from bendtrace.interject.leaves import outside
 from bendtrace.interject.where import describe_where, near_misses
 from bendtrace.module import BendedModule
+from bendtrace.rewriting import unrun_modules
 
 __all__ = ["LayerWeightRank", "WeightRank", "weight_ranks"]
 
@@ -366,7 +366,7 @@ def _said(where: Any, weights: list[_Weight], root: Any) -> list[_Weight]:
         selector = outside(where, root, ())
         if selector.looks_ahead or selector.needs_output:
             raise InputError(f"{selector!r} can only be told from a run, and weights need none")
-        modules = {node.module_path for node in _unrun(root) if selector.matches(node)}
+        modules = {node.module_path for node in unrun_modules(root) if selector.matches(node)}
         found = [w for w in weights if not w.is_part and _is_inside(w.inside, modules)]
     else:
         found = []
