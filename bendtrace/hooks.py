@@ -25,6 +25,7 @@ from bendtrace.interject.hooks import (
     HookFunction,
     HookHandle,
     NameTable,
+    Registered,
     free_name,
     interjection_of,
 )
@@ -100,11 +101,6 @@ class HookManager:
         model: modules that are given without a name are called by their names in this. In a
             `BendedModule` hooks are insertions, and are called in replays as well.
 
-    Attributes:
-        name_to_module: the registered modules.
-        name_to_hookfn: the registered functions.
-        name_to_hookhandle: what is registered where, by `function[module]`.
-
     Raises:
         InputError: `model` is no module.
 
@@ -125,11 +121,23 @@ class HookManager:
             raise InputError(f"a model has to be a module, not a {type(model).__name__}")
         self._board = model._board if isinstance(model, ReplayingModule) else None
         self._model = module_of(model.model) if isinstance(model, ReplayingModule) else model
-        self._made_up: set[str] = set()  # names of functions that nobody gave
-        self._made_up_modules: set[str] = set()
-        self.name_to_module: NameTable[nn.Module] = NameTable("module")
-        self.name_to_hookfn: NameTable[HookFunction] = NameTable("hook function")
-        self.name_to_hookhandle: NameTable[HookHandle] = NameTable("hook")
+        self._modules: list[Registered] = []
+        self._functions: list[HookFunction] = []
+
+    @property
+    def name_to_module(self) -> NameTable[nn.Module]:
+        """The registered modules."""
+        return NameTable("module", {one.name: one.module for one in self._modules})
+
+    @property
+    def name_to_hookfn(self) -> NameTable[HookFunction]:
+        """The registered functions."""
+        return NameTable("hook function", {hook.name: hook for hook in self._functions})
+
+    @property
+    def name_to_hookhandle(self) -> NameTable[HookHandle]:
+        """What is registered where, by `function[module]`."""
+        return NameTable("hook", {handle.name: handle for handle in self._all_of()})
 
     # Registering
 
@@ -255,86 +263,69 @@ class HookManager:
         hook, name = self._known(category, function, name)
         # Nothing has been changed up to here; nothing fails from here on.
         if hook is None:
-            hook = HookFunction(
-                function, category, name or free_name(repr(function), self.name_to_hookfn)
-            )
-            self.name_to_hookfn._things[hook.name] = hook
-            if name is None:
-                self._made_up.add(hook.name)
+            shown = name or free_name(repr(function), self.name_to_hookfn)
+            hook = HookFunction(function, category, shown, name is not None)
+            self._functions.append(hook)
         elif name is not None and name != hook.name:
-            self._rename_function(hook, name)
-        handles: list[HookHandle] = []
+            hook.name, hook.is_given = name, True
         for module, module_name, is_given in names:
-            known = self._name_of(module)
+            known = self._registered(module)
             if known is None:
-                self.name_to_module._things[module_name] = module
-                if not is_given:
-                    self._made_up_modules.add(module_name)
-            elif known != module_name:
-                self._rename_module(module, known, module_name)
-            handles.append(self._handle(hook, module, module_name))
-        for handle in handles:
+                known = Registered(module, module_name, is_given)
+                self._modules.append(known)
+            elif known.name != module_name:
+                known.name, known.is_given = module_name, True
+            handle = hook.module_to_handle.get(module) or HookHandle(hook, known, self)
             if activate:
                 handle.activate()
         return hook
-
-    def _handle(self, hook: HookFunction, module: nn.Module, name: str) -> HookHandle:
-        if module in hook.module_to_handle:
-            return hook.module_to_handle[module]
-        handle = HookHandle(hook, module, name, self)
-        hook.module_to_handle._add(handle)
-        self.name_to_hookhandle._things[handle.name] = handle
-        return handle
 
     def _names_for(
         self, modules: tuple[nn.Module, ...], named_modules: dict[str, nn.Module]
     ) -> list[tuple[nn.Module, str, bool]]:
         """Find a name for each module, and whether somebody gave it."""
         found: dict[int, tuple[nn.Module, str, bool]] = {}
+        there = self.name_to_module
+
+        def name_of(module: nn.Module) -> str | None:
+            if id(module) in found:
+                return found[id(module)][1]
+            known = self._registered(module)
+            return known.name if known is not None and known.is_given else None
+
         for name, module in named_modules.items():
             _check_module(module, f"{name}=")
-            known = self._name_of(module)
-            if id(module) in found:
-                known = found[id(module)][1]
-            elif known in self._made_up_modules:
-                known = None
-            taken = self.name_to_module._things.get(name, module)
+            taken, known = there.get(name, module), name_of(module)
             if taken is not module:
-                given = {*self.name_to_module, *(one for _, one, _ in found.values())}
+                given = {*there, *(one for _, one, _ in found.values())}
                 name = self._free_name(name, f"another module, {_short(taken)}", given)
             if known is not None and known != name:
                 name = self._second_name(known, f"module {name!r}", "the module")
             found[id(module)] = module, name, True
-        own = self._own_names() if modules else {}
+        whole = self._model if modules else None
+        own = {} if whole is None else {id(part): name for name, part in whole.named_modules()}
         for module in modules:
             _check_module(module, "a positional argument")
-            if id(module) in found:
-                continue
-            known = self._name_of(module)
-            if known is None:
-                taken_names = {*self.name_to_module, *(name for _, name, _ in found.values())}
-                known = free_name(own.get(id(module)) or repr(module), taken_names)
-            found[id(module)] = module, known, False
+            if id(module) not in found:
+                made_up = self._registered(module)
+                given = {*there, *(one for _, one, _ in found.values())}
+                name = free_name(own.get(id(module)) or repr(module), given)
+                found[id(module)] = module, name if made_up is None else made_up.name, False
         return list(found.values())
-
-    def _own_names(self) -> dict[int, str]:
-        if self._model is None:
-            return {}
-        return {id(module): name for name, module in self._model.named_modules()}
 
     def _known(
         self, category: Category, function: Function, name: str | None
     ) -> tuple[HookFunction | None, str | None]:
         """Return what a function is registered as, if it is, and the name to give to it."""
-        hooks = (hook for hook in self.name_to_hookfn.values() if hook.hook_type == category)
+        hooks = (hook for hook in self._functions if hook.hook_type == category)
         hook = next((hook for hook in hooks if _is_same(hook.function, function)), None)
         if name is None:
             return hook, None
-        taken = self.name_to_hookfn._things.get(name, hook)
+        taken = self.name_to_hookfn.get(name, hook)
         if taken is not None and taken is not hook:
             by = f"the {taken.hook_type} {_short(taken.function)}"
             name = self._free_name(name, by, self.name_to_hookfn)
-        if hook is not None and hook.name not in (name, *self._made_up):
+        if hook is not None and hook.name != name and hook.is_given:
             name = self._second_name(hook.name, f"the {category} {name!r}", "the function")
         return hook, name
 
@@ -351,20 +342,7 @@ class HookManager:
             f"the name {wish!r} is taken by {by}: choose another, or remove that one first"
         )
 
-    def _rename_function(self, hook: HookFunction, name: str) -> None:
-        self._made_up.discard(hook.name)
-        _rename(self.name_to_hookfn, hook.name, name)
-        before = [handle.name for handle in hook.handles]
-        hook.name = name
-        for old, handle in zip(before, hook.handles, strict=True):
-            _rename(self.name_to_hookhandle, old, handle.name)
-
-    def _rename_module(self, module: nn.Module, old: str, name: str) -> None:
-        self._made_up_modules.discard(old)
-        _rename(self.name_to_module, old, name)
-        for handle in self._all_of(module):
-            before, handle.module_name = handle.name, name
-            _rename(self.name_to_hookhandle, before, handle.name)
+    # Looking up
 
     def name_of(self, module: nn.Module) -> str:
         """Return the name that a module is registered under.
@@ -380,19 +358,18 @@ class HookManager:
             'first'
         """
         _check_module(module, "what was given")
-        name = self._name_of(module)
-        if name is None:
-            known = ", ".join(map(repr, self.name_to_module)) or "no module"
-            raise InputError(f"{_short(module)} is not registered; {known} is")
-        return name
+        known = self._registered(module)
+        if known is None:
+            names = ", ".join(map(repr, self.name_to_module)) or "no module"
+            raise InputError(f"{_short(module)} is not registered; {names} is")
+        return known.name
 
-    def _name_of(self, module: nn.Module) -> str | None:
-        things = self.name_to_module._things.items()
-        return next((name for name, known in things if known is module), None)
+    def _registered(self, module: nn.Module) -> Registered | None:
+        return next((one for one in self._modules if one.module is module), None)
 
     def _all_of(self, module: nn.Module | None = None) -> list[HookHandle]:
         """Return the handles, or those of a module, in the order of registration."""
-        handles = self.name_to_hookhandle.values()
+        handles = (handle for hook in self._functions for handle in hook.handles)
         found = [one for one in handles if module is None or one.module is module]
         return sorted(found, key=lambda handle: handle.order)
 
@@ -425,7 +402,7 @@ class HookManager:
         for function in [hook_types] if callable(hook_types) else list(hook_types):
             own = [
                 hook
-                for hook in self.name_to_hookfn.values()
+                for hook in self._functions
                 if hook is function or _is_same(hook.function, function)
             ]
             if not own:
@@ -593,21 +570,19 @@ class HookManager:
         """
         for handle in self._all_of(self.name_to_module[name]):
             handle.remove()
-        del self.name_to_module._things[name]
-        self._made_up_modules.discard(name)
+        self._modules = [one for one in self._modules if one.name != name]
 
     def remove_all_hooks(self) -> None:
         """Remove all functions from all modules, and forget them."""
         for name in list(self.name_to_module):
             self.remove_module_by_name(name)
-        for hook in list(self.name_to_hookfn.values()):
+        for hook in self._functions:
             self._remove_function(hook)
 
     def _remove_function(self, hook: HookFunction) -> None:
         for handle in hook.handles:
             handle.remove()
-        del self.name_to_hookfn._things[hook.name]
-        self._made_up.discard(hook.name)
+        self._functions = [one for one in self._functions if one is not hook]
 
     # What handles ask for (see `interject.hooks.Owner`)
 
@@ -641,11 +616,6 @@ class HookManager:
         self._board.remove(*later)
         self._board.add(*later)
 
-    def forget(self, handle: HookHandle) -> None:
-        """Keep nothing of a hook."""
-        del self.name_to_hookhandle._things[handle.name]
-        handle.hook_fn.module_to_handle._remove(handle)
-
     def __enter__(self) -> Self:
         return self
 
@@ -668,12 +638,6 @@ def _is_same(one: Any, other: Any) -> bool:
         and one.__self__ is other.__self__
         and one == other
     )
-
-
-def _rename(table: NameTable[Any], old: str, new: str) -> None:
-    items = [(new if name == old else name, thing) for name, thing in table._things.items()]
-    table._things.clear()
-    table._things.update(items)
 
 
 def _check_module(module: object, where: str) -> None:

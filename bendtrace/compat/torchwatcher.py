@@ -1,7 +1,7 @@
 """TorchWatcher: interjections that are modules, and functions that insert them in a model.
 
-A script for torchwatcher imports the same names from here. `interjection` is this module itself, and
-`node_selector` is `bendtrace.node_selector`.
+A script for torchwatcher imports the same names from here; `interjection` is this module itself,
+and `node_selector` is `bendtrace.node_selector`.
 
 >>> import torch, bendtrace as bt
 >>> class Tell(bt.compat.torchwatcher.ForwardInterjection):
@@ -23,10 +23,14 @@ from typing import Any
 from torch import Tensor, nn
 
 from bendtrace import node_selector
+from bendtrace.errors import InputError
+from bendtrace.interject.insertion import as_interjection
 from bendtrace.interject.interjection import Inputs, Interjection, NodePass
 from bendtrace.interject.leaves import leaves_in, outside
-from bendtrace.interject.native import interject_natively
+from bendtrace.interject.native import Attached, Counts
+from bendtrace.interject.plan import forms_of
 from bendtrace.interject.selectors.naming import matches_module, matches_module_class
+from bendtrace.interject.sharing import shared_copy
 from bendtrace.module import BendedModule
 from bendtrace.rewriting import replace_module, replace_module_native
 
@@ -425,7 +429,8 @@ def interject_by_module_class_native(
 ) -> nn.Module:
     """Insert something at the calls of modules of a class by hooks, without any tracing.
 
-    `name` is the qualified name of the module.
+    `name` is the qualified name of the module. A tensor that a module is given in several places is
+    one tensor, and has in all of them the gradient of these together.
 
     Args:
         model: the model.
@@ -451,7 +456,29 @@ def interject_by_module_class_native(
         >>> hooked(torch.ones(2)), model(torch.ones(2))
         (tensor([0.5000, 0.5000]), tensor([0.7311, 0.7311]))
     """
-    return interject_natively(model, target_module_class, interjection, clone, allow_none)
+    if not isinstance(model, nn.Module):
+        raise InputError(f"hooks are for modules; {model!r} is none")
+    if not (isinstance(target_module_class, type) and issubclass(target_module_class, nn.Module)):
+        raise InputError(f"a class of modules has to be given, not {target_module_class!r}")
+    what = as_interjection(interjection)
+    if "instead" in forms_of(what):
+        raise InputError(
+            f"{what.label} works in place of a node, which no hook can: insert it with "
+            "BendedModule.interject, or use replace_module_native"
+        )
+    model = shared_copy(model) if clone else model
+    targets = {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, target_module_class)
+    }
+    if not targets and not allow_none:
+        raise InputError(f"the model has no {target_module_class.__name__}")
+    counts = Counts()
+    model.register_forward_pre_hook(counts.begin)
+    for name, module in targets.items():
+        Attached(module, what, name, counts).install()
+    return model
 
 
 def _bended(model: Callable[..., Any]) -> BendedModule:

@@ -393,7 +393,7 @@ class BeforeGate(Gate):
         watching = _local.through[self.at.path, self.at.number] = []
         for apart in (False, True):  # where hooks watch alone, one tensor stays one for the node
             told = [
-                (entry, self.at)
+                (entry.what, self.at, entry.insertion.fired_backward)
                 for entry in backward
                 if isinstance(entry.what, ChecksGradients) is not apart
             ]

@@ -29,7 +29,6 @@ from torch.autograd import Variable
 
 from bendtrace.errors import InputError, InterjectionError
 from bendtrace.interject.interjection import Interjection, NodePass
-from bendtrace.interject.plan import Entry
 from bendtrace.interject.steps import (
     NOT_NUMBERED,
     Gradients,
@@ -45,6 +44,9 @@ from bendtrace.interject.steps import (
 from bendtrace.interject.structure import describe
 
 __all__ = ["CallGradients", "ChecksGradients"]
+
+
+Told = tuple[Interjection, NodePass, Callable[[NodePass], object] | None]
 
 
 class ChecksGradients(Interjection):
@@ -72,7 +74,8 @@ class CallGradients:
     """Sees to the gradients of one call of a module, from before the call to all backward passes.
 
     Args:
-        told: the insertions whose `backward` is called, and the execution as each sees it.
+        told: interjections whose `backward` is called, the execution as each sees it, and what is
+            to be called afterwards.
         inputs: the tensors that the node is given.
         writes: whether the node may change them in place; if not, torch refuses it.
         apart: whether a tensor that is given in several places has a gradient in each of them;
@@ -81,7 +84,7 @@ class CallGradients:
 
     def __init__(
         self,
-        told: Sequence[tuple[Entry, NodePass]],
+        told: Sequence[Told],
         inputs: list[Tensor],
         writes: bool = True,
         apart: bool = False,
@@ -253,11 +256,12 @@ class CallGradients:
         before, grad_out = tuple(grad_in), tuple(found.gradients)
         passing = () if entered is None else (one for places in self._places for one in places)
         after, can_change = before, frozenset(passing)
-        for entry, at in self._told:
-            result = entry.what.backward(at, after, grad_out)
+        for what, at, note in self._told:
+            result = what.backward(at, after, grad_out)
             if result is not None:
-                after = self._checked(entry.what, at, result, after, can_change)
-            entry.insertion.fired_backward(at)
+                after = self._checked(what, at, result, after, can_change)
+            if note is not None:
+                note(at)
         if after is before:
             return through
         return tuple(self._agreed(places, before, after) for places in self._places)

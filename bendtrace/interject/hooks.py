@@ -10,6 +10,7 @@ import difflib
 import itertools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, NoReturn, Protocol, TypeVar, get_args
 
 from torch import Tensor, nn
@@ -28,6 +29,7 @@ __all__ = [
     "HookFunction",
     "HookHandle",
     "NameTable",
+    "Registered",
     "free_name",
     "interjection_of",
 ]
@@ -38,17 +40,26 @@ _T = TypeVar("_T")
 _orders = itertools.count()
 
 
+@dataclass(eq=False)
+class Registered:
+    """A module that hooks are registered on.
+
+    Attributes:
+        module: the module.
+        name: its name.
+        is_given: whether somebody gave the name; if not, it gives way to the first that is.
+    """
+
+    module: nn.Module
+    name: str
+    is_given: bool
+
+
 class ModuleTable(Mapping[nn.Module, "HookHandle"]):
     """Handles by module: by which object it is, however it compares or prints."""
 
-    def __init__(self) -> None:
-        self._handles: dict[int, HookHandle] = {}
-
-    def _add(self, handle: HookHandle) -> None:
-        self._handles[id(handle.module)] = handle
-
-    def _remove(self, handle: HookHandle) -> None:
-        del self._handles[id(handle.module)]
+    def __init__(self, handles: dict[int, HookHandle]) -> None:
+        self._handles = handles
 
     def __getitem__(self, module: nn.Module) -> HookHandle:
         return self._handles[id(module)]
@@ -86,16 +97,20 @@ class HookFunction:
         <HookHandle show[first]: active>
     """
 
-    def __init__(self, function: Callable[..., Any], hook_type: Category, name: str) -> None:
+    def __init__(
+        self, function: Callable[..., Any], hook_type: Category, name: str, is_given: bool
+    ) -> None:
         self.function = function
         self.hook_type: Category = hook_type
         self.name = name
-        self.module_to_handle = ModuleTable()
+        self.is_given = is_given
+        self._handles: dict[int, HookHandle] = {}
+        self.module_to_handle = ModuleTable(self._handles)
 
     @property
     def handles(self) -> tuple[HookHandle, ...]:
         """The handles, in the order of registration."""
-        return tuple(self.module_to_handle.values())
+        return tuple(self._handles.values())
 
     def activate(self) -> None:
         """Activate the function on all modules that it is registered on."""
@@ -125,9 +140,6 @@ class Owner(Protocol):
     def activate(self, handle: HookHandle) -> None:
         """Have the module call a hook, in the order of registration."""
 
-    def forget(self, handle: HookHandle) -> None:
-        """Keep nothing of a hook."""
-
 
 class HookHandle:
     """One function that is registered on one module. A `HookManager` makes these.
@@ -154,20 +166,20 @@ class HookHandle:
         <HookHandle show[first]: inactive>
     """
 
-    def __init__(
-        self,
-        hook_fn: HookFunction,
-        module: nn.Module,
-        module_name: str,
-        owner: Owner,
-    ) -> None:
+    def __init__(self, hook_fn: HookFunction, registered: Registered, owner: Owner) -> None:
         self.hook_fn = hook_fn
-        self.module = module
-        self.module_name = module_name
+        self.module = registered.module
         self.order = next(_orders)
+        self._registered = registered
         self.placed: Insertion | Attached = owner.place(self)
         self._owner: Owner | None = owner
         self._active = False
+        hook_fn._handles[id(self.module)] = self
+
+    @property
+    def module_name(self) -> str:
+        """The id of the module."""
+        return self._registered.name
 
     @property
     def name(self) -> str:
@@ -209,9 +221,9 @@ class HookHandle:
     def remove(self) -> None:
         """Deactivate it for good, and purge it from the tables of its manager."""
         if self._owner is not None:
-            owner, self._owner = self._owner, None
+            self._owner = None
             self.deactivate()
-            owner.forget(self)
+            del self.hook_fn._handles[id(self.module)]
 
     @property
     def described(self) -> str:
@@ -366,46 +378,28 @@ def _kind(value: Any) -> str:
 # Names
 
 
-class NameTable(Mapping[str, _T]):
-    """Things by their names; to be looked into, not changed.
+class NameTable(dict[str, _T]):
+    """Things by their names.
 
     Example:
-        >>> table = NameTable("module")
-        >>> table._things["layer1"] = 1
-        >>> table["layer2"]
+        >>> NameTable("module", {"layer1": 1})["layer2"]
         Traceback (most recent call last):
         bendtrace.errors.HookNameError: no module is registered as 'layer2'; \
 there is 'layer1'
     """
 
-    def __init__(self, what: str) -> None:
+    def __init__(self, what: str, things: Mapping[str, _T]) -> None:
+        super().__init__(things)
         self._what = what
-        self._things: dict[str, _T] = {}
 
-    def __getitem__(self, name: str) -> _T:
-        try:
-            return self._things[name]
-        except (KeyError, TypeError):
-            pass
-        near = tuple(difflib.get_close_matches(str(name), self._things, 3))
-        known = near or tuple(self._things)[:5]
+    def __missing__(self, name: object) -> NoReturn:
+        near = tuple(difflib.get_close_matches(str(name), self, 3))
+        known = near or tuple(self)[:5]
         there = f"there is {', '.join(map(repr, known))}" if known else "there is none"
         raise HookNameError(f"no {self._what} is registered as {name!r}; {there}", name, near)
 
-    def __contains__(self, name: object) -> bool:
-        return name in self._things
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._things)
-
-    def __len__(self) -> int:
-        return len(self._things)
-
-    def __repr__(self) -> str:
-        return repr(self._things)
-
     def _ipython_key_completions_(self) -> list[str]:
-        return list(self._things)
+        return list(self)
 
 
 def free_name(wish: str, taken: Iterable[str]) -> str:

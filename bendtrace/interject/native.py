@@ -20,57 +20,18 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from bendtrace.errors import InputError, InterjectionError
+from bendtrace.errors import InterjectionError
 from bendtrace.interject.gradients import CallGradients
-from bendtrace.interject.insertion import as_interjection
 from bendtrace.interject.interjection import Inputs, Interjection, NodePass
-from bendtrace.interject.passes import Passes
-from bendtrace.interject.plan import Entry, Place, forms_of
-from bendtrace.interject.sharing import shared_copy
+from bendtrace.interject.plan import forms_of
 from bendtrace.interject.structure import Mismatch, collect, take_apart
 from bendtrace.interject.tensors import Exchange, tensors_of, with_tensors
-from bendtrace.recording.recorder import Recording
 from bendtrace.recording.watcher import current_watcher
 
-__all__ = ["Attached", "Counts", "interject_natively"]
+__all__ = ["Attached", "Counts"]
 
 _lock = threading.RLock()
 _orders = itertools.count()
-
-
-def interject_natively(
-    model: nn.Module,
-    target_class: type[nn.Module],
-    what: Any,
-    clone: bool = True,
-    allow_none: bool = False,
-) -> nn.Module:
-    """Insert something at the calls of modules of a class; see `interject_by_module_class_native`.
-
-    Raises:
-        InputError: something given makes no sense.
-    """
-    if not isinstance(model, nn.Module):
-        raise InputError(f"hooks are for modules; {model!r} is none")
-    if not (isinstance(target_class, type) and issubclass(target_class, nn.Module)):
-        raise InputError(f"a class of modules has to be given, not {target_class!r}")
-    interjection = as_interjection(what)
-    if "instead" in forms_of(interjection):
-        raise InputError(
-            f"{interjection.label} works in place of a node, which no hook can: insert it with "
-            "BendedModule.interject, or use replace_module_native"
-        )
-    model = shared_copy(model) if clone else model
-    targets = {
-        name: module for name, module in model.named_modules() if isinstance(module, target_class)
-    }
-    if not targets and not allow_none:
-        raise InputError(f"the model has no {target_class.__name__}")
-    counts = Counts()
-    model.register_forward_pre_hook(counts.begin)
-    for name, module in targets.items():
-        Attached(module, interjection, name, counts).install()
-    return model
 
 
 class Counts:
@@ -93,30 +54,7 @@ class Counts:
         return number
 
 
-class _Untold:
-    """Stands for an insertion that there is no handle for."""
-
-    passes = Passes()
-    allow_none = True
-
-    def fired(self, at: NodePass, changed: bool) -> None:
-        """Note nothing."""
-
-    def failed(self) -> None:
-        """Note nothing."""
-
-    def fired_backward(self, at: NodePass) -> None:
-        """Note nothing."""
-
-    def ran(self, recording: Recording) -> None:
-        """Note nothing."""
-
-    def is_known_to_change(self, path: str) -> bool:
-        """Say that nothing is known."""
-        return False
-
-
-class Attached(Entry):
+class Attached:
     """An interjection at the calls of one module.
 
     Args:
@@ -126,16 +64,20 @@ class Attached(Entry):
         counts: counts the calls; None if nobody wants to know their numbers.
     """
 
-    __slots__ = ("counts", "module", "order", "path")
+    active = True  # as long as it is installed: nobody else takes it away
 
     def __init__(
         self, module: nn.Module, what: Interjection, path: str, counts: Counts | None = None
     ) -> None:
-        super().__init__(_Untold(), what, Place("node", path))
         self.module = module
+        self.what = what
         self.path = path
         self.counts = counts
         self.order = next(_orders)
+        forms = forms_of(what)
+        self.before = "before" in forms
+        self.after = "after" in forms
+        self.backward = "backward" in forms
 
     @property
     def is_paired(self) -> bool:
@@ -146,11 +88,6 @@ class Attached(Entry):
         """Return the next call of a module, as the interjection sees it."""
         number = 0 if self.counts is None else self.counts.next(self.path)
         return NodePass(self.path, number, module)
-
-    @property
-    def active(self) -> bool:
-        """Whether it is, as far as it goes by itself: no one else takes it away."""
-        return True
 
     def install(self) -> None:
         """Have the module call it, in the order in which such things were made."""
@@ -324,7 +261,8 @@ class _Call:
 
     def watch(self, given: tuple[Any, ...]) -> tuple[Any, ...]:
         """See to the gradients of the call; return what the module is to be given."""
-        told = [(one, self.at(one)) for one in self.station.entries if one.backward]
+        entries = self.station.entries
+        told = [(one.what, self.at(one), None) for one in entries if one.backward]
         if not told or not torch.is_grad_enabled():
             return given
         with _unseen():
@@ -398,7 +336,7 @@ def _leave(
     for one in entries:
         if one.after:
             at = one.at(module) if call is None else call.at(one)
-            inputs = Inputs(*given) if one.wants_inputs else Inputs(())
+            inputs = Inputs(*given) if one.what.wants_inputs else Inputs(())
             result = one.what.after(at, inputs, value)
             if result is not None and result is not value:
                 value = _checked(one.what, at, value, result)
