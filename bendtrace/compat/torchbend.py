@@ -14,8 +14,10 @@ tensor([1., 1.])
 from typing import Any
 
 from bendtrace import bends, module
+from bendtrace._trace import Trace
 from bendtrace.bends import *  # noqa: F403
 from bendtrace.errors import BendShapeError
+from bendtrace.flow import LogicalFlowStep
 from bendtrace.graph.mirror import Graph
 
 __all__ = ["BendShapeError", "BendedModule"]
@@ -55,16 +57,17 @@ class BendedModule(module.BendedModule):
             **kwargs: keyword arguments of the model.
 
         Returns:
-            The graph of the run, with its `flow_steps`. With `_return_out` that, and the outputs
-            as a tuple, of one item where the model returns one thing.
+            The graph of the run, whose `flow_steps` are a list of the branches that were taken.
+            With `_return_out` that, and the outputs as a tuple, of one item where the model
+            returns one thing.
         """
         trace = super().trace(*args, **kwargs)
         if not _return_out:
-            return trace.graph
-        return trace.graph, trace.output if type(trace.output) is tuple else (trace.output,)
+            return _graph(trace)
+        return _graph(trace), trace.output if type(trace.output) is tuple else (trace.output,)
 
     def graph(self) -> Graph:  # type: ignore[override]
-        """Return the graph of the latest trace; it prints as the graphs of torch.fx do.
+        """Return the graph of the latest trace, which prints as a graph of torch.fx does.
 
         Example:
             >>> import torch, bendtrace as bt
@@ -73,4 +76,10 @@ class BendedModule(module.BendedModule):
             >>> [(step.name, step.value) for step in bended.graph().flow_steps]
             [('bool', True)]
         """
-        return self.latest_trace.graph
+        return _graph(self.latest_trace)
+
+
+def _graph(trace: Trace) -> Graph:
+    made: Graph = trace.graph.copy()
+    made.graph["flow_steps"] = list(trace.flow_steps.of(LogicalFlowStep))
+    return made

@@ -45,11 +45,15 @@ __all__ = [
 ]
 
 
+# What sees to the gradients of a node: for hooks, and for other interjections.
+_Watching = tuple[CallGradients | None, CallGradients | None]
+
+
 class _Local(threading.local):
     plan: Plan | None = None
 
     def __init__(self) -> None:
-        self.through: dict[tuple[str, int], list[CallGradients]] = {}
+        self.through: dict[tuple[str, int], _Watching] = {}
         self.error: Exception | None = None
         self.models_own: Exception | None = None  # raised by the node itself, inside of a gate
         self.kept: dict[Any, Any] = {}
@@ -251,10 +255,12 @@ class AfterGate(Gate):
                 value = self._exchange(entry, value, self.at)
             return value
         found = list(values[: self._count])
+        through: _Watching = (None, None)
         if self._is_told:
-            through = _local.through.pop((self.at.path, self.at.number), ())
-            for gradients in reversed(through) if torch.is_grad_enabled() else ():
-                _exchange_tensors(found, gradients.leave)
+            through = _local.through.pop((self.at.path, self.at.number), through)
+        of_hooks, of_others = through if torch.is_grad_enabled() else (None, None)
+        if of_others is not None:
+            _exchange_tensors(found, of_others.leave)
         inputs = None
         for entry in self._entries():
             if not entry.after:
@@ -266,6 +272,8 @@ class AfterGate(Gate):
             shape, at = _part(self.shape, entry.dig), _dug(self.at, entry)
             if shape is not None:
                 self._call(entry, shape, at, inputs, found)
+        if of_hooks is not None:  # their gradients are those of what forward hooks returned
+            _exchange_tensors(found, of_hooks.leave)
         given = [found[number] for number in self.exchanged]
         if self._writes:
             return self._written(values[-1], given[0])
@@ -390,17 +398,18 @@ class BeforeGate(Gate):
 
     def _watched(self, backward: list[Entry], tensors: list[Tensor]) -> list[Tensor]:
         """Have insertions told of the gradients; return what the node is to be given."""
-        watching = _local.through[self.at.path, self.at.number] = []
-        for apart in (False, True):  # where hooks watch alone, one tensor stays one for the node
+        watching: list[CallGradients | None] = []
+        for of_hooks in (True, False):  # where they watch alone, one tensor stays one for the node
             told = [
                 (entry.what, self.at, entry.insertion.fired_backward)
                 for entry in backward
-                if isinstance(entry.what, ChecksGradients) is not apart
+                if isinstance(entry.what, ChecksGradients) is of_hooks
             ]
+            watching.append(None)
             if told:
-                gradients = CallGradients(told, tensors, writes=False, apart=apart)
-                watching.append(gradients)
-                tensors = gradients.enter()
+                watching[-1] = CallGradients(told, tensors, writes=False, apart=not of_hooks)
+                tensors = watching[-1].enter()
+        _local.through[self.at.path, self.at.number] = (watching[0], watching[1])
         return tensors
 
     def _call(self, entry: Entry, shape: Any, found: list[Any]) -> None:

@@ -80,6 +80,10 @@ class CallGradients:
         writes: whether the node may change them in place; if not, torch refuses it.
         apart: whether a tensor that is given in several places has a gradient in each of them;
             if not, it is one tensor for the node as well, and has the gradient of all together.
+
+    Attributes:
+        of_hooks: whether all that is told are hooks: then the gradients of outputs are those of
+            what forward hooks returned.
     """
 
     def __init__(
@@ -89,6 +93,7 @@ class CallGradients:
         writes: bool = True,
         apart: bool = False,
     ) -> None:
+        self.of_hooks = all(isinstance(what, ChecksGradients) for what, _, _ in told)
         self._told = told
         self._writes = writes
         self._start: int = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]

@@ -332,7 +332,9 @@ def _leave(
         station.end(call)
         if call.gradients is not None:
             given = with_tensors(given, call.gradients.inside_of(tensors_of(given), call.same))
-    value = output
+    value, gradients = output, None if call is None else call.gradients
+    if gradients is not None and not gradients.of_hooks:
+        value = _left(gradients, value)
     for one in entries:
         if one.after:
             at = one.at(module) if call is None else call.at(one)
@@ -340,10 +342,14 @@ def _leave(
             result = one.what.after(at, inputs, value)
             if result is not None and result is not value:
                 value = _checked(one.what, at, value, result)
-    if call is not None and call.gradients is not None:
-        with _unseen():
-            value = with_tensors(value, call.gradients.leave(tensors_of(value)))
+    if gradients is not None and gradients.of_hooks:  # those of what forward hooks returned
+        value = _left(gradients, value)
     return None if value is output else value  # so that the containers are the module's own
+
+
+def _left(gradients: CallGradients, value: Any) -> Any:
+    with _unseen():
+        return with_tensors(value, gradients.leave(tensors_of(value)))
 
 
 def _checked(what: Interjection, at: NodePass, value: Any, result: Any) -> Any:
