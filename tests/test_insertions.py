@@ -1136,9 +1136,9 @@ def test_the_hooks_of_a_manager_are_called_by_replays() -> None:
 
     hook(bended.hooks)
     assert [repr(handle) for handle in bended.insertions] == [
-        f"<insertion of {after!r}[first] at the module Linear>",
-        f"<insertion of {after!r}[last] at the module Linear>",
-        f"<insertion of {before!r}[last] at the module Linear>",
+        "<insertion of after[first] at the module Linear>",
+        "<insertion of after[last] at the module Linear>",
+        "<insertion of before[last] at the module Linear>",
     ]
     plain = bt.HookManager()
     hook(plain)

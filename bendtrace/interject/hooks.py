@@ -253,8 +253,9 @@ class _Hook(Interjection):
 
     @property
     def label(self) -> str:
-        """The name of the hook."""
-        return self.handle.name
+        """The name of the hook; where nobody gave one, that of its function."""
+        hook, name = self.handle.hook_fn, getattr(self.handle.hook_fn.function, "__name__", "")
+        return f"{hook.name if hook.is_given or not name else name}[{self.handle.module_name}]"
 
     def _call(
         self, at: NodePass, seen: tuple[Any, ...], given: tuple[Any, ...], what: str
