@@ -11,23 +11,25 @@ tensor([1., 3.])
 
 from __future__ import annotations
 
-import types
 from collections.abc import Callable, Iterable
 from typing import Any, Literal, Self, TypeAlias
 
-import torch
 from torch import nn
 
 from bendtrace.errors import InputError
 from bendtrace.interject.hooks import (
-    CATEGORIES,
     Category,
+    HookContext,
     HookFunction,
     HookHandle,
     NameTable,
     Registered,
+    check_category,
+    check_module,
     free_name,
     interjection_of,
+    is_same,
+    short,
 )
 from bendtrace.interject.insertion import Insertion
 from bendtrace.interject.native import Attached
@@ -40,43 +42,6 @@ Function = Callable[..., Any]
 # One or several functions, as they were registered or as `HookFunction`s.
 HookTypes: TypeAlias = Function | Iterable[Function] | None
 Filter = Literal["all"] | Category
-
-
-class HookContext:
-    """A context in which hooks are active; each is afterwards what it was before.
-
-    Contexts can be nested, and one can be entered several times. Which hooks are meant is looked
-    up when it is entered. A hook that is removed meanwhile stays removed.
-
-    Example:
-        >>> import torch, bendtrace as bt
-        >>> linear, manager = torch.nn.Linear(1, 1), bt.HookManager()
-        >>> hook = manager.register_forward_hook(print, first=linear, activate=False)
-        >>> with manager.hook_all_context():
-        ...     hook.handles[0].active
-        True
-        >>> hook.handles[0].active
-        False
-    """
-
-    def __init__(self, manager: HookManager, select: Callable[[], Iterable[HookHandle]]) -> None:
-        self._manager = manager
-        self._select = select
-        self._before: list[list[tuple[HookHandle, bool]]] = []
-
-    def __enter__(self) -> HookManager:
-        handles = list(self._select())
-        self._before.append([(handle, handle.active) for handle in handles])
-        for handle in handles:
-            handle.activate()
-        return self._manager
-
-    def __exit__(self, *error: object) -> None:
-        for handle, was_active in self._before.pop():
-            if was_active and not handle.removed:
-                handle.activate()
-            elif not was_active:
-                handle.deactivate()
 
 
 class HookManager:
@@ -294,18 +259,18 @@ class HookManager:
             return known.name if known is not None and known.is_given else None
 
         for name, module in named_modules.items():
-            _check_module(module, f"{name}=")
+            check_module(module, f"{name}=")
             taken, known = there.get(name, module), name_of(module)
             if taken is not module:
                 given = {*there, *(one for _, one, _ in found.values())}
-                name = self._free_name(name, f"another module, {_short(taken)}", given)
+                name = self._free_name(name, f"another module, {short(taken)}", given)
             if known is not None and known != name:
                 name = self._second_name(known, f"module {name!r}", "the module")
             found[id(module)] = module, name, True
         whole = self._model if modules else None
         own = {} if whole is None else {id(part): name for name, part in whole.named_modules()}
         for module in modules:
-            _check_module(module, "a positional argument")
+            check_module(module, "a positional argument")
             if id(module) not in found:
                 made_up = self._registered(module)
                 given = {*there, *(one for _, one, _ in found.values())}
@@ -318,12 +283,12 @@ class HookManager:
     ) -> tuple[HookFunction | None, str | None]:
         """Return what a function is registered as, if it is, and the name to give to it."""
         hooks = (hook for hook in self._functions if hook.hook_type == category)
-        hook = next((hook for hook in hooks if _is_same(hook.function, function)), None)
+        hook = next((hook for hook in hooks if is_same(hook.function, function)), None)
         if name is None:
             return hook, None
         taken = self.name_to_hookfn.get(name, hook)
         if taken is not None and taken is not hook:
-            by = f"the {taken.hook_type} {_short(taken.function)}"
+            by = f"the {taken.hook_type} {short(taken.function)}"
             name = self._free_name(name, by, self.name_to_hookfn)
         if hook is not None and hook.name != name and hook.is_given:
             name = self._second_name(hook.name, f"the {category} {name!r}", "the function")
@@ -357,11 +322,11 @@ class HookManager:
             >>> manager.name_of(linear)
             'first'
         """
-        _check_module(module, "what was given")
+        check_module(module, "what was given")
         known = self._registered(module)
         if known is None:
             names = ", ".join(map(repr, self.name_to_module)) or "no module"
-            raise InputError(f"{_short(module)} is not registered; {names} is")
+            raise InputError(f"{short(module)} is not registered; {names} is")
         return known.name
 
     def _registered(self, module: nn.Module) -> Registered | None:
@@ -381,7 +346,7 @@ class HookManager:
         Raises:
             InputError: if something is not registered, or there is no such category.
         """
-        _check_category(category)
+        check_category(category)
         functions = None if hook_types is None else self._hooks_of(hook_types)
         names = None if modules is None else [self.name_of(module) for module in modules]
         return [
@@ -403,12 +368,12 @@ class HookManager:
             own = [
                 hook
                 for hook in self._functions
-                if hook is function or _is_same(hook.function, function)
+                if hook is function or is_same(hook.function, function)
             ]
             if not own:
                 known = ", ".join(self.name_to_hookfn) or "none"
                 raise InputError(
-                    f"{_short(function)} is not registered as a hook; these are: {known}"
+                    f"{short(function)} is not registered as a hook; these are: {known}"
                 )
             found += own
         return found
@@ -472,7 +437,7 @@ class HookManager:
 
     def hook_all_context(
         self, *, hook_types: HookTypes = None, category: Filter = "all"
-    ) -> HookContext:
+    ) -> HookContext[Self]:
         """Return a context in which hooks are active; arguments as for `activate_all_hooks`.
 
         At its end each of them is what it was before: one that was active stays so.
@@ -493,7 +458,7 @@ class HookManager:
 
     def hook_module_context(
         self, *modules: nn.Module, hook_types: HookTypes = None, category: Filter = "all"
-    ) -> HookContext:
+    ) -> HookContext[Self]:
         """Return a context in which hooks are active; arguments as for `activate_module_hooks`.
 
         At its end each of them is what it was before: one that was active stays so.
@@ -541,7 +506,7 @@ class HookManager:
         Raises:
             InputError: if it is not registered.
         """
-        _check_category(category)
+        check_category(category)
         for hook in self._hooks_of([function]):
             if category in ("all", hook.hook_type):
                 self._remove_function(hook)
@@ -625,35 +590,3 @@ class HookManager:
     def __repr__(self) -> str:
         lines = [repr(handle)[1:-1] for handle in self._all_of()]
         return "\n  ".join([f"<HookManager: {len(lines) or 'no'} hooks", *lines]) + ">"
-
-
-def _is_same(one: Any, other: Any) -> bool:
-    """Whether two functions are one. A method is another object each time it is looked up."""
-    if one is other:
-        return True
-    methods = (types.MethodType, types.BuiltinMethodType)
-    return (
-        type(one) is type(other)
-        and isinstance(one, methods)
-        and one.__self__ is other.__self__
-        and one == other
-    )
-
-
-def _check_module(module: object, where: str) -> None:
-    if not isinstance(module, nn.Module):
-        raise InputError(f"hooks are registered on modules; {where} is a {type(module).__name__}")
-    if isinstance(module, torch.jit.ScriptModule):
-        raise InputError(f"a scripted module takes no hooks; {where} is one")
-
-
-def _check_category(category: object) -> None:
-    """Raise an `InputError` if there is no such category of hooks."""
-    if category != "all" and category not in CATEGORIES:
-        choices = ", ".join(map(repr, ("all", *CATEGORIES)))
-        raise InputError(f"there is no hook category {category!r}: choose one of {choices}")
-
-
-def _short(thing: object) -> str:
-    text = " ".join(repr(thing).split())
-    return text if len(text) <= 80 else text[:77] + "..."

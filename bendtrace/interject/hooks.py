@@ -9,10 +9,12 @@ from __future__ import annotations
 import difflib
 import itertools
 import threading
+import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NoReturn, Protocol, TypeVar, get_args
+from typing import Any, Generic, Literal, NoReturn, Protocol, TypeVar, get_args
 
+import torch
 from torch import Tensor, nn
 
 from bendtrace.errors import HookNameError, InputError
@@ -26,12 +28,17 @@ from bendtrace.interject.tensors import tensors_of, with_tensors
 __all__ = [
     "CATEGORIES",
     "Category",
+    "HookContext",
     "HookFunction",
     "HookHandle",
     "NameTable",
     "Registered",
+    "check_category",
+    "check_module",
     "free_name",
     "interjection_of",
+    "is_same",
+    "short",
 ]
 
 Category = Literal["forward_hook", "forward_pre_hook", "backward_hook"]
@@ -376,6 +383,43 @@ def _kind(value: Any) -> str:
     return f"a {type(value).__name__}"
 
 
+class HookContext(Generic[_T]):
+    """A context in which hooks are active; each is afterwards what it was before.
+
+    Contexts can be nested, and one can be entered several times. Which hooks are meant is looked
+    up when it is entered. A hook that is removed meanwhile stays removed.
+
+    Example:
+        >>> import torch, bendtrace as bt
+        >>> linear, manager = torch.nn.Linear(1, 1), bt.HookManager()
+        >>> hook = manager.register_forward_hook(print, first=linear, activate=False)
+        >>> with manager.hook_all_context():
+        ...     hook.handles[0].active
+        True
+        >>> hook.handles[0].active
+        False
+    """
+
+    def __init__(self, manager: _T, select: Callable[[], Iterable[HookHandle]]) -> None:
+        self._manager = manager
+        self._select = select
+        self._before: list[list[tuple[HookHandle, bool]]] = []
+
+    def __enter__(self) -> _T:
+        handles = list(self._select())
+        self._before.append([(handle, handle.active) for handle in handles])
+        for handle in handles:
+            handle.activate()
+        return self._manager
+
+    def __exit__(self, *error: object) -> None:
+        for handle, was_active in self._before.pop():
+            if was_active and not handle.removed:
+                handle.activate()
+            elif not was_active:
+                handle.deactivate()
+
+
 # Names
 
 
@@ -482,3 +526,40 @@ def _has_own_name(module: nn.Module) -> bool:
         tables = module._parameters, module._buffers, module._modules
         return any("name" in table for table in tables)
     return hasattr(module, "name")  # a wrapper may pass it on from what it wraps
+
+
+# What is checked
+
+
+def is_same(one: Any, other: Any) -> bool:
+    """Whether two functions are one. A method is another object each time it is looked up."""
+    if one is other:
+        return True
+    methods = (types.MethodType, types.BuiltinMethodType)
+    return (
+        type(one) is type(other)
+        and isinstance(one, methods)
+        and one.__self__ is other.__self__
+        and one == other
+    )
+
+
+def check_module(module: object, where: str) -> None:
+    """Raise an `InputError` if something takes no hooks."""
+    if not isinstance(module, nn.Module):
+        raise InputError(f"hooks are registered on modules; {where} is a {type(module).__name__}")
+    if isinstance(module, torch.jit.ScriptModule):
+        raise InputError(f"a scripted module takes no hooks; {where} is one")
+
+
+def check_category(category: object) -> None:
+    """Raise an `InputError` if there is no such category of hooks."""
+    if category != "all" and category not in CATEGORIES:
+        choices = ", ".join(map(repr, ("all", *CATEGORIES)))
+        raise InputError(f"there is no hook category {category!r}: choose one of {choices}")
+
+
+def short(thing: object) -> str:
+    """Return the beginning of the text of something, on one line."""
+    text = " ".join(repr(thing).split())
+    return text if len(text) <= 80 else text[:77] + "..."
