@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import bendtrace as bt
+from bendtrace.errors import InputError
 from bendtrace.interject import native as station
 from tests.hooked import Log, leaf, traces_of_hooks
 from tests.promise import bits, state
@@ -327,3 +329,89 @@ def test_hooks_are_no_part_of_a_model_wherever_the_library_is_installed(
     for _ in range(4):
         bended(torch.ones(2))
     assert capsys.readouterr().out.split() == ["called"] * 4
+
+
+class Twice(nn.Module):
+    """A layer that is given one tensor in two places, and asks whether it is one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = Same()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x * 2
+        out: Tensor = self.part(y, y)
+        return out + y
+
+
+class Same(nn.Module):
+    def forward(self, a: Tensor, b: Tensor) -> Tensor:
+        return a * b if a is b else a + b
+
+
+def test_a_tensor_that_is_given_twice_stays_one_for_the_module() -> None:
+    seen = []
+    for bend in (False, True):
+        model = Twice()
+        called = bt.BendedModule(model) if bend else model
+        log = Log()
+        manager = bt.HookManager(called)
+        manager.register_backward_hook(log.backward, part=model.part)
+        manager.register_backward_hook(double, part=model.part)
+        for _ in range(2):
+            x = leaf(3)
+            out = called(x)
+            out.sum().backward()
+            seen.append((bits(out), bits(log.gradients()), bits(x.grad)))
+    assert seen[:2] == seen[2:]
+
+
+def test_hooks_of_a_bended_module_come_and_go_with_its_insertions() -> None:
+    bended = bt.BendedModule(nn.Sequential(nn.Linear(2, 2), nn.Tanh()))
+    log = Log()
+    log.register(bended.hooks, linear=bended[0])
+    assert len(bended.insertions) == 3
+    bended(leaf(2)).sum().backward()
+    assert [kind for kind, _ in log.kinds] == ["before", "after", "backward"]
+    assert (bended.insertions[1].report().fired, log.take()[0][1]) == (1, "linear")
+    with pytest.raises(InputError, match="a module with active hooks cannot be pickled"):
+        pickle.dumps(bended)
+    twin = copy.deepcopy(bended)
+    twin(leaf(2))
+    assert [kind for kind, _ in log.kinds] == ["before", "after"]
+    log.take()
+    bended.remove_all()
+    assert not any(one.active for one in bended.hooks.name_to_hookhandle.values())
+    bended(leaf(2))
+    twin(leaf(2))  # its hooks are those of the original
+    assert log.take() == []
+    bended.hooks.activate_all_hooks()
+    bended(leaf(2)).sum().backward()
+    assert len(log.take()) == 3
+
+
+def test_hooks_of_one_kind_are_called_in_the_order_of_registration() -> None:
+    bended = bt.BendedModule(nn.Sequential(nn.Tanh()))
+    called: list[str] = []
+    for number in range(3):
+        bended.hooks.register_forward_pre_hook(
+            lambda m, i, number=number: called.append(f"before {number}"), bended[0], activate=False
+        )
+        bended.hooks.register_forward_hook(
+            lambda m, i, o, number=number: called.append(f"after {number}"),
+            bended[0],
+            activate=False,
+        )
+    for number in (4, 1, 5, 0, 2, 3):
+        list(bended.hooks.name_to_hookfn.values())[number].activate()
+    bended(leaf(2))
+    assert called == [f"{when} {number}" for when in ("before", "after") for number in range(3)]
+
+
+def test_a_hook_is_not_activated_within_a_call() -> None:
+    bended = bt.BendedModule(nn.Sequential(nn.Tanh(), nn.ReLU()))
+    other = bended.hooks.register_forward_hook(print, relu=bended[1], activate=False)
+    bended.hooks.register_forward_hook(lambda m, i, o: other.activate(), tanh=bended[0])
+    with pytest.raises(InputError, match="nothing can be inserted in a model while it is called"):
+        bended(leaf(2))
+    assert not other.handles[0].active
