@@ -405,10 +405,11 @@ class BeforeGate(Gate):
                 for entry in backward
                 if isinstance(entry.what, ChecksGradients) is of_hooks
             ]
-            watching.append(None)
+            gradients = None
             if told:
-                watching[-1] = CallGradients(told, tensors, writes=False, apart=not of_hooks)
-                tensors = watching[-1].enter()
+                gradients = CallGradients(told, tensors, writes=False, apart=not of_hooks)
+                tensors = gradients.enter()
+            watching.append(gradients)
         _local.through[self.at.path, self.at.number] = (watching[0], watching[1])
         return tensors
 

@@ -18,6 +18,7 @@ watched, since the other of the two does not learn of them.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -192,15 +193,16 @@ class CallGradients:
         # A leaf must not be changed in place, nor, by whatever way, what has its storage.
         sharing.update(storage(alias.inside) for alias in self._aliases if alias.is_leaf)
         for tensor, places in distinct:
-            if not (
-                sharing[storage(tensor)] == 1
-                and self._is_new(tensor)
-                and not overlaps_itself(tensor)
-                and leave_in_place(self, places, tensor)
-            ):
-                view = leave_as_view(self, places, tensor)
-                for place in places:
-                    given[place] = view
+            is_single = sharing[storage(tensor)] == 1 and not overlaps_itself(tensor)
+            can_step = is_single and self._is_new(tensor) and (self._writes or self.of_hooks)
+            if can_step and leave_in_place(self, places, tensor):
+                continue
+            if not self._writes:  # what is recorded goes on with the node's own tensor, as it is
+                tensor.register_hook(functools.partial(self.left, places))
+                continue
+            view = leave_as_view(self, places, tensor)
+            for place in places:
+                given[place] = view
         for index, alias in enumerate(self._aliases if self._writes else ()):
             if storage(alias.inside) in sharing and not (alias.is_rebased or alias.is_leaf):
                 self._watches.append((index, Watch(alias, self._name)))
