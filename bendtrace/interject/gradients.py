@@ -14,6 +14,10 @@ What an input was exchanged for has a history of its own from then on, although 
 same storage. So an input that the module changes in place is given the history of what it was
 exchanged for; and if an output is (a view of) an input, changes in place after the call are
 watched, since the other of the two does not learn of them.
+
+At a node of a recorded run (`writes=False`) torch refuses changes of the inputs in place, and an
+output that no step can be entered into keeps its history, and is watched by a tensor hook: the ops
+recorded after the node go on with that very tensor.
 """
 
 from __future__ import annotations
