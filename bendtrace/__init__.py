@@ -14,32 +14,32 @@ if TYPE_CHECKING:
     from bendtrace import (
         analysis,
         bends,
+        compat,
         distributed,
         errors,
         flow,
         graph,
         harvesting,
         hooks,
-        interjections,
         node_selector,
         patches,
         rewriting,
         workflows,
     )
-    from bendtrace._forward_pass import log_forward_pass, show_model_graph
     from bendtrace._history import ModelHistory, load
     from bendtrace._trace import Trace, trace
+    from bendtrace.compat.graphpatch import PatchableGraph
+    from bendtrace.compat.torchlens import log_forward_pass, show_model_graph
     from bendtrace.differences.difference import Difference, diff
     from bendtrace.errors import BendtraceError
     from bendtrace.harvesting.harvest import harvest
     from bendtrace.history.entries import LayerEntry
+    from bendtrace.hooks import HookManager
     from bendtrace.interject.activations import Activations
-    from bendtrace.interject.hooks.manager import HookManager
     from bendtrace.interject.insertion import Insertion
     from bendtrace.interject.interjection import Inputs, Interjection, NodePass
     from bendtrace.interject.report import Report
     from bendtrace.module import BendedModule
-    from bendtrace.patchable import PatchableGraph
     from bendtrace.recording.boundaries import opaque
     from bendtrace.served import Explanation, Stats
 
@@ -62,6 +62,7 @@ __all__ = [
     "Trace",
     "analysis",
     "bends",
+    "compat",
     "diff",
     "distributed",
     "errors",
@@ -70,7 +71,6 @@ __all__ = [
     "harvest",
     "harvesting",
     "hooks",
-    "interjections",
     "load",
     "log_forward_pass",
     "node_selector",

@@ -7,47 +7,49 @@ from typing import Any
 
 from bendtrace._later import imported
 
-__all__ = ["MODULES", "PLACES", "importer"]
+__all__ = ["COMPAT", "MODULES", "PLACES", "importer"]
 
 # Public modules, which are names by themselves.
 MODULES = (
     "analysis",
     "bends",
+    "compat",
     "distributed",
     "errors",
     "flow",
     "graph",
     "harvesting",
     "hooks",
-    "interjections",
     "node_selector",
     "patches",
     "rewriting",
     "workflows",
 )
+# The words of other libraries, in `compat`.
+COMPAT = ("graphpatch", "tacklebox", "torchbend", "torchlens", "torchwatcher")
 PLACES = {
     "Activations": "bendtrace.interject.activations",
     "BendedModule": "bendtrace.module",
     "BendtraceError": "bendtrace.errors",
     "Difference": "bendtrace.differences.difference",
     "Explanation": "bendtrace.served",
-    "HookManager": "bendtrace.interject.hooks.manager",
+    "HookManager": "bendtrace.hooks",
     "Inputs": "bendtrace.interject.interjection",
     "Insertion": "bendtrace.interject.insertion",
     "Interjection": "bendtrace.interject.interjection",
     "LayerEntry": "bendtrace.history.entries",
     "ModelHistory": "bendtrace._history",
     "NodePass": "bendtrace.interject.interjection",
-    "PatchableGraph": "bendtrace.patchable",
+    "PatchableGraph": "bendtrace.compat.graphpatch",
     "Report": "bendtrace.interject.report",
     "Stats": "bendtrace.served",
     "Trace": "bendtrace._trace",
     "diff": "bendtrace.differences.difference",
     "harvest": "bendtrace.harvesting.harvest",
     "load": "bendtrace._history",
-    "log_forward_pass": "bendtrace._forward_pass",
+    "log_forward_pass": "bendtrace.compat.torchlens",
     "opaque": "bendtrace.recording.boundaries",
-    "show_model_graph": "bendtrace._forward_pass",
+    "show_model_graph": "bendtrace.compat.torchlens",
     "trace": "bendtrace._trace",
 }
 

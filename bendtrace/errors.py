@@ -393,7 +393,7 @@ class BendError(InputError):
         self.path = path
 
 
-class BendShapeError(BendError):
+class BendShapeError(BendError, RuntimeError):
     """A callback that has drawn its numbers for one shape met another.
 
     Attributes:

@@ -1,6 +1,4 @@
-"""Hooks on modules, kept in one place: `HookManager` and what it gives.
-
-The names are those of TackleBox, and so is what they mean.
+"""Hooks on modules, kept in one place: `HookManager` and what it returns.
 
 >>> import torch, bendtrace as bt
 >>> model = torch.nn.ReLU()
@@ -11,12 +9,584 @@ tensor([1., 3.])
 >>> manager.remove_all_hooks()
 """
 
-from bendtrace.interject.hooks.function import HookFunction
-from bendtrace.interject.hooks.handle import HookHandle
-from bendtrace.interject.hooks.manager import HookManager
+from __future__ import annotations
 
-__all__ = [
-    "HookFunction",
-    "HookHandle",
-    "HookManager",
-]
+from collections.abc import Callable, Iterable
+from typing import Any, Literal, Self, TypeAlias
+
+from torch import nn
+
+from bendtrace.errors import InputError
+from bendtrace.interject.hooks import (
+    Category,
+    HookContext,
+    HookFunction,
+    HookHandle,
+    NameTable,
+    Registered,
+    check_category,
+    check_module,
+    free_name,
+    interjection_of,
+    is_same,
+    short,
+)
+from bendtrace.interject.insertion import Insertion
+from bendtrace.interject.native import Attached
+from bendtrace.recording.owners import module_of
+from bendtrace.replaying import ReplayingModule
+
+__all__ = ["HookFunction", "HookHandle", "HookManager"]
+
+Function = Callable[..., Any]
+# One or several functions, as they were registered or as `HookFunction`s.
+HookTypes: TypeAlias = Function | Iterable[Function] | None
+Filter = Literal["all"] | Category
+
+
+class HookManager:
+    """Registers hooks on modules, switches them on and off together, and removes them.
+
+    - A forward pre-hook `hook(module, inputs)` is called before the module's forward.
+    - A forward hook `hook(module, inputs, outputs)` is called after it.
+    - A backward hook `hook(module, grad_in, grad_out)` is called once in each backward pass for
+      each call of the module, with the gradients that passed through this call alone.
+
+    All of these are tuples of tensors: those among what the module is given and gives, in order,
+    however deep in tuples, lists, dicts and dataclasses; keyword arguments come last. A gradient
+    stands where its tensor stands, and is None if there is none. Each hook may return such a
+    tuple to be used instead (backward hooks: of new `grad_in`), or None. While it runs,
+    `module.name` is the name that the module was registered under, unless the module has a
+    `name` of its own.
+
+    The manager is a context, at the end of which all its hooks are removed. The names are those of
+    TackleBox.
+
+    Args:
+        model: modules that are given without a name are called by their names in this. In a
+            `BendedModule` hooks are insertions, and are called in replays as well.
+
+    Raises:
+        InputError: `model` is no module.
+
+    Example:
+        >>> import torch, bendtrace as bt
+        >>> model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.ReLU(inplace=True))
+        >>> def show(module, inputs, outputs):
+        ...     print(module.name, *(tuple(tensor.shape) for tensor in outputs))
+        >>> with bt.HookManager() as manager:
+        ...     _ = manager.register_forward_hook(show, linear=model[0], relu=model[1])
+        ...     manager.deactivate_module_hooks(model[1])
+        ...     _ = model(torch.ones(4, 2))
+        linear (4, 3)
+    """
+
+    def __init__(self, model: nn.Module | None = None) -> None:
+        if model is not None and not isinstance(model, nn.Module):
+            raise InputError(f"a model has to be a module, not a {type(model).__name__}")
+        self._board = model._board if isinstance(model, ReplayingModule) else None
+        self._model = module_of(model.model) if isinstance(model, ReplayingModule) else model
+        self._modules: list[Registered] = []
+        self._functions: list[HookFunction] = []
+
+    @property
+    def name_to_module(self) -> NameTable[nn.Module]:
+        """The registered modules."""
+        return NameTable("module", {one.name: one.module for one in self._modules})
+
+    @property
+    def name_to_hookfn(self) -> NameTable[HookFunction]:
+        """The registered functions."""
+        return NameTable("hook function", {hook.name: hook for hook in self._functions})
+
+    @property
+    def name_to_hookhandle(self) -> NameTable[HookHandle]:
+        """What is registered where, by `function[module]`."""
+        return NameTable("hook", {handle.name: handle for handle in self._all_of()})
+
+    # Registering
+
+    def register_forward_hook(
+        self,
+        function: Function,
+        /,
+        *modules: nn.Module,
+        hook_fn_name: str | None = None,
+        activate: bool = True,
+        **named_modules: nn.Module,
+    ) -> HookFunction:
+        """Register a function to be called after the forward of modules.
+
+        A pair of function and module is registered once: registering it again changes nothing,
+        except that with `activate` it is activated.
+
+        Args:
+            function: called with `(module, inputs, outputs)`.
+            *modules: modules that get the name which they have in the manager's model, or else
+                their `repr`.
+            hook_fn_name: name of the function; the default is its `repr`.
+            activate: whether to activate the hooks.
+            **named_modules: modules by the name to give to them.
+
+        Returns:
+            The function, as a `HookFunction`.
+
+        Raises:
+            InputError: if something has another name already, or a name is taken.
+
+        Example:
+            >>> import torch, bendtrace as bt
+            >>> relu, manager = torch.nn.ReLU(), bt.HookManager()
+            >>> def doubled(module, inputs, outputs):
+            ...     return (outputs[0] * 2,)
+            >>> manager.register_forward_hook(doubled, hook_fn_name="doubled", first=relu)
+            <HookFunction doubled: forward_hook on first>
+            >>> relu(torch.ones(2))
+            tensor([2., 2.])
+        """
+        return self._register(
+            "forward_hook", function, modules, hook_fn_name, activate, named_modules
+        )
+
+    def register_forward_pre_hook(
+        self,
+        function: Function,
+        /,
+        *modules: nn.Module,
+        hook_fn_name: str | None = None,
+        activate: bool = True,
+        **named_modules: nn.Module,
+    ) -> HookFunction:
+        """Register a function to be called with `(module, inputs)` before the forward of modules.
+
+        Everything else is as with `register_forward_hook`.
+
+        Example:
+            >>> import torch, bendtrace as bt
+            >>> relu = torch.nn.ReLU()
+            >>> def raised(module, inputs):
+            ...     return (inputs[0] + 1,)
+            >>> with bt.HookManager() as manager:
+            ...     _ = manager.register_forward_pre_hook(raised, relu=relu)
+            ...     relu(torch.zeros(2))
+            tensor([1., 1.])
+            >>> relu(torch.zeros(2))
+            tensor([0., 0.])
+        """
+        return self._register(
+            "forward_pre_hook", function, modules, hook_fn_name, activate, named_modules
+        )
+
+    def register_backward_hook(
+        self,
+        function: Function,
+        /,
+        *modules: nn.Module,
+        hook_fn_name: str | None = None,
+        activate: bool = True,
+        **named_modules: nn.Module,
+    ) -> HookFunction:
+        """Register a function to be called with `(module, grad_in, grad_out)` in backward passes.
+
+        It sees the calls that begin, and their backward passes as far as they end, while it is
+        active. Everything else is as with `register_forward_hook`.
+
+        Example:
+            >>> import torch, bendtrace as bt
+            >>> relu, x = torch.nn.ReLU(), torch.ones(2, requires_grad=True)
+            >>> with bt.HookManager() as manager:
+            ...     _ = manager.register_backward_hook(
+            ...         lambda module, grad_in, grad_out: (grad_out[0] * 10,), relu=relu
+            ...     )
+            ...     relu(x).sum().backward()
+            >>> x.grad
+            tensor([10., 10.])
+        """
+        return self._register(
+            "backward_hook", function, modules, hook_fn_name, activate, named_modules
+        )
+
+    def _register(
+        self,
+        category: Category,
+        function: Function,
+        modules: tuple[nn.Module, ...],
+        name: str | None,
+        activate: bool,
+        named_modules: dict[str, nn.Module],
+    ) -> HookFunction:
+        if not callable(function):
+            raise InputError(f"a hook has to be callable; {function!r} is not")
+        if type(activate) is not bool:
+            raise InputError(
+                f"activate= says whether to activate the hooks; {activate!r} is no bool. A module "
+                "of that name has to be given without a name, to a HookManager(model)"
+            )
+        if not (name is None or isinstance(name, str)):
+            raise InputError(f"hook_fn_name= has to be a string, not {name!r}")
+        names = self._names_for(modules, named_modules)
+        hook, name = self._known(category, function, name)
+        # Nothing has been changed up to here; nothing fails from here on.
+        if hook is None:
+            shown = name or free_name(repr(function), self.name_to_hookfn)
+            hook = HookFunction(function, category, shown, name is not None)
+            self._functions.append(hook)
+        elif name is not None and name != hook.name:
+            hook.name, hook.is_given = name, True
+        for module, module_name, is_given in names:
+            known = self._registered(module)
+            if known is None:
+                known = Registered(module, module_name, is_given)
+                self._modules.append(known)
+            elif known.name != module_name:
+                known.name, known.is_given = module_name, True
+            handle = hook.module_to_handle.get(module) or HookHandle(hook, known, self)
+            if activate:
+                handle.activate()
+        return hook
+
+    def _names_for(
+        self, modules: tuple[nn.Module, ...], named_modules: dict[str, nn.Module]
+    ) -> list[tuple[nn.Module, str, bool]]:
+        """Find a name for each module, and whether somebody gave it."""
+        found: dict[int, tuple[nn.Module, str, bool]] = {}
+        there = self.name_to_module
+
+        def name_of(module: nn.Module) -> str | None:
+            if id(module) in found:
+                return found[id(module)][1]
+            known = self._registered(module)
+            return known.name if known is not None and known.is_given else None
+
+        for name, module in named_modules.items():
+            check_module(module, f"{name}=")
+            taken, known = there.get(name, module), name_of(module)
+            if taken is not module:
+                given = {*there, *(one for _, one, _ in found.values())}
+                name = self._free_name(name, f"another module, {short(taken)}", given)
+            if known is not None and known != name:
+                name = self._second_name(known, f"module {name!r}", "the module")
+            found[id(module)] = module, name, True
+        whole = self._model if modules else None
+        own = {} if whole is None else {id(part): name for name, part in whole.named_modules()}
+        for module in modules:
+            check_module(module, "a positional argument")
+            if id(module) not in found:
+                made_up = self._registered(module)
+                given = {*there, *(one for _, one, _ in found.values())}
+                name = free_name(own.get(id(module)) or repr(module), given)
+                found[id(module)] = module, name if made_up is None else made_up.name, False
+        return list(found.values())
+
+    def _known(
+        self, category: Category, function: Function, name: str | None
+    ) -> tuple[HookFunction | None, str | None]:
+        """Return what a function is registered as, if it is, and the name to give to it."""
+        hooks = (hook for hook in self._functions if hook.hook_type == category)
+        hook = next((hook for hook in hooks if is_same(hook.function, function)), None)
+        if name is None:
+            return hook, None
+        taken = self.name_to_hookfn.get(name, hook)
+        if taken is not None and taken is not hook:
+            by = f"the {taken.hook_type} {short(taken.function)}"
+            name = self._free_name(name, by, self.name_to_hookfn)
+        if hook is not None and hook.name != name and hook.is_given:
+            name = self._second_name(hook.name, f"the {category} {name!r}", "the function")
+        return hook, name
+
+    def _second_name(self, known: str, wish: str, what: str) -> str:
+        """Return the name of what has one already."""
+        raise InputError(
+            f"{wish} is registered as {known!r} already, and has one name: use that, or remove "
+            f"{what} first"
+        )
+
+    def _free_name(self, wish: str, by: str, taken: Iterable[str]) -> str:
+        """Return a name for what is to have one that is taken."""
+        raise InputError(
+            f"the name {wish!r} is taken by {by}: choose another, or remove that one first"
+        )
+
+    # Looking up
+
+    def name_of(self, module: nn.Module) -> str:
+        """Return the name that a module is registered under.
+
+        Raises:
+            InputError: if it is not registered.
+
+        Example:
+            >>> import torch, bendtrace as bt
+            >>> linear, manager = torch.nn.Linear(1, 1), bt.HookManager()
+            >>> _ = manager.register_forward_hook(print, first=linear)
+            >>> manager.name_of(linear)
+            'first'
+        """
+        check_module(module, "what was given")
+        known = self._registered(module)
+        if known is None:
+            names = ", ".join(map(repr, self.name_to_module)) or "no module"
+            raise InputError(f"{short(module)} is not registered; {names} is")
+        return known.name
+
+    def _registered(self, module: nn.Module) -> Registered | None:
+        return next((one for one in self._modules if one.module is module), None)
+
+    def _all_of(self, module: nn.Module | None = None) -> list[HookHandle]:
+        """Return the handles, or those of a module, in the order of registration."""
+        handles = (handle for hook in self._functions for handle in hook.handles)
+        found = [one for one in handles if module is None or one.module is module]
+        return sorted(found, key=lambda handle: handle.order)
+
+    def _select(
+        self, modules: tuple[nn.Module, ...] | None, hook_types: HookTypes, category: Filter
+    ) -> list[HookHandle]:
+        """Return the handles that pass all filters, in the order of registration.
+
+        Raises:
+            InputError: if something is not registered, or there is no such category.
+        """
+        check_category(category)
+        functions = None if hook_types is None else self._hooks_of(hook_types)
+        names = None if modules is None else [self.name_of(module) for module in modules]
+        return [
+            handle
+            for handle in self._all_of()
+            if category in ("all", handle.hook_fn.hook_type)
+            and (functions is None or handle.hook_fn in functions)
+            and (names is None or handle.module_name in names)
+        ]
+
+    def _hooks_of(self, hook_types: Function | Iterable[Function]) -> list[HookFunction]:
+        """Return what functions are registered as.
+
+        Raises:
+            InputError: if one is not registered.
+        """
+        found: list[HookFunction] = []
+        for function in [hook_types] if callable(hook_types) else list(hook_types):
+            own = [
+                hook
+                for hook in self._functions
+                if hook is function or is_same(hook.function, function)
+            ]
+            if not own:
+                known = ", ".join(self.name_to_hookfn) or "none"
+                raise InputError(
+                    f"{short(function)} is not registered as a hook; these are: {known}"
+                )
+            found += own
+        return found
+
+    # Activating
+
+    def activate_all_hooks(self, *, hook_types: HookTypes = None, category: Filter = "all") -> None:
+        """Activate hooks on all modules.
+
+        Args:
+            hook_types: functions: only these.
+            category: "forward_hook", "forward_pre_hook" or "backward_hook": only those.
+
+        Raises:
+            InputError: if a function is not registered, or there is no such category.
+        """
+        for handle in self._select(None, hook_types, category):
+            handle.activate()
+
+    activate_all_hook = activate_all_hooks  # written so once where it is explained
+
+    def deactivate_all_hooks(
+        self, *, hook_types: HookTypes = None, category: Filter = "all"
+    ) -> None:
+        """Deactivate hooks on all modules; the arguments are those of `activate_all_hooks`.
+
+        Example:
+            >>> import torch, bendtrace as bt
+            >>> relu, manager = torch.nn.ReLU(), bt.HookManager()
+            >>> _ = manager.register_forward_hook(lambda *_: print("called"), relu=relu)
+            >>> _ = relu(torch.ones(2))
+            called
+            >>> manager.deactivate_all_hooks(category="forward_hook")
+            >>> _ = relu(torch.ones(2))
+        """
+        for handle in self._select(None, hook_types, category):
+            handle.deactivate()
+
+    def activate_module_hooks(
+        self, *modules: nn.Module, hook_types: HookTypes = None, category: Filter = "all"
+    ) -> None:
+        """Activate hooks on some modules.
+
+        Args:
+            *modules: the modules.
+            hook_types: functions: only these.
+            category: "forward_hook", "forward_pre_hook" or "backward_hook": only those.
+
+        Raises:
+            InputError: if something is not registered, or there is no such category.
+        """
+        for handle in self._select(modules, hook_types, category):
+            handle.activate()
+
+    def deactivate_module_hooks(
+        self, *modules: nn.Module, hook_types: HookTypes = None, category: Filter = "all"
+    ) -> None:
+        """Deactivate hooks on some modules; arguments as for `activate_module_hooks`."""
+        for handle in self._select(modules, hook_types, category):
+            handle.deactivate()
+
+    def hook_all_context(
+        self, *, hook_types: HookTypes = None, category: Filter = "all"
+    ) -> HookContext[Self]:
+        """Return a context in which hooks are active; arguments as for `activate_all_hooks`.
+
+        At its end each of them is what it was before: one that was active stays so.
+
+        Example:
+            >>> import torch, bendtrace as bt
+            >>> relu, manager = torch.nn.ReLU(), bt.HookManager()
+            >>> def tell(module, inputs, outputs):
+            ...     print("called")
+            >>> _ = manager.register_forward_hook(tell, activate=False, relu=relu)
+            >>> _ = relu(torch.ones(2))
+            >>> with manager.hook_all_context():
+            ...     _ = relu(torch.ones(2))
+            called
+        """
+        self._select(None, hook_types, category)
+        return HookContext(self, lambda: self._select(None, hook_types, category))
+
+    def hook_module_context(
+        self, *modules: nn.Module, hook_types: HookTypes = None, category: Filter = "all"
+    ) -> HookContext[Self]:
+        """Return a context in which hooks are active; arguments as for `activate_module_hooks`.
+
+        At its end each of them is what it was before: one that was active stays so.
+        """
+        self._select(modules, hook_types, category)
+        return HookContext(self, lambda: self._select(modules, hook_types, category))
+
+    # Removing
+
+    def remove_hook(self, handle: HookHandle) -> None:
+        """Remove a function from a module.
+
+        Raises:
+            InputError: it is not one of this manager.
+        """
+        if self.name_to_hookhandle[handle.name] is not handle:
+            raise InputError(f"{handle!r} is not one of this manager")
+        handle.remove()
+
+    def remove_hook_by_name(self, name: str) -> None:
+        """Remove a function from a module, by the `function[module]` of the two.
+
+        Raises:
+            KeyError: if there is none of that name.
+
+        Example:
+            >>> import torch, bendtrace as bt
+            >>> relu, tanh, manager = torch.nn.ReLU(), torch.nn.Tanh(), bt.HookManager()
+            >>> _ = manager.register_forward_hook(print, hook_fn_name="show", relu=relu, tanh=tanh)
+            >>> list(manager.name_to_hookhandle)
+            ['show[relu]', 'show[tanh]']
+            >>> manager.remove_hook_by_name("show[relu]")
+            >>> list(manager.name_to_hookhandle)
+            ['show[tanh]']
+        """
+        self.name_to_hookhandle[name].remove()
+
+    def remove_hook_function(self, function: Function, *, category: Filter = "all") -> None:
+        """Remove a function from all modules.
+
+        Args:
+            function: the function, or its `HookFunction`.
+            category: the kind of hook that it is removed as, if it is registered as several.
+
+        Raises:
+            InputError: if it is not registered.
+        """
+        check_category(category)
+        for hook in self._hooks_of([function]):
+            if category in ("all", hook.hook_type):
+                self._remove_function(hook)
+
+    def remove_hook_function_by_name(self, name: str) -> None:
+        """Remove the function of a name from all modules.
+
+        Raises:
+            KeyError: if there is none of that name.
+        """
+        self._remove_function(self.name_to_hookfn[name])
+
+    def remove_module(self, module: nn.Module) -> None:
+        """Remove all functions from a module, and forget it.
+
+        Raises:
+            InputError: if it is not registered.
+        """
+        self.remove_module_by_name(self.name_of(module))
+
+    def remove_module_by_name(self, name: str) -> None:
+        """Remove all functions from the module of a name, and forget it.
+
+        Raises:
+            KeyError: if there is none of that name.
+        """
+        for handle in self._all_of(self.name_to_module[name]):
+            handle.remove()
+        self._modules = [one for one in self._modules if one.name != name]
+
+    def remove_all_hooks(self) -> None:
+        """Remove all functions from all modules, and forget them."""
+        for name in list(self.name_to_module):
+            self.remove_module_by_name(name)
+        for hook in self._functions:
+            self._remove_function(hook)
+
+    def _remove_function(self, hook: HookFunction) -> None:
+        for handle in hook.handles:
+            handle.remove()
+        self._functions = [one for one in self._functions if one is not hook]
+
+    # What handles ask for (see `interject.hooks.Owner`)
+
+    def place(self, handle: HookHandle) -> Insertion | Attached:
+        """Say what has the module call a hook."""
+        module, what = handle.module, interjection_of(handle)
+        if self._board is not None and self._model is not None:
+            if any(module is part for part in self._model.modules()):
+                return self._board.make(module, what)
+        return Attached(module, what, handle.module_name)
+
+    def activate(self, handle: HookHandle) -> None:
+        """Have the module call a hook, in the order of registration."""
+        placed, kind = handle.placed, handle.hook_fn.hook_type
+        if isinstance(placed, Attached):
+            placed.install()
+            return
+        assert self._board is not None
+        self._board.add(placed)
+        # Of several, the one that was inserted last is given the inputs first.
+        is_reversed = kind == "forward_pre_hook"
+        later = [
+            one.placed
+            for one in self._all_of(handle.module)
+            if one.active
+            and one.hook_fn.hook_type == kind
+            and isinstance(one.placed, Insertion)
+            and (one.order < handle.order) == is_reversed
+        ]
+        later = later[::-1] if is_reversed else later
+        self._board.remove(*later)
+        self._board.add(*later)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.remove_all_hooks()
+
+    def __repr__(self) -> str:
+        lines = [repr(handle)[1:-1] for handle in self._all_of()]
+        return "\n  ".join([f"<HookManager: {len(lines) or 'no'} hooks", *lines]) + ">"

@@ -7,6 +7,7 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from bendtrace.hooks import HookManager
 from bendtrace.interject.activations import get_activations, inputs_of
 from bendtrace.interject.bends.bending import Bending, Out
 from bendtrace.interject.bends.catalogue import Filter
@@ -14,11 +15,9 @@ from bendtrace.interject.bends.config import BendingConfig
 from bendtrace.interject.bends.handle import BendHandle
 from bendtrace.interject.bends.parameter import Value
 from bendtrace.interject.given import from_activations, told
-from bendtrace.interject.hooks.manager import HookManager
 from bendtrace.interject.insertion import Insertion
 from bendtrace.interject.patches.context import PatchContext, Patches
 from bendtrace.paths.text import Text
-from bendtrace.recording.owners import module_of
 from bendtrace.replaying import ReplayingModule
 
 __all__ = ["BendedModule"]
@@ -175,7 +174,7 @@ class BendedModule(ReplayingModule):
 
     @functools.cached_property
     def hooks(self) -> HookManager:
-        """Hooks on the model's modules, by their names.
+        """Hooks on the model's modules, by their names; those that are active are `insertions`.
 
         Example:
             >>> import torch, bendtrace as bt
@@ -186,7 +185,7 @@ class BendedModule(ReplayingModule):
             >>> _ = bended(torch.ones(3, 2))
             0 (3, 1)
         """
-        return HookManager(module_of(self._model))
+        return HookManager(self)
 
     @property
     def bending(self) -> Bending:

@@ -157,7 +157,7 @@ class Net(nn.Module):
         return self.fc(torch.relu(self.features(x)).mean((2, 3)))
 
 
-class Show(bt.interjections.ForwardInterjection):
+class Show(bt.compat.torchwatcher.ForwardInterjection):
     def __init__(self) -> None:
         super().__init__()
         self.names: list[str] = []

@@ -17,6 +17,8 @@ import pytest
 import bendtrace as bt
 from bendtrace import _public
 
+PUBLIC_MODULES = (*_public.MODULES, *(f"compat.{name}" for name in _public.COMPAT))
+
 # Classes that nobody makes by hand, and how one comes by them: their docstrings tell what they
 # have, not what their constructors take.
 HANDED_OUT = {
@@ -43,7 +45,7 @@ def _of_modules() -> Iterator[tuple[str, Any]]:
     for name in bt.__all__:
         if name not in _public.MODULES:
             yield name, getattr(bt, name)
-    for module in _public.MODULES:
+    for module in PUBLIC_MODULES:
         found = importlib.import_module(f"bendtrace.{module}")
         for name in found.__all__:
             yield f"{module}.{name}", getattr(found, name)
@@ -63,7 +65,7 @@ MADE_BY_HAND = [
 VALUES = sorted(set(PUBLIC) - set(THINGS))
 MODULES = {
     name: importlib.import_module(f"bendtrace.{name}" if name else "bendtrace")
-    for name in ("", *_public.MODULES)
+    for name in ("", *PUBLIC_MODULES)
 }
 
 

@@ -15,8 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 import bendtrace as bt
 from bendtrace.errors import InputError
-from bendtrace.interject.hooks import station
-from bendtrace.interject.hooks.structure import tensors_of
+from bendtrace.interject import native as station
+from bendtrace.interject.tensors import tensors_of
 from tests.hf_models import MODELS as HF_MODELS
 from tests.hf_models import TinyModel
 from tests.hooked import Function, Log, leaf, traces_of_hooks, values

@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 import bendtrace as bt
 from bendtrace._later import Later, imported
-from bendtrace._public import MODULES, PLACES
+from bendtrace._public import COMPAT, MODULES, PLACES
 from tests.documents import run_forked
 
 # What takes long to import, and is not needed for tracing and replaying.
@@ -110,7 +110,7 @@ def test_every_public_name_is_where_the_table_says() -> None:
         assert getattr(bt, name).__module__ == place
 
 
-@pytest.mark.parametrize("name", MODULES)
+@pytest.mark.parametrize("name", [*MODULES, *(f"compat.{name}" for name in COMPAT)])
 def test_every_name_of_a_public_module_is_there_and_has_words_to_it(name: str) -> None:
     module = getattr(bt, name)
     assert module.__all__ == sorted(module.__all__)

@@ -1130,12 +1130,24 @@ def test_the_hooks_of_a_manager_are_called_by_replays() -> None:
         calls.append(("before", module.name))
         return (inputs[0] + 1,)
 
-    bended.hooks.register_forward_hook(after, first=model[0], last=model[2])
-    bended.hooks.register_forward_pre_hook(before, last=model[2])
+    def hook(manager: bt.HookManager) -> None:
+        manager.register_forward_hook(after, first=model[0], last=model[2])
+        manager.register_forward_pre_hook(before, last=model[2])
+
+    hook(bended.hooks)
+    assert [repr(handle) for handle in bended.insertions] == [
+        "<insertion of after[first] at the module Linear>",
+        "<insertion of after[last] at the module Linear>",
+        "<insertion of before[last] at the module Linear>",
+    ]
+    plain = bt.HookManager()
+    hook(plain)
     x = torch.randn(3, 2)
     for number in range(3):
         calls.clear()
-        wanted = model(x)
+        with plain.hook_all_context():
+            wanted = model(x)
+        plain.deactivate_all_hooks()
         eager = list(calls)
         calls.clear()
         assert_same(bended(x), wanted)
@@ -1143,9 +1155,12 @@ def test_the_hooks_of_a_manager_are_called_by_replays() -> None:
         assert bended.stats.replays == number
     bended.hooks.deactivate_all_hooks(hook_types=[before])
     for _ in range(2):
-        assert_same(bended(x), model(x))
+        with plain.hook_all_context(hook_types=[after]):
+            wanted = model(x)
+        assert_same(bended(x), wanted)
     assert (bended.stats.traces, bended.stats.replays, bended.stats.live) == (2, 3, 0)
     bended.hooks.deactivate_all_hooks()
+    assert bended.insertions == ()
     assert_same(bended(x), model(x))
 
 

@@ -24,8 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 import bendtrace as bt
 from bendtrace import Inputs, Interjection, NodePass, node_selector
-from bendtrace.errors import InputError, InterjectionError, NodePathError
-from bendtrace.interjections import (
+from bendtrace.compat.torchwatcher import (
     ForwardInterjection,
     WrappedForwardBackwardInterjection,
     WrappedForwardInterjection,
@@ -35,6 +34,7 @@ from bendtrace.interjections import (
     interject_by_module_class_native,
     interject_by_name,
 )
+from bendtrace.errors import InputError, InterjectionError, NodePathError
 from tests.cut import Block, Cut, Cuts, Experts, Refine, assert_as_by_hand, batches, run
 from tests.promise import bits, state
 
@@ -1480,8 +1480,8 @@ def test_a_model_with_native_interjections_can_be_copied() -> None:
     twin = copy.deepcopy(watched)
     assert run(twin, twin, x, 0) == wanted
     assert twin[0].weight is not watched[0].weight  # type: ignore[index]
-    (hook,) = watched[1]._forward_hooks.values()  # type: ignore[index]
-    assert len(hook.__self__._what.seen) == 1
+    hook, *_ = watched[1]._forward_hooks.values()  # type: ignore[index]
+    assert len(hook.station.entries[0].what.seen) == 1
 
 
 def test_a_model_with_native_interjections_can_be_traced() -> None:

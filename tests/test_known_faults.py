@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 import bendtrace as bt
 from bendtrace import Inputs, Interjection, NodePass, node_selector
-from bendtrace.interjections import (
+from bendtrace.compat.torchwatcher import (
     ForwardInterjection,
     WrappedForwardBackwardInterjection,
     WrappedForwardInterjection,

@@ -115,7 +115,7 @@ def asked(bended: bt.BendedModule, name: str, x: Tensor) -> list[Callable[[], An
         lambda: bended.patch({name: bt.patches.ZeroPatch()}),
         lambda: bended.get_activations(name, args=(x,)),
         lambda: bended.from_activations({name: x}, x),
-        lambda: bt.interjections.interject_by_name(bended, name, torch.neg),
+        lambda: bt.compat.torchwatcher.interject_by_name(bended, name, torch.neg),
     ]
 
 
@@ -345,7 +345,7 @@ def test_reasons_name_attributes_by_their_paths_also_after_the_insertion_is_gone
 
 
 def test_messages_call_what_is_inserted_by_its_place() -> None:
-    class Steps(bt.interjections.Interjection):
+    class Steps(bt.Interjection):
         def after(self, at: Any, inputs: Any, output: Any) -> Any:
             return None
 

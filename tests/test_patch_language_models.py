@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from bendtrace.compat.graphpatch import PatchableGraph
 from bendtrace.interject.patches.custom import CustomPatch
 from bendtrace.interject.patches.probes import ProbePatch, RecordPatch
 from bendtrace.interject.patches.values import AddPatch, ReplacePatch, ZeroPatch
-from bendtrace.patchable import PatchableGraph
 from tests.promise import bits, footprint, state
 from tests.shares import some
 

@@ -25,8 +25,8 @@ import torch
 from torch import Tensor, nn
 
 import bendtrace as bt
+from bendtrace.compat.graphpatch import PatchableGraph
 from bendtrace.errors import InputError, NodePathError
-from bendtrace.patchable import PatchableGraph
 from bendtrace.paths.naming import Registry, identifier
 from bendtrace.paths.view import Node, Tree
 from bendtrace.recording.tape import OpKind, TensorMeta

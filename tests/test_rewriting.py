@@ -569,7 +569,7 @@ def test_what_goes_on_an_edge_is_a_function_of_the_value() -> None:
         def instead(self, at: Any, call: Any, inputs: Any) -> Any:
             return inputs[0]
 
-    class After(bt.interjections.ForwardInterjection):
+    class After(bt.compat.torchwatcher.ForwardInterjection):
         def process(self, name: str, module: Any, inputs: Any) -> Any:
             assert name == "mul"
             return inputs + 1

@@ -1,12 +1,13 @@
-"""The examples of graphpatch's page on working with the graph, and patches as its users write them.
+"""graphpatch's page on working with the graph runs as it stands there, and patches of its users.
 
-They run as they stand there, but for the import. Two things read differently: `_code` is what
-this library writes, and a `Linear` is called by its own name, not by its place in a list.
+Its prompts have no import. Two things read differently: `_code` is what this library writes, and a
+`Linear` is called by its own name, not by its place in a list.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import rlcompleter
 from typing import Any
 
@@ -26,6 +27,7 @@ from bendtrace.patches import (
     ZeroPatch,
 )
 from bendtrace.paths.view import Tree, resolve
+from tests import seeds
 
 
 class TupleOutputModule(nn.Module):
@@ -91,6 +93,27 @@ def forward(self, input : torch.Tensor):
 @pytest.fixture
 def tuple_pg() -> PatchableGraph:
     return PatchableGraph(TupleOutputModule(), torch.ones(3, 2))
+
+
+def test_what_is_typed_in_the_document_shows_what_it_shows(tuple_pg: PatchableGraph) -> None:
+    names: dict[str, Any] = {"pg": tuple_pg, "tuple_pg": tuple_pg}
+    ours = {"_code": CODE, "add._code": PLACE, "linear._code": LINEAR_CODE}
+    typed = [one for one in seeds.prompted("graphpatch") if "<TAB>" not in one[0]]
+    assert len(typed) == 6
+    for line, shown in typed:
+        path = line.partition(".graph")[2].removeprefix(".")
+        assert repr(eval(line, names)) == ours.get(path, shown)
+
+
+def test_the_two_ways_of_the_document_to_say_a_path_are_one(tuple_pg: PatchableGraph) -> None:
+    names = {"tuple_pg": tuple_pg, "ZeroPatch": ZeroPatch, "torch": torch}
+    lines = re.findall(r"^>>> (with .*:)$", seeds.text("graphpatch"), re.MULTILINE)
+    assert len(lines) == 2
+    for line in lines:
+        line = line.replace("[ZeroPatch()]):", "[ZeroPatch()]}):")  # it lacks a brace in one
+        line = line.replace("}}", "}")
+        exec(f"{line}\n    out = tuple_pg(torch.ones(3, 2))[0]", names)
+        assert not names["out"].any()
 
 
 def completions(text: str, **names: Any) -> list[str]:

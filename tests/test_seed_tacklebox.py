@@ -1,4 +1,4 @@
-"""The examples of TackleBox's README, in its order, with only the import line changed.
+"""TackleBox's README runs as it stands there, but for the import; then its examples one by one.
 
 `activate_all_hook` is written so there once; it is the same as `activate_all_hooks`. Two things
 are otherwise than they were: a hook that was active before a context stays active after it, and a
@@ -7,14 +7,15 @@ module's `name` is there only while a hook runs.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from bendtrace import HookManager
-from bendtrace.hooks import HookFunction, HookHandle
+from bendtrace.compat.tacklebox import HookFunction, HookHandle, HookManager
+from tests import seeds
 
 
 def my_forward_hook(module: Any, inputs: Any, outputs: Any) -> Any:
@@ -66,6 +67,61 @@ BEFORE, AFTER, BACK = (
     f"{start} pass for module "
     for start in ("Beginning forward", "Finished forward", "Finished backward")
 )
+
+
+def test_the_readme_runs_with_one_line_changed(
+    model: Pair, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    was = "from tacklebox.hook_management import HookManager"
+    blocks = [
+        code.replace(was, "from bendtrace.compat.tacklebox import HookManager")
+        for code in seeds.fenced("tacklebox")
+    ]
+    assert sum(was in code for code in seeds.fenced("tacklebox")) == 1
+    define, natively, register, inactive, activate, context, handle, *tables, remove, off = blocks
+    names: dict[str, Any] = {
+        "my_module": model.my_module, "other_module": model.other_module,
+        "more_named_modules": {"third": model.third}, "more_modules": [model.third],
+    }  # fmt: skip
+
+    def run(*codes: str) -> None:
+        for number, code in enumerate(codes):
+            seeds.run(code, names, tmp_path / f"block{number}.py")
+
+    run(define, natively, off, register, inactive)
+    assert len(said(model, capsys)) == 9
+    run(activate)
+    assert said(model, capsys) == []
+    run(context)
+    assert said(model, capsys) == []
+    manager = names["hookmngr"]
+    names["hook_function"] = manager.name_to_hookfn[repr(names["my_forward_hook"])]
+    run(handle)
+    assert names["hook_handle"].module is model.my_module
+    assert names["hook_handle"].hook_fn is names["hook_function"]
+    # From here on the README calls the modules by other names.
+    manager.remove_all_hooks()
+    manager.register_forward_hook(
+        names["my_forward_hook"], my_module_name=model.other_module, my_module=model.my_module
+    )
+    run(*tables)
+    assert list(manager.name_to_hookhandle)[1] == "my_forward_hook[my_module]"
+    lines = remove.splitlines()
+    for line in filter(None, reversed(lines)):  # each of them removes what the one before has not
+        run(line)
+    assert not manager.name_to_hookhandle
+
+
+def test_a_second_name_is_ignored_and_one_that_is_taken_gets_a_number(
+    model: Pair, hookmngr: HookManager, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hookmngr.register_forward_hook(my_forward_hook, hook_fn_name="f", one=model.my_module)
+    hookmngr.register_forward_hook(my_forward_hook, hook_fn_name="g", two=model.my_module)
+    hookmngr.register_forward_pre_hook(my_forward_pre_hook, hook_fn_name="f", one=model.third)
+    assert list(hookmngr.name_to_module) == ["one", "one_1"]
+    assert list(hookmngr.name_to_hookfn) == ["f", "f_1"]
+    assert list(hookmngr.name_to_hookhandle) == ["f[one]", "f_1[one_1]"]
+    assert said(model, capsys) == [AFTER + "one", BEFORE + "one_1"]
 
 
 def test_registering_hooks(

@@ -1,7 +1,7 @@
-"""The examples of torchbend's notebook on extended tracing.
+"""torchbend's notebook on extended tracing: its cells run as they stand there, but for the import.
 
-They run as they stand there, but for the import. Where the notebook shows a failure of its own,
-a call that takes another path for one, it is said what is right here.
+Then each of its examples by itself, as a `bendtrace.BendedModule`. Where the notebook shows a
+failure of its own, a call that takes another path for one, it is said what is right here.
 """
 
 # ruff: noqa: B007, E501, RUF059
@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import copy
 import re
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +19,29 @@ import torch
 import torch.nn as nn
 
 import bendtrace as tb
+from tests import seeds
 from tests.promise import assert_promise, bits
+
+
+def test_the_notebook_runs_with_one_line_changed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))  # which its first cell adds to
+    code = "\n".join(seeds.cells("torchbend"))
+    assert code.count("import torchbend as tb") == 1
+    code = code.replace("import torchbend as tb", "from bendtrace.compat import torchbend as tb")
+    names = seeds.run(code, {}, tmp_path / "notebook.py")
+    printed = capsys.readouterr().out
+    assert printed.count("torch.fx error :") == 2  # nothing stops fx at `x * x.shape[0]`
+    assert "raised error" not in printed
+    assert printed.count("graph():\n") == 3
+    assert re.search(r"^\(0,\) \[LogicalFlowStep\(name=\w+, value=False, file=", printed, re.M)
+    assert "\n(tensor([4., 4., 4., 4.]),) []\n" in printed
+    assert "\nok case :  tensor([6., 6., 6., 6., 6., 6.])\n" in printed
+    out, _, rest = printed.partition("-- Original out\n")[2].partition("\n\n-- Bias\n")
+    assert out == str(names["out"][0]) == str(names["module"](names["x"]))
+    assert rest.startswith(f"{names['module'](names['x']) + 1.0}\n")
+    assert "Error with different shape :  Mask at 'conv_module' drew its numbers for" in rest
 
 
 class Doug(nn.Module):
@@ -313,8 +337,9 @@ def test_a_mask_for_one_shape_says_on_another_which_dimension_to_give() -> None:
     assert torch.equal(masked[masked != 0], module(x)[masked != 0])
     with pytest.raises(
         tb.errors.BendShapeError, match=r"\(1, 4, 14\), and now meets shape \(4, 4, 30\)"
-    ):
+    ) as caught:
         bended(torch.randn(4, 1, 32))
+    assert isinstance(caught.value, RuntimeError), "as a tensor of another shape is for torchbend"
     assert bits(bended(x)) == bits(masked)
 
 

@@ -1,4 +1,4 @@
-"""The examples of TorchLens's README, with only the import changed, and what it cannot follow.
+"""TorchLens's README runs as it stands there, but for the import; then what it cannot follow.
 
 AlexNet is written down here as torchvision has it. Of what is printed, only what depends on
 weights, on time or on how a size is counted may differ.
@@ -10,7 +10,10 @@ from __future__ import annotations
 
 import gc
 import re
+import sys
 import threading
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +22,7 @@ from torch import nn
 from transformers import GPT2Config, GPT2Model
 
 import bendtrace as tl
+from tests import seeds
 from tests.promise import bits, footprint, state
 
 
@@ -113,6 +117,28 @@ def assert_reads(printed: str, shown: str) -> None:
     for line, want in zip(lines, wanted, strict=False):
         pattern = ".*".join(map(re.escape, want.split("...")))
         assert re.fullmatch(pattern, line.rstrip()), f"{line!r} is not {want!r}"
+
+
+def test_the_readme_runs_with_one_line_changed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    models = SimpleNamespace(alexnet=AlexNet)
+    monkeypatch.setitem(sys.modules, "torchvision", SimpleNamespace(models=models))
+    code = "\n".join(seeds.fenced("torchlens"))
+    assert code.count("import torcheer as tl") == 1
+    code = code.replace("import torcheer as tl", "from bendtrace.compat import torchlens as tl")
+    names = seeds.run(code, {}, tmp_path / "readme.py")
+    printed = capsys.readouterr().out
+    assert names["model_history"].picture.svg.startswith("<svg")
+    assert_reads(printed, LOG)
+    log, _, rest = printed.partition("Layer conv2d_3_7,")
+    assert log == f"{names['model_history']}\n"
+    layer, _, values = f"Layer conv2d_3_7,{rest}".partition("\ntensor([[[[")
+    assert_reads(layer, LAYER)
+    assert f"tensor([[[[{values}" == f"{names['model_history']['features.6'].tensor_contents}\n"
+    # What its comments say.
+    for key in re.findall(r"^# model_history\[(.*?)\]", code, re.MULTILINE):
+        assert names["model_history"][eval(key)] is names["model_history"]["conv2d_3_7"]
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""The examples of TorchWatcher's document, as they stand there but for the import.
+"""The examples of TorchWatcher's document run as they stand there; it has no line of imports.
 
 Its headings on how to insert have no examples of their own; those of its package's README are used.
 """
@@ -6,6 +6,7 @@ Its headings on how to insert have no examples of their own; those of its packag
 from __future__ import annotations
 
 import functools
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +16,8 @@ from torch.nn import functional as F
 
 import bendtrace as bt
 from bendtrace import node_selector
-from bendtrace.interjections import (
+from bendtrace.compat import torchwatcher
+from bendtrace.compat.torchwatcher import (
     ForwardInterjection,
     WrappedForwardBackwardInterjection,
     WrappedForwardInterjection,
@@ -25,6 +27,7 @@ from bendtrace.interjections import (
     interject_by_name,
 )
 from bendtrace.rewriting import replace_module, replace_module_native
+from tests import seeds
 from tests.promise import bits, state
 
 
@@ -54,6 +57,21 @@ class Chain(nn.Module):
         node_2 = torch.relu(node_1)
         node_3 = node_2.exp()
         return node_3
+
+
+def test_the_document_runs_with_its_names_from_here(tmp_path: Path, capsys: Any) -> None:
+    shown = []
+    for number, code in enumerate(seeds.indented("torchwatcher")):
+        names: dict[str, Any] = {"nn": nn}
+        line = "from bendtrace.compat.torchwatcher import *\n"
+        seeds.run(line + code, names, tmp_path / f"example{number}.py")
+        watched = interject_by_name(Chain(), "relu", names["my_interjection"])
+        x = torch.ones(2, 3, requires_grad=True)
+        shown.append(printed(capsys, lambda: watched(x).sum().backward()))  # noqa: B023
+    assert shown == [["relu torch.Size([2, 3])"], ["relu"], ["relu", "relu"]]
+    for name in ("Forward", "WrappedForward", "WrappedForwardBackward"):  # as it spells them out
+        assert f"`torchwatcher.interjection.{name}Interjection`" in seeds.text("torchwatcher")
+        assert issubclass(getattr(torchwatcher.interjection, f"{name}Interjection"), nn.Module)
 
 
 def printed(capsys: pytest.CaptureFixture[str], call: Any) -> list[str]:

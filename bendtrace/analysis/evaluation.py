@@ -17,7 +17,7 @@ from bendtrace.analysis.analyser import Analyser
 from bendtrace.analysis.values import data_frame
 from bendtrace.calls import Call
 from bendtrace.errors import InputError, NeverFiredWarning
-from bendtrace.interject.interjection import Inputs, NodePass
+from bendtrace.interject.native import Attached, Counts
 from bendtrace.interject.structure import take_apart
 from bendtrace.module import BendedModule
 from bendtrace.still import Still
@@ -153,7 +153,7 @@ class AnalyserEvaluation:
         self._bended: BendedModule | None = None
         self._model: Any = None
         self._attached: ExitStack | None = None
-        self._passes: dict[str, int] = {}  # of plain modules, in the step at hand
+        self._passes = Counts()  # of plain modules, in the step at hand
 
     # Over a loader
 
@@ -283,7 +283,7 @@ class AnalyserEvaluation:
         """Do what `step` does at its beginning; for callbacks."""
         if self._attached is None:
             raise InputError("this is attached to no model: `with evaluation.attached(model):`")
-        self._passes.clear()
+        self._passes.begin()
         if self.loader is None:
             self.analyser.targets = None if batch is None else self._targets(batch)
             self.analyser.enabled = True
@@ -380,7 +380,7 @@ class AnalyserEvaluation:
 @contextmanager
 def _watched_natively(
     model: nn.Module, where: Any, analyser: Analyser, allow_none: bool
-) -> Iterator[dict[str, int]]:
+) -> Iterator[Counts]:
     """Have an analyser look at the calls of a plain module's submodules, without any tracing.
 
     Args:
@@ -391,7 +391,7 @@ def _watched_natively(
         allow_none: whether `where` may match no module.
 
     Yields:
-        How often each was called so far; clear it where a new call of the model begins.
+        The counts of the calls; have them begin anew where a new call of the model begins.
     """
     if "backward" in analyser._forms():
         raise InputError(
@@ -407,22 +407,15 @@ def _watched_natively(
                 "looked at; for all else train it as a BendedModule"
             )
         found.update(matching)
-    passes: dict[str, int] = {}
-
-    def hook(name: str) -> Any:
-        def look(module: nn.Module, args: Any, output: Any) -> None:
-            number = passes.get(name, 0)
-            passes[name] = number + 1
-            analyser.after(NodePass(name, number, module), Inputs(()), output)
-
-        return look
-
+    counts = Counts()
     with ExitStack() as stack:
-        begun = model.register_forward_pre_hook(lambda *_: passes.clear(), prepend=True)
+        begun = model.register_forward_pre_hook(counts.begin, prepend=True)
         stack.callback(begun.remove)
         for name, module in found.items():
-            stack.callback(module.register_forward_hook(hook(name)).remove)
-        yield passes
+            attached = Attached(module, analyser, name, counts)
+            attached.install()
+            stack.callback(attached.remove)
+        yield counts
 
 
 def _matching(model: nn.Module, item: Any) -> Iterator[tuple[str, nn.Module]]:

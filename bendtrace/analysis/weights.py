@@ -19,7 +19,6 @@ from torch.nn.utils.prune import BasePruningMethod
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
-from bendtrace._rewriting import _unrun
 from bendtrace.analysis.analyser import Analyser
 from bendtrace.analysis.matrices import Spectrum, check_tolerances, epsilon
 from bendtrace.analysis.streaming.statistic import Statistic
@@ -29,6 +28,7 @@ from bendtrace.interject.leaves import outside
 from bendtrace.interject.resolver import describe_where
 from bendtrace.interject.where import near_misses
 from bendtrace.module import BendedModule
+from bendtrace.rewriting import unrun_modules
 
 __all__ = ["LayerWeightRank", "WeightRank", "weight_ranks"]
 
@@ -360,7 +360,7 @@ def _matching(where: Any, weights: list[_Weight], root: Any) -> list[_Weight]:
         selector = outside(where, root, ())
         if selector.looks_ahead or selector.needs_output:
             raise InputError(f"{selector!r} needs a run, and weights have none")
-        modules = {node.module_path for node in _unrun(root) if selector.matches(node)}
+        modules = {node.module_path for node in unrun_modules(root) if selector.matches(node)}
         found = [weight for weight in own if _is_inside(weight.inside, modules)]
     if not found:
         text = where if isinstance(where, str) else getattr(where, "pattern", "")

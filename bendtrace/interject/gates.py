@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from bendtrace.errors import InterjectionError
-from bendtrace.interject.gradients import Through
+from bendtrace.interject.gradients import CallGradients, ChecksGradients
 from bendtrace.interject.interjection import Inputs, NodePass
 from bendtrace.interject.plan import Entry, Plan, Slot
 from bendtrace.interject.structure import (
@@ -45,11 +45,15 @@ __all__ = [
 ]
 
 
+# What sees to the gradients of a node: for hooks, and for other interjections.
+_Watching = tuple[CallGradients | None, CallGradients | None]
+
+
 class _Local(threading.local):
     plan: Plan | None = None
 
     def __init__(self) -> None:
-        self.through: dict[tuple[str, int], Through] = {}
+        self.through: dict[tuple[str, int], _Watching] = {}
         self.error: Exception | None = None
         self.models_own: Exception | None = None  # raised by the node itself, inside of a gate
         self.kept: dict[Any, Any] = {}
@@ -251,10 +255,12 @@ class AfterGate(Gate):
                 value = self._exchange(entry, value, self.at)
             return value
         found = list(values[: self._count])
+        through: _Watching = (None, None)
         if self._is_told:
-            through = _local.through.pop((self.at.path, self.at.number), None)
-            if through is not None:
-                through.watch([value for value in found if isinstance(value, Tensor)])
+            through = _local.through.pop((self.at.path, self.at.number), through)
+        of_hooks, of_others = through if torch.is_grad_enabled() else (None, None)
+        if of_others is not None:
+            _exchange_tensors(found, of_others.leave)
         inputs = None
         for entry in self._entries():
             if not entry.after:
@@ -266,6 +272,8 @@ class AfterGate(Gate):
             shape, at = _part(self.shape, entry.dig), _dug(self.at, entry)
             if shape is not None:
                 self._call(entry, shape, at, inputs, found)
+        if of_hooks is not None:  # their gradients are those of what forward hooks returned
+            _exchange_tensors(found, of_hooks.leave)
         given = [found[number] for number in self.exchanged]
         if self._writes:
             return self._written(values[-1], given[0])
@@ -379,19 +387,31 @@ class BeforeGate(Gate):
             elif entry.before:
                 self._call(entry, self.shape, found)
         backward = [entry for entry in entries if entry.backward]
-        if backward:
-            through = Through(backward, self.at)
-            tensors = [number for number, value in enumerate(found) if isinstance(value, Tensor)]
-            aliases = through.enter([found[number] for number in tensors])
-            for number, alias in zip(tensors, aliases, strict=True):
-                found[number] = alias
-            _local.through[self.at.path, self.at.number] = through
+        if backward and torch.is_grad_enabled():
+            _exchange_tensors(found, lambda tensors: self._watched(backward, tensors))
         if self._written is not None:
             # The original gets the value at the end: what autograd keeps for the op, and the
             # aliases, must not be written to.
             found[self._written] = found[self._written].clone()
         given = [found[number] for number in self.exchanged]
         return given[0] if len(given) == 1 else tuple(given)
+
+    def _watched(self, backward: list[Entry], tensors: list[Tensor]) -> list[Tensor]:
+        """Have insertions told of the gradients; return what the node is to be given."""
+        watching: list[CallGradients | None] = []
+        for of_hooks in (True, False):  # where they watch alone, one tensor stays one for the node
+            told = [
+                (entry.what, self.at, entry.insertion.fired_backward)
+                for entry in backward
+                if isinstance(entry.what, ChecksGradients) is of_hooks
+            ]
+            gradients = None
+            if told:
+                gradients = CallGradients(told, tensors, writes=False, apart=not of_hooks)
+                tensors = gradients.enter()
+            watching.append(gradients)
+        _local.through[self.at.path, self.at.number] = (watching[0], watching[1])
+        return tensors
 
     def _call(self, entry: Entry, shape: Any, found: list[Any]) -> None:
         before, versions = list(found), [_version(value) for value in found]
@@ -520,6 +540,13 @@ class _Observed:
         if self._gave is None or self._calls > 1:
             return False
         return value is self._gave[0] and _versions(value) == self._gave[1]
+
+
+def _exchange_tensors(found: list[Any], change: Callable[[list[Tensor]], list[Tensor]]) -> None:
+    """Put others in the place of all tensors among some values."""
+    numbers = [number for number, value in enumerate(found) if isinstance(value, Tensor)]
+    for number, tensor in zip(numbers, change([found[n] for n in numbers]), strict=True):
+        found[number] = tensor
 
 
 _NOTHING = Inputs(())

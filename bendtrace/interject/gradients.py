@@ -1,134 +1,458 @@
-"""The gradients that go through one execution of a node, and through nothing else."""
+"""The gradients that pass through one call of a module, and nothing else.
+
+Before the call, tensors that need a gradient are exchanged for others of the same storage, and
+after it each output becomes the result of one more step of autograd, which changes nothing. All
+that comes back to the outputs and leaves through the inputs then goes by these two places.
+
+An output is not exchanged for a view, as torch's own backward hooks do: autograd refuses to change
+such a view in place, and `nn.ReLU(inplace=True)` after a layer would be an error. It stays the
+tensor that it is, and the step is entered into its history as if it were changed in place. That
+does not do where several outputs have the same storage, nor for tensors that were there before
+the call or cannot be changed in place; these do become views.
+
+What an input was exchanged for has a history of its own from then on, although the two have the
+same storage. So an input that the module changes in place is given the history of what it was
+exchanged for; and if an output is (a view of) an input, changes in place after the call are
+watched, since the other of the two does not learn of them.
+
+At a node of a recorded run (`writes=False`) torch refuses changes of the inputs in place, and an
+output that no step can be entered into keeps its history, and is watched by a tensor hook: the ops
+recorded after the node go on with that very tensor.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import Variable
 
-from bendtrace.errors import InterjectionError
-from bendtrace.interject.interjection import NodePass
-from bendtrace.interject.plan import Entry
+from bendtrace.errors import InputError, InterjectionError
+from bendtrace.interject.interjection import Interjection, NodePass
+from bendtrace.interject.steps import (
+    NOT_NUMBERED,
+    Gradients,
+    Node,
+    enter,
+    leave_as_view,
+    leave_in_place,
+    overlaps_itself,
+    rebase,
+    root,
+    storage,
+)
 from bendtrace.interject.structure import describe
 
-__all__ = ["ALIAS", "Through"]
+__all__ = ["CallGradients", "ChecksGradients"]
 
 
-class _Alias(torch.autograd.Function):
-    """Gives a node its inputs under other names, so that their gradients are the node's alone."""
-
-    @staticmethod
-    def forward(ctx: Any, through: Through, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.through = through
-        ctx.set_materialize_grads(False)
-        return tensors
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        return None, *ctx.through.leaves(grads)
+Told = tuple[Interjection, NodePass, Callable[[NodePass], object] | None]
 
 
-# In what torch says (2.13 and 2.14) where such an alias, or a view of one, is written to.
-ALIAS = "created inside a custom Function"
+class ChecksGradients(Interjection):
+    """An interjection with its own words for what is wrong with gradients that it returns."""
+
+    def checked_gradients(
+        self,
+        result: Any,
+        before: Gradients,
+        passing: frozenset[int],
+        shapes: Sequence[Sequence[int]],
+    ) -> Gradients:
+        """Return the gradients to pass on.
+
+        Args:
+            result: what `backward` returned.
+            before: the gradients that it was given.
+            passing: the numbers of the inputs that pass a gradient on.
+            shapes: the shapes of the inputs.
+        """
+        raise NotImplementedError
 
 
-class Through:
-    """One execution of a node, from its forward to its backward pass.
-
-    The inputs are replaced by aliases, whose gradients autograd does not mix with those of other
-    uses.
+class CallGradients:
+    """Sees to the gradients of one call of a module, from before the call to all backward passes.
 
     Args:
-        entries: the insertions that are told.
-        at: the execution.
+        told: interjections whose `backward` is called, the execution as each sees it, and what is
+            to be called afterwards.
+        inputs: the tensors that the node is given.
+        writes: whether the node may change them in place; if not, torch refuses it.
+        apart: whether a tensor that is given in several places has a gradient in each of them;
+            if not, it is one tensor for the node as well, and has the gradient of all together.
+
+    Attributes:
+        of_hooks: whether all that is told are hooks: then the gradients of outputs are those of
+            what forward hooks returned.
     """
 
-    def __init__(self, entries: list[Entry], at: NodePass) -> None:
-        self._entries = entries
-        self._at = at
-        self._count = 0
-        self._aliased: list[int] = []
-        self._outputs: list[Tensor | None] = []
+    def __init__(
+        self,
+        told: Sequence[Told],
+        inputs: list[Tensor],
+        writes: bool = True,
+        apart: bool = False,
+    ) -> None:
+        self.of_hooks = all(isinstance(what, ChecksGradients) for what, _, _ in told)
+        self._told = told
+        self._writes = writes
+        self._start: int = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
+        self._inputs = inputs
+        self._originals = _needing_gradients(inputs)
+        if apart:
+            self._originals = [(tensor, [i]) for tensor, found in self._originals for i in found]
+        self._places = [places for _, places in self._originals]
+        self._shapes = [tensor.shape for tensor in inputs]
+        self._entry: Node = None
+        self._aliases: list[Alias] = []
+        self._watches: list[tuple[int, Watch]] = []
+        self._size_out = 0
+        self._exits = 0
+        self._passes: dict[int, _BackwardPass] = {}
 
-    def enter(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Take note of the inputs; return what the node is to be given."""
-        given = list(tensors)
-        self._count = len(given)
-        self._aliased = [
-            i for i, tensor in enumerate(given) if torch.is_grad_enabled() and tensor.requires_grad
-        ]
-        if self._aliased:
-            aliases = _Alias.apply(self, *(given[i] for i in self._aliased))
-            for i, tensor in zip(self._aliased, aliases, strict=True):
-                given[i] = tensor
+    # The call
+
+    def enter(self) -> list[Tensor]:
+        """Return what the node is to be given in place of the inputs: the same values."""
+        originals, given = [tensor for tensor, _ in self._originals], list(self._inputs)
+        self._originals, self._inputs = [], []  # so as not to keep them
+        if not originals:
+            return given
+        inside, self._entry = enter(self, originals, self._writes)
+        self._aliases = [Alias(*pair) for pair in zip(originals, inside, strict=True)]
+        for places, tensor in zip(self._places, inside, strict=True):
+            for place in places:
+                given[place] = tensor
         return given
 
-    def watch(self, outputs: Sequence[Tensor]) -> None:
-        """Take note of the outputs."""
-        self._outputs = [None] * len(outputs)
-        watched = [tensor for tensor in outputs if tensor.requires_grad]
-        if not watched or not torch.is_grad_enabled():
-            return
-        for i, tensor in enumerate(outputs):
-            if tensor.requires_grad:
-                tensor.register_hook(self._keeps(i))
-        if not self._aliased:  # no gradient will arrive at the inputs
-            self._hook_end(watched)
+    def close(self, outputs: list[Tensor]) -> dict[int, Tensor]:
+        """Let inputs know how they were changed in place.
 
-    def leaves(self, grads: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
-        """Tell the insertions of the gradients of the aliases; return what they become."""
-        given: list[Tensor | None] = [None] * self._count
-        for i, grad in zip(self._aliased, grads, strict=True):
-            given[i] = grad
-        outputs, self._outputs = tuple(self._outputs), [None] * len(self._outputs)
-        now = tuple(given)
-        for entry in self._entries:
-            result = entry.what.backward(self._at, now, outputs)
+        Returns:
+            By id of what the module was given: the input that is the same by now.
+
+        Raises:
+            InputError: if changes in place make it impossible to tell gradients apart.
+        """
+        same: dict[int, Tensor] = {}
+        for alias in self._aliases:
+            original = alias.original()
+            if original is None or not alias.is_written:
+                continue
+            if not (alias.has_history or alias.original_has_history):
+                continue  # in a way that autograd does not know of, as it would not anyway
+            if (
+                alias.original_has_history
+                or self._is_shared(alias)
+                or self._is_used_otherwise(alias, outputs)
+            ):
+                raise InputError(
+                    f"module {self._name!r} changes an input in place that it uses by other ways "
+                    "than as this argument, so that the gradients that pass through its call "
+                    "cannot be told from others: deactivate its backward hooks"
+                )
+            rebase(original, alias.inside)
+            alias.is_rebased = True
+            same[id(alias.inside)] = original
+        return same
+
+    def _is_shared(self, alias: Alias) -> bool:
+        key = storage(alias.inside)
+        return sum(storage(other.inside) == key for other in self._aliases) > 1
+
+    def _is_used_otherwise(self, alias: Alias, outputs: list[Tensor]) -> bool:
+        """Whether an op of the call has used an input, not what it was exchanged for."""
+        tensors = [*outputs, *(one.inside for one in self._aliases)]
+        seen = {tensor.grad_fn for tensor in tensors} - {None, self._entry}
+        waiting: list[Node] = list(seen)
+        while waiting:
+            for node, _ in waiting.pop().next_functions:
+                if node is None or node in seen or node is self._entry:
+                    continue
+                if node in alias.nodes:
+                    return True
+                seen.add(node)
+                if self._start <= node._sequence_nr() < NOT_NUMBERED:
+                    waiting.append(node)
+        return False
+
+    def inside_of(self, inputs: list[Tensor], same: dict[int, Tensor]) -> list[Tensor]:
+        """Return the inputs as the module had them: what they were exchanged for, if unchanged."""
+        aliases = {id(alias.original()): alias.inside for alias in self._aliases}
+        as_given = [aliases.get(id(tensor), tensor) for tensor in inputs]
+        return [same.get(id(tensor), tensor) for tensor in as_given]
+
+    def leave(self, outputs: list[Tensor]) -> list[Tensor]:
+        """Return what to give back in place of the outputs: mostly the very same tensors."""
+        self._size_out = len(outputs)
+        given = list(outputs)
+        distinct = _needing_gradients(outputs)
+        self._exits = len(distinct)
+        sharing = Counter(storage(tensor) for tensor, _ in distinct)
+        # A leaf must not be changed in place, nor, by whatever way, what has its storage.
+        sharing.update(storage(alias.inside) for alias in self._aliases if alias.is_leaf)
+        for tensor, places in distinct:
+            is_single = sharing[storage(tensor)] == 1 and not overlaps_itself(tensor)
+            can_step = is_single and self._is_new(tensor) and (self._writes or self.of_hooks)
+            if can_step and leave_in_place(self, places, tensor):
+                continue
+            if not self._writes:  # what is recorded goes on with the node's own tensor, as it is
+                tensor.register_hook(functools.partial(self.left, places))
+                continue
+            view = leave_as_view(self, places, tensor)
+            for place in places:
+                given[place] = view
+        for index, alias in enumerate(self._aliases if self._writes else ()):
+            if storage(alias.inside) in sharing and not (alias.is_rebased or alias.is_leaf):
+                self._watches.append((index, Watch(alias, self._name)))
+        # So as not to keep tensors as long as autograd's graph.
+        self._aliases.clear()
+        return given
+
+    def _is_new(self, tensor: Tensor) -> bool:
+        """Whether a tensor was computed in the call."""
+        node: Node = root(tensor).grad_fn
+        return node is not None and node._sequence_nr() >= self._start
+
+    # Backward passes
+
+    def left(self, places: Sequence[int], gradient: Tensor | None) -> None:
+        """Note the gradient of an output; called in a backward pass."""
+        task = torch._C._current_graph_task_id()
+        found = self._passes.get(task)
+        if found is None:
+            found = self._passes[task] = _BackwardPass([None] * self._size_out)
+            Variable._execution_engine.queue_callback(lambda: self._end(task))
+        for place in places:
+            found.gradients[place] = gradient
+        found.arrived += 1
+        if found.arrived == self._exits and not self._entry_is_to_come():
+            self._call_hooks(found, None)
+
+    def _entry_is_to_come(self) -> bool:
+        if self._entry is None:
+            return False
+        try:
+            return torch._C._will_engine_execute_node(self._entry)
+        except RuntimeError:  # the outputs do not depend on inputs, and the node is gone
+            return False
+
+    def entered(self, gradients: Gradients) -> Gradients:
+        """Return what to pass on as gradients of the inputs; called in a backward pass."""
+        found = self._passes.get(torch._C._current_graph_task_id())
+        if found is not None:  # else gradients of gradients, which do not come by the outputs
+            gradients = self._call_hooks(found, gradients)
+        for index, watch in self._watches:
+            watch.passes(gradients[index])
+        return gradients
+
+    def _end(self, task: int) -> None:
+        """Make up for hooks that still wait for the gradient of an output, or of the inputs."""
+        self._call_hooks(self._passes.pop(task), None)
+
+    def _call_hooks(self, found: _BackwardPass, entered: Gradients | None) -> Gradients:
+        through = entered or ()
+        if found.is_done or all(gradient is None for gradient in found.gradients):
+            return through
+        found.is_done = True
+        grad_in: list[Tensor | None] = [None] * len(self._shapes)
+        for places, gradient in zip(self._places, through, strict=False):
+            for place in places:
+                grad_in[place] = gradient
+        before, grad_out = tuple(grad_in), tuple(found.gradients)
+        passing = () if entered is None else (one for places in self._places for one in places)
+        after, can_change = before, frozenset(passing)
+        for what, at, note in self._told:
+            result = what.backward(at, after, grad_out)
             if result is not None:
-                now = self._checked(entry, result, now)
-            entry.insertion.fired_backward(self._at)
-        return tuple(now[i] for i in self._aliased)
+                after = self._checked(what, at, result, after, can_change)
+            if note is not None:
+                note(at)
+        if after is before:
+            return through
+        return tuple(self._agreed(places, before, after) for places in self._places)
 
-    def _keeps(self, position: int) -> Any:
-        def keep(grad: Tensor) -> None:
-            self._outputs[position] = grad
-
-        return keep
-
-    def _hook_end(self, watched: list[Tensor]) -> None:
-        def ended(grads: Any) -> None:
-            self.leaves(())
-
-        if len(watched) == 1:
-            watched[0].register_hook(ended)
-            return
-        torch.autograd.graph.register_multi_grad_hook(watched, ended)
+    def _agreed(self, places: Sequence[int], before: Gradients, after: Gradients) -> Tensor | None:
+        """The new gradient of a tensor, which may have been given in several places."""
+        new = [after[place] for place in places if after[place] is not before[place]]
+        if not new:
+            return before[places[0]]
+        first = new[0]
+        if len(new) < len(places) or any(
+            one is not first and (one is None or first is None or not torch.equal(one, first))
+            for one in new
+        ):
+            raise InputError(
+                f"inputs {places} of module {self._name!r} are the same tensor, but a backward "
+                "hook returned different gradients for them"
+            )
+        return first
 
     def _checked(
-        self, entry: Entry, result: Any, before: tuple[Tensor | None, ...]
-    ) -> tuple[Tensor | None, ...]:
+        self,
+        what: Interjection,
+        at: NodePass,
+        result: Any,
+        before: Gradients,
+        passing: frozenset[int],
+    ) -> Gradients:
+        """Return the gradients that an interjection returned.
+
+        Args:
+            what: the interjection.
+            at: the execution of the node.
+            result: what it returned.
+            before: the gradients that it was given.
+            passing: the numbers of the inputs that pass a gradient on.
+
+        Raises:
+            InterjectionError: these are no gradients of the inputs.
+        """
+        if isinstance(what, ChecksGradients):
+            return what.checked_gradients(result, before, passing, self._shapes)
+        expected = ""
         if isinstance(result, Tensor) and len(before) == 1:
             result = (result,)
         if not isinstance(result, (tuple, list)) or len(result) != len(before):
-            raise self._error(entry, f"{len(before)} gradients, one for each input", result)
-        for i, (new, old) in enumerate(zip(result, before, strict=True)):
-            if new is None or new is old:
-                continue
-            if i not in self._aliased:
-                raise self._error(entry, f"None for input {i}, which has no gradient", new)
-            if not isinstance(new, Tensor):
-                raise self._error(entry, f"a tensor or None for input {i}", new)
-            if old is not None and new.shape != old.shape:
-                raise self._error(entry, f"shape {tuple(old.shape)} for input {i}", new)
-        return tuple(result)
-
-    def _error(self, entry: Entry, expected: str, got: Any) -> InterjectionError:
+            expected, got = f"{len(before)} gradients, one for each input", result
+        else:
+            for i, (new, old) in enumerate(zip(result, before, strict=True)):
+                if new is None or new is old:
+                    continue
+                got = new
+                if i not in passing:
+                    expected = f"None for input {i}, which has no gradient"
+                elif not isinstance(new, Tensor):
+                    expected = f"a tensor or None for input {i}"
+                elif new.shape != self._shapes[i]:
+                    expected = f"shape {tuple(self._shapes[i])} for input {i}"
+                else:
+                    continue
+                break
+        if not expected:
+            return tuple(result)
         shown = f"shape {tuple(got.shape)}" if isinstance(got, Tensor) else describe(got)
-        path = self._at.path
-        return InterjectionError(
-            f"{entry.what.label} at {path or '<root>'}: process_backward has to return {expected}; "
-            f"it returned {shown}",
-            path,
+        raise InterjectionError(
+            f"{what.label} at {at.path or '<root>'}: process_backward has to return {expected}; it "
+            f"returned {shown}",
+            at.path,
         )
+
+    @property
+    def _name(self) -> str:
+        return self._told[0][1].path
+
+
+class _BackwardPass:
+    """What has come of one backward pass through one call."""
+
+    def __init__(self, gradients: list[Tensor | None]) -> None:
+        self.gradients = gradients
+        self.arrived = 0
+        self.is_done = False
+
+
+def _needing_gradients(tensors: Iterable[Tensor]) -> list[tuple[Tensor, list[int]]]:
+    """Return the different tensors that need a gradient, and in which places each is."""
+    found: dict[int, tuple[Tensor, list[int]]] = {}
+    for place, tensor in enumerate(tensors):
+        if tensor.requires_grad:
+            found.setdefault(id(tensor), (tensor, []))[1].append(place)
+    return list(found.values())
+
+
+class Alias:
+    """An input, and what the module was given for it.
+
+    Attributes:
+        original: the input; while the call runs, the caller has it.
+        inside: what the module was given: the same storage, with a history of its own.
+        nodes: what had computed the input, and what it is a view of, if it is one.
+        is_leaf: whether that was no op.
+        is_rebased: whether the input was given the history of what stood in for it.
+    """
+
+    def __init__(self, original: Tensor, inside: Tensor) -> None:
+        self.original: Callable[[], Tensor | None] = weakref.ref(original)
+        self.inside = inside
+        self._version = inside._version
+        self._entry: Node = inside.grad_fn
+        self._node: Node = root(original).grad_fn
+        self.nodes = {original.grad_fn, self._node} - {None}
+        self.is_leaf = root(original).is_leaf
+        self.is_rebased = False
+        if getattr(original, "__dict__", None):
+            inside.__dict__.update(original.__dict__)
+
+    @property
+    def is_written(self) -> bool:
+        """Whether the storage was changed in place."""
+        return self.inside._version != self._version
+
+    @property
+    def has_history(self) -> bool:
+        """Whether autograd knows that what stood in for the input was changed."""
+        return self.inside.grad_fn is not self._entry
+
+    @property
+    def original_has_history(self) -> bool:
+        """Whether autograd knows that the input itself was changed."""
+        original = self.original()
+        return original is not None and root(original).grad_fn is not self._node
+
+
+class Watch:
+    """Notices that an input, or an output that is (a view of) it, is changed in place later.
+
+    The history of the one does not show what is done to the other. No harm is done if the input
+    is not there any more by then, or if nothing else uses it.
+
+    Args:
+        alias: the input, and what stood in for it and is (a view of) an output.
+        name: what the module is called.
+    """
+
+    def __init__(self, alias: Alias, name: str) -> None:
+        self._name = name
+        # It has the count of changes that the two share, and none of their memory.
+        self._probe = alias.inside.detach()
+        self._probe.data = self._probe.new_empty(0)
+        self._version = self._probe._version
+        self._was_written: bool | None = None  # unknown as long as the input is there
+        self._through: dict[int, Tensor | None] = {}
+        original = alias.original()
+        assert original is not None  # the caller has it
+        self._root = weakref.ref(root(original), self._ends)
+        root(original).register_hook(self._check)
+
+    def _ends(self, root: Any) -> None:
+        self._was_written = self._probe._version != self._version
+
+    @property
+    def _is_written(self) -> bool:
+        if self._was_written is None:
+            return self._probe._version != self._version
+        return self._was_written
+
+    def passes(self, gradient: Tensor | None) -> None:
+        """Note the gradient that has passed through the call; called in a backward pass."""
+        if self._is_written:
+            self._through[torch._C._current_graph_task_id()] = gradient
+
+    def _check(self, gradient: Tensor) -> None:
+        """See to it that a changed input gets no gradient but that through the call."""
+        if not self._is_written:
+            return
+        through = self._through.pop(torch._C._current_graph_task_id(), None)
+        if through is None or not torch.equal(through.flatten(), gradient.flatten()):
+            raise InputError(
+                f"module {self._name!r} returns its input, or a view of it, which was changed in "
+                "place after the call while the input was used elsewhere, so that the gradients "
+                "that pass through the call cannot be told from others: deactivate its backward "
+                "hooks"
+            )

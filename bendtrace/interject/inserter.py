@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from bendtrace.errors import InterjectionError
 from bendtrace.interject.gates import AfterGate, BeforeGate, CountGate, Gate, InsteadGate, noted
-from bendtrace.interject.gradients import ALIAS
 from bendtrace.interject.interjection import NodePass
 from bendtrace.interject.plan import Plan, Slot
 from bendtrace.interject.states import States
+from bendtrace.interject.steps import NOT_WRITABLE
 from bendtrace.interject.structure import filled, refilled, take_apart
 from bendtrace.interject.writing import overlaps, written_by
 from bendtrace.paths.candidates import Candidate
@@ -274,7 +274,7 @@ class LiveInserter:
         try:
             return run(function, args, kwargs, frame)
         except RuntimeError as error:
-            if ALIAS not in str(error):
+            if NOT_WRITABLE not in str(error):
                 raise
             raise noted(
                 InterjectionError(

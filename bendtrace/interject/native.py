@@ -1,179 +1,368 @@
-"""Interjections on plain modules, by torch's own hooks."""
+"""Interjections at the calls of plain modules, by torch's own hooks.
+
+All that is attached to a module is called by one `Station`, in the order in which it was made. Up
+to three hooks of torch's are registered on the module: one that comes before the call; one that
+comes first after it, so that other hooks see what they would see without gradients being watched;
+and one that comes in its turn. What they call is a user's code: a recorded run of a model with such
+hooks is not replayed. In a `BendedModule`, insertions are.
+"""
 
 from __future__ import annotations
 
+import itertools
+import sys
 import threading
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
-from bendtrace.errors import InputError, InterjectionError
-from bendtrace.interject.gradients import Through
-from bendtrace.interject.insertion import as_interjection
+from bendtrace.errors import InterjectionError
+from bendtrace.interject.gradients import CallGradients
 from bendtrace.interject.interjection import Inputs, Interjection, NodePass
-from bendtrace.interject.passes import Passes
-from bendtrace.interject.plan import Entry, Place, forms_of
-from bendtrace.interject.sharing import shared_copy
-from bendtrace.interject.structure import Mismatch, assemble, collect, take_apart
-from bendtrace.recording.recorder import Recording
+from bendtrace.interject.plan import forms_of
+from bendtrace.interject.structure import Mismatch, collect, take_apart
+from bendtrace.interject.tensors import Exchange, tensors_of, with_tensors
+from bendtrace.recording.watcher import current_watcher
 
-__all__ = ["interject_natively"]
+__all__ = ["Attached", "Counts"]
 
-
-def interject_natively(
-    model: nn.Module,
-    target_class: type[nn.Module],
-    what: Any,
-    clone: bool = True,
-    allow_none: bool = False,
-) -> nn.Module:
-    """Insert something at the calls of modules of a class; see `interject_by_module_class_native`.
-
-    Raises:
-        InputError: something given makes no sense.
-    """
-    if not isinstance(model, nn.Module):
-        raise InputError(f"hooks are for modules; {model!r} is none")
-    if not (isinstance(target_class, type) and issubclass(target_class, nn.Module)):
-        raise InputError(f"a class of modules has to be given, not {target_class!r}")
-    interjection = as_interjection(what)
-    if "instead" in forms_of(interjection):
-        raise InputError(
-            f"{interjection.label} works in place of a node, which no hook can: insert it with "
-            "BendedModule.interject, or use replace_module_native"
-        )
-    model = shared_copy(model) if clone else model
-    targets = {
-        name: module for name, module in model.named_modules() if isinstance(module, target_class)
-    }
-    if not targets and not allow_none:
-        raise InputError(f"the model has no {target_class.__name__}")
-    counts = _Counts()
-    model.register_forward_pre_hook(counts.begin)
-    for name, module in targets.items():
-        hooks = _Hooks(name, interjection, counts)
-        module.register_forward_pre_hook(hooks.enter, with_kwargs=True, prepend=True)
-        module.register_forward_hook(hooks.leave, with_kwargs=True, always_call=True)
-    return model
+_lock = threading.RLock()
+_orders = itertools.count()
 
 
-class _Counts:
+class Counts:
     """How often each module was called in the call of the model that a thread is in."""
 
     def __init__(self) -> None:
         self._passes: dict[tuple[int, str], int] = {}
 
-    def begin(self, model: nn.Module, args: Any) -> None:
+    def begin(self, *call: Any) -> None:
+        """Begin anew, since a call of the model begins."""
         thread = threading.get_ident()
         for key in [key for key in self._passes if key[0] == thread]:
             del self._passes[key]
 
     def next(self, name: str) -> int:
+        """Count a call of a module, and return its number."""
         key = threading.get_ident(), name
         number = self._passes.get(key, 0)
         self._passes[key] = number + 1
         return number
 
 
-class _Untold:
-    """Stands for an insertion that there is no handle for."""
-
-    passes = Passes()
-    allow_none = True
-
-    def fired(self, at: NodePass, changed: bool) -> None:
-        """Note nothing."""
-
-    def failed(self) -> None:
-        """Note nothing."""
-
-    def fired_backward(self, at: NodePass) -> None:
-        """Note nothing."""
-
-    def ran(self, recording: Recording) -> None:
-        """Note nothing."""
-
-    def is_known_to_change(self, path: str) -> bool:
-        """Say that nothing is known."""
-        return False
-
-
-class _Call(NamedTuple):
-    """A call that has begun.
-
-    Attributes:
-        at: which.
-        through: what takes note of its gradients; None if nobody wants them.
-        written: for a module that works in place, the tensor that it was given a copy of.
-    """
-
-    at: NodePass
-    through: Through | None = None
-    written: Tensor | None = None
-
-
-class _Hooks:
-    """The hooks of one module.
+class Attached:
+    """An interjection at the calls of one module.
 
     Args:
-        name: qualified name of the module.
-        what: what is called.
-        counts: counts the passes.
+        module: the module.
+        what: what is called there.
+        path: what it is told as the path of the node.
+        counts: counts the calls; None if nobody wants to know their numbers.
     """
 
-    def __init__(self, name: str, what: Interjection, counts: _Counts) -> None:
-        self._name = name
-        self._what = what
-        self._counts = counts
-        self._entry = Entry(_Untold(), what, Place("node", name))
-        # By thread: the calls that have begun, the innermost last. No threading.local, since
-        # models are copied and pickled.
-        self._running: dict[int, list[_Call]] = {}
+    active = True  # as long as it is installed: nobody else takes it away
 
-    def enter(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Called before all else that a call of the module does."""
-        running = self._running.setdefault(threading.get_ident(), [])
-        call = _Call(NodePass(self._name, self._counts.next(self._name), module))
-        running.append(call)  # first of all: whatever is raised, `leave` is called
-        if self._entry.before:
-            given = self._what.before(call.at, Inputs(args, kwargs))
-            if given is not None:
-                args, kwargs = tuple(given), getattr(given, "kwargs", kwargs)
-        if self._entry.backward:
-            through = Through([self._entry], call.at)
-            shape, found = take_apart((args, kwargs))
-            numbers = [i for i, value in enumerate(found) if isinstance(value, Tensor)]
-            first = found[numbers[0]] if numbers else None
-            for i, tensor in zip(numbers, through.enter([found[i] for i in numbers]), strict=True):
-                found[i] = tensor
-            written = None
-            if getattr(module, "inplace", False) and numbers:
-                # No alias can be written to.
-                written, found[numbers[0]] = first, found[numbers[0]].clone()
-            running[-1] = _Call(call.at, through, written)
-            args, kwargs = assemble(shape, found)
-        return args, kwargs
+    def __init__(
+        self, module: nn.Module, what: Interjection, path: str, counts: Counts | None = None
+    ) -> None:
+        self.module = module
+        self.what = what
+        self.path = path
+        self.counts = counts
+        self.order = next(_orders)
+        forms = forms_of(what)
+        self.before = "before" in forms
+        self.after = "after" in forms
+        self.backward = "backward" in forms
 
-    def leave(self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
-        """Called after all else, without an output if something was raised."""
-        at, through, written = self._running[threading.get_ident()].pop()
-        if output is None:
+    @property
+    def is_paired(self) -> bool:
+        """Whether the end of a call has to be paired with its beginning."""
+        return self.backward or (self.before and self.counts is not None)
+
+    def at(self, module: nn.Module) -> NodePass:
+        """Return the next call of a module, as the interjection sees it."""
+        number = 0 if self.counts is None else self.counts.next(self.path)
+        return NodePass(self.path, number, module)
+
+    def install(self) -> None:
+        """Have the module call it, in the order in which such things were made."""
+        with _lock:
+            station = _station_of(self.module) or Station(self.module)
+            found = {one.order: one for one in (*station.entries, self)}
+            station.entries = tuple(found[order] for order in sorted(found))
+            station.update()
+
+    def remove(self) -> None:
+        """Have the module not call it any more."""
+        with _lock:
+            station = _station_of(self.module)
+            if station is not None:
+                station.entries = tuple(one for one in station.entries if one is not self)
+                station.update()
+
+
+def _station_of(module: nn.Module) -> Station | None:
+    for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
+        if isinstance(hook, _Stage) and hook.station.module is module:
+            return hook.station
+    return None
+
+
+class Station:
+    """All that is attached to a module, and what calls it.
+
+    Attributes:
+        module: the module; None for the station of a copy, which nothing else is attached to.
+        entries: what is attached, in order.
+    """
+
+    def __init__(self, module: nn.Module | None) -> None:
+        self.module = module
+        self.entries: tuple[Attached, ...] = ()
+        self._stages: dict[Callable[..., Any], RemovableHandle] = {}
+        self._open: list[_Call] = []
+
+    @property
+    def pairs_calls(self) -> bool:
+        """Whether the end of a call has to be paired with its beginning."""
+        return any(one.is_paired for one in self.entries)
+
+    def update(self) -> None:
+        """Register what is needed by what is attached, and remove the rest."""
+        if self.module is None:
+            return
+        # A call that has begun has to be ended; one that was interrupted has not.
+        self._forget_interrupted()
+        ending = self.pairs_calls or bool(self._open)
+        self._install(_enter, self.pairs_calls or any(one.before for one in self.entries))
+        self._install(_close, ending)
+        self._install(_leave, ending or any(one.after for one in self.entries))
+
+    def _install(self, stage: Callable[..., Any], is_needed: bool) -> None:
+        installed = self._stages.get(stage)
+        if not is_needed and installed is not None:
+            self._stages.pop(stage).remove()
+        if not is_needed or installed is not None:
+            return
+        assert self.module is not None
+        hook = _Stage(self, stage)
+        if stage is _enter:
+            handle = self.module.register_forward_pre_hook(hook, with_kwargs=True)
+        else:
+            is_first = stage is _close  # which has to be done after an error, too
+            handle = self.module.register_forward_hook(
+                hook, with_kwargs=True, always_call=is_first, prepend=is_first
+            )
+        self._stages[stage] = handle
+
+    def begin(self, call: _Call) -> None:
+        """Note that a call has begun."""
+        with _lock:
+            self._forget_interrupted()
+            self._open.append(call)
+        _local.calls.append(call)
+
+    def _forget_interrupted(self) -> None:
+        self._open = [call for call in self._open if call.is_running()]
+        while _local.calls and not _local.calls[-1].is_running():
+            _local.calls.pop()
+
+    def call_of(self, module: nn.Module) -> _Call | None:
+        """The call of a module that the calling thread is in."""
+        calls = reversed(_local.calls)
+        return next((one for one in calls if one.station is self and one.module is module), None)
+
+    def end(self, call: _Call) -> None:
+        """Note that a call has ended."""
+        if call in _local.calls:
+            _local.calls.remove(call)
+        with _lock:
+            self._open = [one for one in self._open if one is not call]
+            if not self.pairs_calls:
+                self.update()
+
+    # A copied module has what is attached to it. Its station is its own.
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"entries": self.entries}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(vars(Station(None)), **state)
+
+
+class _Stage:
+    """What torch calls.
+
+    Attributes:
+        station: what has the entries.
+        runs_user_code: tells recorded runs that this is no part of the model.
+    """
+
+    runs_user_code = True
+
+    def __init__(self, station: Station, stage: Callable[..., Any]) -> None:
+        self.station = station
+        self._stage = stage
+
+    def __call__(self, module: nn.Module, *values: Any) -> Any:
+        if torch.compiler.is_compiling():  # as a whole it is beyond torch._dynamo
+            stage = torch._dynamo.disable(self._stage)
+            return stage(self.station, module, *values)
+        return self._stage(self.station, module, *values)
+
+
+class _Call:
+    """A call of a module, until it ends.
+
+    Attributes:
+        station: what has the entries.
+        module: the module that is called.
+        gradients: what sees to its gradients; None if nobody wants them.
+        exchange: what the module was given aliases by.
+        same: what `CallGradients.close` has returned.
+    """
+
+    def __init__(self, station: Station, module: nn.Module) -> None:
+        self.station = station
+        self.module = module
+        self._at = {one.order: one.at(module) for one in station.entries if one.is_paired}
+        self.gradients: CallGradients | None = None
+        self.exchange = Exchange({})
+        self.same: dict[int, Tensor] = {}
+        # To tell an ordinary end from that by an error, which torch reports in the same way.
+        self._handled = sys.exception()
+        self._thread = threading.get_ident()
+        frame = sys._getframe(3)  # in which torch calls the hooks, if it is not compiled
+        self._frame = id(frame) if frame.f_code.co_name == "inner" else None
+
+    def is_running(self) -> bool:
+        """Whether the call has not been ended by an interrupt, as far as can be told."""
+        if self._frame is None:
+            return True
+        is_own = self._thread == threading.get_ident()
+        frame = sys._getframe() if is_own else sys._current_frames().get(self._thread)
+        while frame is not None and id(frame) != self._frame:
+            frame = frame.f_back
+        return frame is not None
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the call is being ended by an error."""
+        return sys.exception() is not self._handled
+
+    def at(self, one: Attached) -> NodePass:
+        """The call, as something that is attached sees it."""
+        return self._at.get(one.order) or one.at(self.module)
+
+    def watch(self, given: tuple[Any, ...]) -> tuple[Any, ...]:
+        """See to the gradients of the call; return what the module is to be given."""
+        entries = self.station.entries
+        told = [(one.what, self.at(one), None) for one in entries if one.backward]
+        if not told or not torch.is_grad_enabled():
+            return given
+        with _unseen():
+            inputs = tensors_of(given)
+            self.gradients = CallGradients(told, inputs)
+            inside = self.gradients.enter()
+            self.exchange = Exchange(dict(zip(map(id, inputs), inside, strict=True)))
+            watched: tuple[Any, ...] = self.exchange.into(given)
+        return watched
+
+
+class _Local(threading.local):
+    def __init__(self) -> None:
+        self.calls: list[_Call] = []
+
+
+_local = _Local()
+
+
+def _unseen() -> AbstractContextManager[Any]:
+    """While a run is recorded, keep what is done here out of the record, as far as it goes."""
+    return nullcontext() if current_watcher() is None else torch._C.DisableTorchFunction()
+
+
+def _enter(
+    station: Station, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, ...] | None:
+    call = _Call(station, module)
+    if station.pairs_calls:
+        station.begin(call)
+    given = args, kwargs
+    for one in station.entries:
+        if one.before:
+            inputs = one.what.before(call.at(one), Inputs(*given))
+            if inputs is not None:
+                given = tuple(inputs), getattr(inputs, "kwargs", given[1])
+    new = call.watch(given)
+    return None if new[0] is args and new[1] is kwargs else new
+
+
+def _close(
+    station: Station, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any
+) -> Any:
+    call = station.call_of(module)
+    if call is None:
+        return None
+    if call.has_failed:
+        station.end(call)
+    if call.gradients is None:
+        return None
+    with _unseen():
+        call.exchange.undo()
+        outputs = tensors_of(output)
+        call.same = call.gradients.close(outputs)
+        if not call.same:
             return None
-        shape, found = take_apart(output)
-        if through is not None:
-            through.watch([value for value in found if isinstance(value, Tensor)])
-        given = None
-        if self._entry.after:
-            given = self._what.after(at, Inputs(args, kwargs), output)
-        if given is not None:
-            try:
-                collect(shape, given, found)
-            except Mismatch as error:
-                raise InterjectionError(
-                    f"{self._what.label} at {at.path or '<root>'} gave what cannot take the place "
-                    f"of the module's value: {error}",
-                    at.path,
-                ) from None
-        if written is not None:
-            return written.copy_(output if given is None else given)
-        return given
+        return with_tensors(output, [call.same.get(id(one), one) for one in outputs])
+
+
+def _leave(
+    station: Station, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any
+) -> Any:
+    call = station.call_of(module)
+    given: Any = args, kwargs
+    entries = station.entries
+    if call is not None:
+        station.end(call)
+        if call.gradients is not None:
+            given = with_tensors(given, call.gradients.inside_of(tensors_of(given), call.same))
+    value, gradients = output, None if call is None else call.gradients
+    if gradients is not None and not gradients.of_hooks:
+        value = _left(gradients, value)
+    for one in entries:
+        if one.after:
+            at = one.at(module) if call is None else call.at(one)
+            inputs = Inputs(*given) if one.what.wants_inputs else Inputs(())
+            result = one.what.after(at, inputs, value)
+            if result is not None and result is not value:
+                value = _checked(one.what, at, value, result)
+    if gradients is not None and gradients.of_hooks:  # those of what forward hooks returned
+        value = _left(gradients, value)
+    return None if value is output else value  # so that the containers are the module's own
+
+
+def _left(gradients: CallGradients, value: Any) -> Any:
+    with _unseen():
+        return with_tensors(value, gradients.leave(tensors_of(value)))
+
+
+def _checked(what: Interjection, at: NodePass, value: Any, result: Any) -> Any:
+    """Return what an interjection returned, if it can take the place of a module's value."""
+    if getattr(what, "checks_itself", False):
+        return result
+    shape, found = take_apart(value)
+    try:
+        collect(shape, result, found)
+    except Mismatch as error:
+        raise InterjectionError(
+            f"{what.label} at {at.path or '<root>'} gave what cannot take the place of the "
+            f"module's value: {error}",
+            at.path,
+        ) from None
+    return result

@@ -675,13 +675,6 @@ class Recorder(TorchFunctionMode):
         for tensor in tensors:
             self._writer.known.pop(id(tensor), None)
 
-    def hooks(self, function: Callable[..., Any], tensors: tuple[Tensor, ...]) -> Any:
-        """Run what hooks do with tensors as one op (see `watcher.Watcher`)."""
-        frame: FrameType | None = sys._getframe(1)
-        while frame is not None and frame.f_code not in BOUNDARY_CODES:
-            frame = frame.f_back
-        return self.gate(function, tensors, frame or sys._getframe(1))
-
     def wants_inside(self) -> bool:
         """Whether something is inserted in the module that runs (see `watcher.Watcher`)."""
         return self._inserter is not None and self._inserter.wants_inside(self._writer.scope)

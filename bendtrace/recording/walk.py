@@ -428,15 +428,13 @@ class Walk:
         """
         if name not in ("_forward_hooks", "_forward_pre_hooks"):
             return False
-        # Those that call a user's functions as ops of their own are called so in replays as well.
         own = [hook for hook in hooks.values() if not is_joint_hook(hook)]
-        others = [hook for hook in own if not hasattr(hook, "is_replayable")]
-        if not all(hook.is_replayable for hook in own if hook not in others):
+        if any(getattr(hook, "runs_user_code", False) for hook in own):  # in a file of ours
             return False
-        codes = list(map(code_of, others))
+        codes = list(map(code_of, own))
         if any(code is None or not is_installed_file(code.co_filename) for code in codes):
             return False
-        for hook in others:
+        for hook in own:
             self._walk_callable(hook)
         return True
 

@@ -42,9 +42,6 @@ class Watcher(Protocol):
     def read(self, function: Callable[[torch.Tensor], Any], tensor: torch.Tensor) -> Any:
         """Ask something of a tensor that is not its values, and guard the answer."""
 
-    def hooks(self, function: Callable[..., Any], tensors: tuple[torch.Tensor, ...]) -> Any:
-        """Run what hooks do with tensors as one op that is not the model's own."""
-
     def unseen(self, what: str) -> None:
         """Note that the run comes by something that a replay could not repeat."""
 

@@ -7,7 +7,7 @@ order in which they iterate; everything else is left as it is.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -25,17 +25,13 @@ def tensors_of(value: Any) -> list[Tensor]:
         [tensor(1), tensor(2)]
     """
     found: list[Tensor] = []
-    _collect(value, found, ())
+
+    def keep(tensor: Tensor) -> Tensor:
+        found.append(tensor)
+        return tensor
+
+    _mapped(value, keep, copy.copy)
     return found
-
-
-def _collect(value: Any, found: list[Tensor], around: tuple[int, ...]) -> None:
-    if isinstance(value, Tensor):
-        found.append(value)
-    elif type(value) not in _PLAIN and id(value) not in around:  # else a container inside itself
-        around = (*around, id(value))
-        for _, item in _items(value):
-            _collect(item, found, around)
 
 
 def with_tensors(value: Any, tensors: Iterable[Tensor]) -> Any:
@@ -48,28 +44,8 @@ def with_tensors(value: Any, tensors: Iterable[Tensor]) -> Any:
         >>> with_tensors({"a": torch.tensor(1), "b": [None]}, [torch.tensor(2)])
         {'a': tensor(2), 'b': [None]}
     """
-    return _with(value, iter(tensors), ())
-
-
-def _with(value: Any, tensors: Iterator[Tensor], around: tuple[int, ...]) -> Any:
-    if isinstance(value, Tensor):
-        return next(tensors)
-    if type(value) in _PLAIN or id(value) in around:
-        return value
-    inside = (*around, id(value))
-    changed = [
-        (key, new)
-        for key, item in _items(value)
-        if (new := _with(item, tensors, inside)) is not item
-    ]
-    if not changed:
-        return value
-    if isinstance(value, tuple):
-        return _tuple_with(value, dict(changed))
-    value = copy.copy(value)
-    for key, new in changed:
-        _set(value, key, new)
-    return value
+    given = iter(tensors)
+    return _mapped(value, lambda tensor: next(given), copy.copy)
 
 
 class Exchange:
@@ -90,32 +66,20 @@ class Exchange:
 
     def into(self, value: Any) -> Any:
         """Return a value with tensors exchanged: another one only if it is a tuple."""
-        return self._into(value, ())
+        return _mapped(value, self._other, self._touch, self._note)
 
-    def _into(self, value: Any, around: tuple[int, ...]) -> Any:
-        if isinstance(value, Tensor):
-            new = self._exchanged.get(id(value))
-            return value if new is None else self._note(value, new)
-        if type(value) in _PLAIN or id(value) in around:
-            return value
-        inside = (*around, id(value))
-        changed = [
-            (key, new)
-            for key, item in _items(value)
-            if (new := self._into(item, inside)) is not item
-        ]
-        if not changed:
-            return value
-        if isinstance(value, tuple):
-            return self._note(value, _tuple_with(value, dict(changed)))
-        self._touched.append(value)
-        for key, new in changed:
-            _set(value, key, new)
-        return value
-
-    def _note(self, original: Any, new: Any) -> Any:
-        self._originals[id(new)] = new, original
+    def _other(self, tensor: Tensor) -> Tensor:
+        new = self._exchanged.get(id(tensor), tensor)
+        if new is not tensor:
+            self._note(tensor, new)
         return new
+
+    def _touch(self, container: Any) -> Any:
+        self._touched.append(container)
+        return container
+
+    def _note(self, original: Any, new: Any) -> None:
+        self._originals[id(new)] = new, original
 
     def undo(self) -> None:
         """Put back, in all that was changed, what is there still."""
@@ -128,6 +92,45 @@ class Exchange:
 
 
 _PLAIN = frozenset({type(None), bool, int, float, str, bytes})
+
+
+def _mapped(
+    value: Any,
+    new: Callable[[Tensor], Tensor],
+    changeable: Callable[[Any], Any],
+    note: Callable[[Any, Any], None] | None = None,
+    around: tuple[int, ...] = (),
+) -> Any:
+    """Return a value with other tensors.
+
+    Args:
+        value: the value.
+        new: returns what to put in the place of a tensor.
+        changeable: returns the list, dict or dataclass to change in the place of one.
+        note: called with each tuple that another takes the place of, and with that.
+        around: the ids of the containers that the value is in.
+    """
+    if isinstance(value, Tensor):
+        return new(value)
+    if type(value) in _PLAIN or id(value) in around:  # else a container inside itself
+        return value
+    inside = (*around, id(value))
+    changed = [
+        (key, other)
+        for key, item in _items(value)
+        if (other := _mapped(item, new, changeable, note, inside)) is not item
+    ]
+    if not changed:
+        return value
+    if isinstance(value, tuple):
+        made = _tuple_with(value, dict(changed))
+        if note is not None:
+            note(value, made)
+        return made
+    made = changeable(value)
+    for key, other in changed:
+        _set(made, key, other)
+    return made
 
 
 def _items(value: Any) -> Iterable[tuple[Any, Any]]:

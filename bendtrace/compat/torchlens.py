@@ -1,4 +1,11 @@
-"""Tracing in the words of TorchLens."""
+"""TorchLens: `log_forward_pass` and `show_model_graph`.
+
+>>> import torch, bendtrace as bt
+>>> tl = bt.compat.torchlens
+>>> history = tl.log_forward_pass(torch.nn.ReLU(), torch.ones(2))
+>>> isinstance(history, tl.ModelHistory), history["relu_1"].tensor_contents
+(True, tensor([1., 1.]))
+"""
 
 from __future__ import annotations
 
@@ -8,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from bendtrace._history import ModelHistory
 from bendtrace._trace import Trace, run_trace
 from bendtrace.errors import InputError
 from bendtrace.history.capture import SaveOptions
@@ -15,7 +23,7 @@ from bendtrace.history.capture import SaveOptions
 if TYPE_CHECKING:
     from bendtrace.drawing.picture import Picture
 
-__all__ = ["log_forward_pass", "show_model_graph"]
+__all__ = ["ModelHistory", "log_forward_pass", "show_model_graph"]
 
 
 def log_forward_pass(

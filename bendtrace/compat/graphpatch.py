@@ -1,14 +1,26 @@
-"""PatchableGraph: a model, and the tree of what it computed for an example."""
+"""graphpatch: `PatchableGraph`, and all patches by name.
+
+>>> import torch, bendtrace as bt
+>>> gp = bt.compat.graphpatch
+>>> pg = gp.PatchableGraph(torch.nn.Sequential(torch.nn.ReLU(), torch.nn.Tanh()), torch.ones(2))
+>>> with pg.patch({"sub_0.output": gp.ZeroPatch(slice=0)}):
+...     print(pg(torch.zeros(2)))
+tensor([0., 0.])
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
+from bendtrace import patches
 from bendtrace.module import BendedModule
+from bendtrace.patches import *  # noqa: F403
 from bendtrace.paths.view import Node, Tree
 
 __all__ = ["PatchableGraph"]
+__all__ += patches.__all__
+__all__.sort()
 
 
 class PatchableGraph(BendedModule):

@@ -16,6 +16,7 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 __all__ = [
     "NOT_NUMBERED",
+    "NOT_WRITABLE",
     "Gradients",
     "Node",
     "enter",
@@ -29,6 +30,8 @@ __all__ = [
 
 Gradients = tuple[Tensor | None, ...]
 Node = Any  # the nodes of autograd's graph have no common class
+# In what torch (2.13, 2.14) says where a tensor of a read-only entry, or a view of it, is written.
+NOT_WRITABLE = "created inside a custom Function"
 NOT_NUMBERED = 2**64 - 1  # the sequence number of what accumulates the gradients of leaves
 
 
@@ -42,12 +45,18 @@ class Traffic(Protocol):
         """Return what to pass on as gradients of inputs."""
 
 
-def enter(traffic: Traffic, tensors: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], Node]:
+def enter(
+    traffic: Traffic, tensors: Sequence[Tensor], writable: bool
+) -> tuple[tuple[Tensor, ...], Node]:
     """Return tensors with the values and the storage of others, and the node of the step.
 
-    They are not views of the others, and can be changed in place.
+    Args:
+        traffic: what is told of the gradients.
+        tensors: the others.
+        writable: whether they can be changed in place; else torch refuses it (`NOT_WRITABLE`).
     """
-    inside: tuple[Tensor, ...] = _Entry.apply(*tensors)
+    step = _Entry if writable else _ReadOnlyEntry
+    inside: tuple[Tensor, ...] = step.apply(*tensors)
     node: Node = inside[0].grad_fn
     # Not held strongly: what leads from the outputs to here holds it, and refers to this node.
     node.traffic = weakref.ref(traffic)
@@ -108,6 +117,15 @@ class _Entry(Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
         traffic: Traffic | None = ctx.traffic()
         return gradients if traffic is None else traffic.entered(gradients)
+
+
+class _ReadOnlyEntry(Function):
+    @staticmethod
+    def forward(ctx: Any, *tensors: Tensor) -> Any:
+        ctx.set_materialize_grads(False)
+        return tensors  # as views to autograd, of several of which none can be changed in place
+
+    backward = staticmethod(_Entry.backward)
 
 
 class _Exit(Function):

@@ -1,0 +1,85 @@
+"""torchbend: `BendedModule` with its `trace` and `graph()`, and all bending callbacks by name.
+
+>>> import torch, bendtrace as bt
+>>> tb = bt.compat.torchbend
+>>> bended = tb.BendedModule(torch.nn.Sequential(torch.nn.ReLU(), torch.nn.Tanh()))
+>>> graph, out = bended.trace(torch.tensor([-1.0, 0.0]), _return_out=True)
+>>> print(out[0], list(bended.graph()))
+tensor([0., 0.]) ['input', 'relu', 'tanh', 'output']
+>>> _ = bended.bend(tb.Bias(1.0), "1$")
+>>> bended(torch.zeros(2))
+tensor([1., 1.])
+"""
+
+from typing import Any
+
+from bendtrace import bends, module
+from bendtrace._trace import Trace
+from bendtrace.bends import *  # noqa: F403
+from bendtrace.errors import BendShapeError
+from bendtrace.flow import LogicalFlowStep
+from bendtrace.graph.mirror import Graph
+
+__all__ = ["BendShapeError", "BendedModule"]
+__all__ += bends.__all__
+__all__.sort()
+
+
+class BendedModule(module.BendedModule):
+    """A `bendtrace.BendedModule` whose traces are read as torchbend's are.
+
+    Everything else is as in `bendtrace.BendedModule`: calls with other inputs are right, where
+    torchbend's graph is that of one example.
+
+    Args:
+        model: a module; a plain function works too.
+        max_traces: how many paths to keep; None for all.
+        backend: what compiles paths that are taken often; None for replays bit by bit.
+        backend_options: for the backend.
+        audit: what share of the replays the model itself does again.
+
+    Example:
+        >>> import torch, bendtrace as bt
+        >>> bended = bt.compat.torchbend.BendedModule(lambda x: x * x.shape[0])
+        >>> graph, out = bended.trace(x=torch.ones(4), _return_out=True)
+        >>> out
+        (tensor([4., 4., 4., 4.]),)
+        >>> bended(torch.ones(2))
+        tensor([2., 2.])
+    """
+
+    def trace(self, *args: Any, _return_out: bool = False, **kwargs: Any) -> Any:
+        """Run the model under the tracer.
+
+        Args:
+            *args: positional arguments of the model.
+            _return_out: whether to return the outputs as well.
+            **kwargs: keyword arguments of the model.
+
+        Returns:
+            The graph of the run, whose `flow_steps` are a list of the branches that were taken.
+            With `_return_out` that, and the outputs as a tuple, of one item where the model
+            returns one thing.
+        """
+        trace = super().trace(*args, **kwargs)
+        if not _return_out:
+            return _graph(trace)
+        return _graph(trace), trace.output if type(trace.output) is tuple else (trace.output,)
+
+    def graph(self) -> Graph:  # type: ignore[override]
+        """Return the graph of the latest trace, which prints as a graph of torch.fx does.
+
+        Example:
+            >>> import torch, bendtrace as bt
+            >>> bended = bt.compat.torchbend.BendedModule(lambda x: x if x.sum() > 0 else -x)
+            >>> _ = bended.trace(torch.ones(2))
+            >>> [(step.name, step.value) for step in bended.graph().flow_steps]
+            [('bool', True)]
+        """
+        return _graph(self.latest_trace)
+
+
+def _graph(trace: Trace) -> Graph:
+    made: Graph = trace.graph.copy()
+    made.graph["flow_steps"] = list(trace.flow_steps.of(LogicalFlowStep))
+    return made

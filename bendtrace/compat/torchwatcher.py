@@ -1,0 +1,501 @@
+"""TorchWatcher: interjections that are modules, and functions that insert them in a model.
+
+A script for torchwatcher imports the same names from here; `interjection` is this module itself,
+and `node_selector` is `bendtrace.node_selector`.
+
+>>> import torch, bendtrace as bt
+>>> class Tell(bt.compat.torchwatcher.ForwardInterjection):
+...     def process(self, name, module, inputs):
+...         print(name, tuple(inputs.shape))
+>>> watched = bt.compat.torchwatcher.interject_by_match(torch.nn.ReLU(), "relu", Tell())
+>>> _ = watched(torch.ones(2, 3))
+relu (2, 3)
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from bendtrace import node_selector
+from bendtrace.errors import InputError
+from bendtrace.interject.insertion import as_interjection
+from bendtrace.interject.interjection import Inputs, Interjection, NodePass
+from bendtrace.interject.leaves import leaves_in, outside
+from bendtrace.interject.native import Attached, Counts
+from bendtrace.interject.plan import forms_of
+from bendtrace.interject.selectors.naming import matches_module, matches_module_class
+from bendtrace.interject.sharing import shared_copy
+from bendtrace.module import BendedModule
+from bendtrace.rewriting import replace_module, replace_module_native
+
+__all__ = [
+    "ForwardInterjection",
+    "WrappedForwardBackwardInterjection",
+    "WrappedForwardInterjection",
+    "interject_by_match",
+    "interject_by_module",
+    "interject_by_module_class",
+    "interject_by_module_class_native",
+    "interject_by_name",
+    "node_selector",
+    "replace_module",
+    "replace_module_native",
+]
+
+interjection = sys.modules[__name__]
+_lock = threading.Lock()
+
+
+class _Module(Interjection, nn.Module, ABC):
+    """An interjection that can have parameters, buffers and submodules of its own.
+
+    They are its own: the model's state dict, parameters, training mode and device do not include
+    them. Hand `interjection.parameters()` to an optimizer, call `interjection.to(...)`.
+    """
+
+    # Of the class, since subclasses need not call a constructor if they hold no tensors.
+    _nodes: frozenset[str] = frozenset()
+
+    def register(self, name: str, module: nn.Module | None) -> None:
+        """Called once for each node, before `process` or `process_backward` first is.
+
+        Override it to get something ready for each node: a probe, a list, a counter.
+
+        Args:
+            name: path of the node.
+            module: the module called; None for functions and methods.
+        """
+
+    def _meet(self, at: NodePass) -> None:
+        if at.path in self._nodes:
+            return
+        with _lock:
+            is_new = at.path not in self._nodes
+            self._nodes = self._nodes | {at.path}
+        if is_new:
+            self.register(at.path, at.module)
+
+
+class ForwardInterjection(_Module):
+    """Sees what a node gives, and may exchange it. Subclasses override `process`.
+
+    One object can be inserted at many nodes, whose paths tell them apart. It is an `nn.Module`, and
+    can have parameters, which are trained like any others and are no part of the model's state.
+
+    Example:
+        >>> import torch, bendtrace as bt
+        >>> class Doubled(bt.compat.torchwatcher.ForwardInterjection):
+        ...     def process(self, name, module, inputs):
+        ...         return inputs * 2
+        >>> bended = bt.BendedModule(lambda x: x.relu() + 1)
+        >>> handle = bended.interject("relu", Doubled())
+        >>> bended(torch.ones(2))
+        tensor([3., 3.])
+    """
+
+    @abstractmethod
+    def process(self, name: str, module: nn.Module | None, inputs: Any) -> Any:
+        """Called with what a node gave.
+
+        Args:
+            name: path of the node.
+            module: the module called; None for functions and methods.
+            inputs: what the node gave, as it is: a tensor, a tuple, a dict.
+
+        Returns:
+            What goes on in its place, of the same structure; None to keep it.
+        """
+
+    def after(self, at: NodePass, inputs: Inputs, output: Any) -> Any:
+        """Call `process`."""
+        self._meet(at)
+        return self.process(at.path, at.module, output)
+
+
+class WrappedForwardInterjection(_Module):
+    """Sees what a node is given and what it gives, and may exchange the latter.
+
+    Subclasses override `process`.
+
+    Example:
+        >>> import torch, bendtrace as bt
+        >>> class Residual(bt.compat.torchwatcher.WrappedForwardInterjection):
+        ...     def process(self, name, module, inputs, outputs):
+        ...         return inputs + outputs
+        >>> bended = bt.BendedModule(lambda x: x.relu())
+        >>> handle = bended.interject("relu", Residual())
+        >>> bended(torch.tensor([-1.0, 2.0]))
+        tensor([-1.,  4.])
+    """
+
+    wants_inputs = True
+
+    @abstractmethod
+    def process(self, name: str, module: nn.Module | None, inputs: Any, outputs: Any) -> Any:
+        """Called with what a node was given, and what it gave.
+
+        Args:
+            name: path of the node.
+            module: the module called; None for functions and methods.
+            inputs: the arguments that have a tensor in them, positional ones first. One by itself
+                is given as it is, several as a tuple. A node that changes its input in place has
+                done so.
+            outputs: what the node gave, as it is.
+
+        Returns:
+            What goes on in the place of `outputs`, of the same structure; None to keep them.
+        """
+
+    def after(self, at: NodePass, inputs: Inputs, output: Any) -> Any:
+        """Call `process`."""
+        self._meet(at)
+        return self.process(at.path, at.module, _unpacked(_with_tensors(inputs)), output)
+
+
+class WrappedForwardBackwardInterjection(_Module):
+    """Sees the gradients that go through a node, and may exchange those of its inputs.
+
+    Subclasses override `process_backward`, and `process` if they want what
+    `WrappedForwardInterjection` sees as well.
+
+    Example:
+        >>> import torch, bendtrace as bt
+        >>> class Halved(bt.compat.torchwatcher.WrappedForwardBackwardInterjection):
+        ...     def process_backward(self, name, module, grad_input, grad_output):
+        ...         return grad_input / 2
+        >>> bended = bt.BendedModule(lambda x: x.relu() + x)
+        >>> handle = bended.interject("relu", Halved())
+        >>> x = torch.ones(2, requires_grad=True)
+        >>> bended(x).sum().backward()
+        >>> x.grad
+        tensor([1.5000, 1.5000])
+    """
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "wants_inputs" not in vars(cls):  # what nobody looks at is not asked for
+            cls.wants_inputs = cls._overrides("after")
+
+    @classmethod
+    def _overrides(cls, name: str) -> bool:
+        if name == "after" and cls.after is WrappedForwardBackwardInterjection.after:
+            return cls.process is not WrappedForwardBackwardInterjection.process
+        return super()._overrides(name)
+
+    def process(self, name: str, module: nn.Module | None, inputs: Any, outputs: Any) -> Any:
+        """Called in the forward pass, as `WrappedForwardInterjection.process` is."""
+
+    @abstractmethod
+    def process_backward(
+        self,
+        name: str,
+        module: nn.Module | None,
+        grad_input: Tensor | tuple[Tensor | None, ...] | None,
+        grad_output: Tensor | tuple[Tensor | None, ...] | None,
+    ) -> Any:
+        """Called in the backward pass with the gradients through this call of the node alone.
+
+        What else becomes of a tensor does not count: where `x` is used twice, each use has a
+        `grad_input` of its own.
+
+        Args:
+            name: path of the node.
+            module: the module called; None for functions and methods.
+            grad_input: gradients of the tensors that the node was given, in the order of the
+                arguments, None where none arrives. That of one tensor is given as it is, those of
+                several as a tuple.
+            grad_output: gradients of the tensors that the node gave, likewise.
+
+        Returns:
+            What takes the place of `grad_input`, of the same shapes; None to keep it.
+        """
+
+    def after(self, at: NodePass, inputs: Inputs, output: Any) -> Any:
+        """Call `process`."""
+        self._meet(at)
+        return self.process(at.path, at.module, _unpacked(_with_tensors(inputs)), output)
+
+    def backward(
+        self,
+        at: NodePass,
+        grad_input: tuple[Any, ...],
+        grad_output: tuple[Any, ...],
+    ) -> Any:
+        """Call `process_backward`."""
+        self._meet(at)
+        return self.process_backward(
+            at.path, at.module, _unpacked(grad_input), _unpacked(grad_output)
+        )
+
+
+Options = Mapping[str, Any] | None
+
+
+def interject_by_match(
+    model: Callable[..., Any],
+    selector: Any,
+    interjection: Interjection,
+    tracer_kwargs: Options = None,
+    *,
+    passes: Any = None,
+    every: int | None = None,
+    allow_none: bool = False,
+) -> BendedModule:
+    """Insert something at all nodes that a selector means.
+
+    Args:
+        model: a model, which stays as it is, or a `BendedModule`, in which it is inserted besides
+            what is there.
+        selector: a selector, a regular expression, a predicate of the `Candidate`, or a list.
+        interjection: what is inserted; also a function of the value.
+        tracer_kwargs: `{"leaf_modules": [...]}`: classes of modules, modules or qualified names
+            that are not looked into. Their calls are nodes, what is in them is not meant.
+        passes: in which passes of each node, as for `BendedModule.interject`.
+        every: in every how manieth pass.
+        allow_none: whether it is right that no node is meant.
+
+    Returns:
+        The `BendedModule`; `.insertions[-1]` is the handle.
+
+    Raises:
+        InputError: something given makes no sense.
+        NodePathError: no node is meant; without a run so far, the first call says so.
+
+    Example:
+        >>> import torch, bendtrace as bt
+        >>> tw = bt.compat.torchwatcher
+        >>> model = torch.nn.Sequential(torch.nn.ReLU(), torch.nn.Sigmoid())
+        >>> relu = bt.node_selector.Activations.is_relu
+        >>> watched = tw.interject_by_match(model, relu, lambda value: value * 0)
+        >>> watched(torch.ones(2)), model(torch.ones(2))
+        (tensor([0.5000, 0.5000]), tensor([0.7311, 0.7311]))
+    """
+    bended = _bended(model)
+    where = outside(selector, bended.model, leaves_in(tracer_kwargs))
+    bended.interject(where, interjection, passes=passes, every=every, allow_none=allow_none)
+    return bended
+
+
+def interject_by_module_class(
+    model: Callable[..., Any],
+    target_module_class: type[nn.Module] | tuple[type[nn.Module], ...],
+    interjection: Interjection,
+    tracer_kwargs: Options = None,
+    *,
+    passes: Any = None,
+    every: int | None = None,
+    allow_none: bool = False,
+) -> BendedModule:
+    """Insert something at all calls of modules of a class, those of subclasses included.
+
+    Functions that do the same are not meant: `F.relu` is no `nn.ReLU`. A selector means both.
+
+    Args:
+        model: a model, or a `BendedModule`, as for `interject_by_match`.
+        target_module_class: the class, or several.
+        interjection: what is inserted; also a function of the value.
+        tracer_kwargs: as for `interject_by_match`.
+        passes: in which passes of each node, as for `BendedModule.interject`.
+        every: in every how manieth pass.
+        allow_none: whether it is right that no node is meant.
+
+    Returns:
+        The `BendedModule`; `.insertions[-1]` is the handle.
+
+    Raises:
+        InputError: something given makes no sense.
+        NodePathError: no node is meant.
+
+    Example:
+        >>> import torch, bendtrace as bt
+        >>> tw = bt.compat.torchwatcher
+        >>> model = torch.nn.Sequential(torch.nn.ReLU(), torch.nn.Sigmoid())
+        >>> watched = tw.interject_by_module_class(
+        ...     model, torch.nn.ReLU, torch.zeros_like
+        ... )
+        >>> watched(torch.ones(2))
+        tensor([0.5000, 0.5000])
+    """
+    given = target_module_class
+    classes = given if isinstance(given, tuple) else (given,)
+    return interject_by_match(
+        model, matches_module_class(*classes), interjection, tracer_kwargs,
+        passes=passes, every=every, allow_none=allow_none,
+    )  # fmt: skip
+
+
+def interject_by_module(
+    model: Callable[..., Any],
+    module: nn.Module,
+    interjection: Interjection,
+    *,
+    passes: Any = None,
+    every: int | None = None,
+    allow_none: bool = False,
+) -> BendedModule:
+    """Insert something at all calls of one module, wherever they are.
+
+    Args:
+        model: a model, or a `BendedModule`, as for `interject_by_match`.
+        module: the module, one of the model's.
+        interjection: what is inserted; also a function of the value.
+        passes: in which passes of each node, as for `BendedModule.interject`.
+        every: in every how manieth pass.
+        allow_none: whether it is right that the module is not called.
+
+    Returns:
+        The `BendedModule`; `.insertions[-1]` is the handle.
+
+    Raises:
+        InputError: something given makes no sense.
+        NodePathError: no run so far has called the module.
+
+    Example:
+        >>> import torch, bendtrace as bt
+        >>> tw = bt.compat.torchwatcher
+        >>> shared = torch.nn.ReLU()
+        >>> model = torch.nn.Sequential(shared, torch.nn.Tanh(), shared)
+        >>> watched = tw.interject_by_module(model, shared, lambda value: value + 1)
+        >>> _ = watched(torch.ones(2))
+        >>> watched.insertions[-1].report()
+        function at the module ReLU: called 2 times at 1 node
+          sub_0: 2 times in passes 0 to 1, changed the value 2 times
+    """
+    bended = _bended(model)
+    where = module if isinstance(module, nn.Module) else matches_module(module)
+    bended.interject(where, interjection, passes=passes, every=every, allow_none=allow_none)
+    return bended
+
+
+def interject_by_name(
+    model: Callable[..., Any],
+    name: Any,
+    interjection: Interjection,
+    tracer_kwargs: Options = None,
+    *,
+    passes: Any = None,
+    every: int | None = None,
+    allow_none: bool = False,
+) -> BendedModule:
+    """Insert something at nodes that are given by name.
+
+    Args:
+        model: a model, or a `BendedModule`, as for `interject_by_match`.
+        name: a node path (`layers_0.mlp.relu`), a qualified name (`layers.0.mlp`), the name of a
+            layer of the log, or several of these.
+        interjection: what is inserted; also a function of the value.
+        tracer_kwargs: taken for TorchWatcher's sake. What is named is meant wherever it is.
+        passes: in which passes of each node, as for `BendedModule.interject`.
+        every: in every how manieth pass.
+        allow_none: whether it is right that there is no such node.
+
+    Returns:
+        The `BendedModule`; `.insertions[-1]` is the handle.
+
+    Raises:
+        InputError: something given makes no sense.
+        NodePathError: there is no such node; without a run so far, the first call says so.
+
+    Example:
+        >>> import torch, bendtrace as bt
+        >>> tw = bt.compat.torchwatcher
+        >>> model = torch.nn.Sequential(torch.nn.ReLU(), torch.nn.Sigmoid())
+        >>> names = ["0", "sub_1.sigmoid"]
+        >>> watched = tw.interject_by_name(model, names, torch.zeros_like)
+        >>> watched(torch.ones(2))
+        tensor([0., 0.])
+        >>> watched.insertions[-1].report().paths
+        ('sub_0', 'sub_1.sigmoid')
+    """
+    leaves_in(tracer_kwargs)  # refuses what no tracer takes
+    bended = _bended(model)
+    bended.interject(name, interjection, passes=passes, every=every, allow_none=allow_none)
+    return bended
+
+
+def interject_by_module_class_native(
+    model: nn.Module,
+    target_module_class: type[nn.Module],
+    interjection: Interjection,
+    clone: bool = True,
+    *,
+    allow_none: bool = False,
+) -> nn.Module:
+    """Insert something at the calls of modules of a class by hooks, without any tracing.
+
+    `name` is the qualified name of the module. A tensor that a module is given in several places is
+    one tensor, and has in all of them the gradient of these together.
+
+    Args:
+        model: the model.
+        target_module_class: the class.
+        interjection: what is inserted; also a function of the value. It cannot be one that works
+            instead of the node.
+        clone: whether the model stays as it is. What is returned shares its parameters and buffers.
+        allow_none: whether it is right that there are no such modules.
+
+    Returns:
+        The model with the hooks: a module of the same class.
+
+    Raises:
+        InputError: something given makes no sense, or there are no such modules.
+
+    Example:
+        >>> import torch, bendtrace as bt
+        >>> tw = bt.compat.torchwatcher
+        >>> model = torch.nn.Sequential(torch.nn.ReLU(), torch.nn.Sigmoid())
+        >>> hooked = tw.interject_by_module_class_native(
+        ...     model, torch.nn.ReLU, torch.zeros_like
+        ... )
+        >>> hooked(torch.ones(2)), model(torch.ones(2))
+        (tensor([0.5000, 0.5000]), tensor([0.7311, 0.7311]))
+    """
+    if not isinstance(model, nn.Module):
+        raise InputError(f"hooks are for modules; {model!r} is none")
+    if not (isinstance(target_module_class, type) and issubclass(target_module_class, nn.Module)):
+        raise InputError(f"a class of modules has to be given, not {target_module_class!r}")
+    what = as_interjection(interjection)
+    if "instead" in forms_of(what):
+        raise InputError(
+            f"{what.label} works in place of a node, which no hook can: insert it with "
+            "BendedModule.interject, or use replace_module_native"
+        )
+    model = shared_copy(model) if clone else model
+    targets = {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, target_module_class)
+    }
+    if not targets and not allow_none:
+        raise InputError(f"the model has no {target_module_class.__name__}")
+    counts = Counts()
+    model.register_forward_pre_hook(counts.begin)
+    for name, module in targets.items():
+        Attached(module, what, name, counts).install()
+    return model
+
+
+def _bended(model: Callable[..., Any]) -> BendedModule:
+    return model if isinstance(model, BendedModule) else BendedModule(model)
+
+
+def _with_tensors(inputs: Inputs) -> tuple[Any, ...]:
+    return tuple(filter(_has_tensor, (*inputs, *inputs.kwargs.values())))
+
+
+def _has_tensor(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return any(map(_has_tensor, value))
+    if isinstance(value, dict):
+        return any(map(_has_tensor, value.values()))
+    return isinstance(value, Tensor)
+
+
+def _unpacked(values: Sequence[Any]) -> Any:
+    return values[0] if len(values) == 1 else tuple(values)

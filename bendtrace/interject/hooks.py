@@ -1,0 +1,565 @@
+"""What a `HookManager` is made of: functions and handles by name, and what calls them.
+
+A hook is an interjection at the calls of one module: an insertion in a `BendedModule`, or attached
+to a plain module. It has its own view of these calls: all tensors, as flat tuples.
+"""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+import threading
+import types
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, Literal, NoReturn, Protocol, TypeVar, get_args
+
+import torch
+from torch import Tensor, nn
+
+from bendtrace.errors import HookNameError, InputError
+from bendtrace.interject.gradients import ChecksGradients
+from bendtrace.interject.insertion import Insertion
+from bendtrace.interject.interjection import Inputs, Interjection, NodePass
+from bendtrace.interject.native import Attached
+from bendtrace.interject.steps import Gradients
+from bendtrace.interject.tensors import tensors_of, with_tensors
+
+__all__ = [
+    "CATEGORIES",
+    "Category",
+    "HookContext",
+    "HookFunction",
+    "HookHandle",
+    "NameTable",
+    "Registered",
+    "check_category",
+    "check_module",
+    "free_name",
+    "interjection_of",
+    "is_same",
+    "short",
+]
+
+Category = Literal["forward_hook", "forward_pre_hook", "backward_hook"]
+CATEGORIES: tuple[Category, ...] = get_args(Category)
+_T = TypeVar("_T")
+_orders = itertools.count()
+
+
+@dataclass(eq=False)
+class Registered:
+    """A module that hooks are registered on.
+
+    Attributes:
+        module: the module.
+        name: its name.
+        is_given: whether somebody gave the name; if not, it gives way to the first that is.
+    """
+
+    module: nn.Module
+    name: str
+    is_given: bool
+
+
+class ModuleTable(Mapping[nn.Module, "HookHandle"]):
+    """Handles by module: by which object it is, however it compares or prints."""
+
+    def __init__(self, handles: dict[int, HookHandle]) -> None:
+        self._handles = handles
+
+    def __getitem__(self, module: nn.Module) -> HookHandle:
+        return self._handles[id(module)]
+
+    def __contains__(self, module: object) -> bool:
+        return id(module) in self._handles
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        return (handle.module for handle in self._handles.values())
+
+    def __len__(self) -> int:
+        return len(self._handles)
+
+    def __repr__(self) -> str:
+        entries = (f"<{one.module_name}>: {one!r}" for one in self._handles.values())
+        return f"{{{', '.join(entries)}}}"
+
+
+class HookFunction:
+    """A function that was registered as a hook of some kind. A `HookManager` makes these.
+
+    Attributes:
+        function: what was registered.
+        hook_type: the kind: "forward_hook", "forward_pre_hook" or "backward_hook".
+        name: its id.
+        module_to_handle: the handles by module.
+
+    Example:
+        >>> import torch, bendtrace as bt
+        >>> linear, manager = torch.nn.Linear(1, 1), bt.HookManager()
+        >>> hook = manager.register_forward_hook(print, hook_fn_name="show", first=linear)
+        >>> hook
+        <HookFunction show: forward_hook on first>
+        >>> hook.module_to_handle[linear]
+        <HookHandle show[first]: active>
+    """
+
+    def __init__(
+        self, function: Callable[..., Any], hook_type: Category, name: str, is_given: bool
+    ) -> None:
+        self.function = function
+        self.hook_type: Category = hook_type
+        self.name = name
+        self.is_given = is_given
+        self._handles: dict[int, HookHandle] = {}
+        self.module_to_handle = ModuleTable(self._handles)
+
+    @property
+    def handles(self) -> tuple[HookHandle, ...]:
+        """The handles, in the order of registration."""
+        return tuple(self._handles.values())
+
+    def activate(self) -> None:
+        """Activate the function on all modules that it is registered on."""
+        for handle in self.handles:
+            handle.activate()
+
+    def deactivate(self) -> None:
+        """Deactivate the function on all modules that it is registered on."""
+        for handle in self.handles:
+            handle.deactivate()
+
+    def __call__(self, *args: Any) -> Any:
+        """Call the function itself."""
+        return self.function(*args)
+
+    def __repr__(self) -> str:
+        modules = ", ".join(handle.module_name for handle in self.handles) or "no module"
+        return f"<HookFunction {self.name}: {self.hook_type} on {modules}>"
+
+
+class Owner(Protocol):
+    """What keeps handles."""
+
+    def place(self, handle: HookHandle) -> Insertion | Attached:
+        """Say what has the module call a hook."""
+
+    def activate(self, handle: HookHandle) -> None:
+        """Have the module call a hook, in the order of registration."""
+
+
+class HookHandle:
+    """One function that is registered on one module. A `HookManager` makes these.
+
+    Attributes:
+        hook_fn: the function, as a `HookFunction`.
+        module: the module.
+        module_name: the id of the module.
+        order: its place among all that was registered.
+        placed: what has the module call it.
+
+    Example:
+        >>> import torch, bendtrace as bt
+        >>> linear, manager = torch.nn.Linear(1, 1), bt.HookManager()
+        >>> def show(module, inputs, outputs):
+        ...     print(module.name, tuple(outputs[0].shape))
+        >>> _ = manager.register_forward_hook(show, hook_fn_name="show", first=linear)
+        >>> handle = manager.name_to_hookhandle["show[first]"]
+        >>> _ = linear(torch.ones(2, 1))
+        first (2, 1)
+        >>> handle.deactivate()
+        >>> _ = linear(torch.ones(2, 1))
+        >>> handle
+        <HookHandle show[first]: inactive>
+    """
+
+    def __init__(self, hook_fn: HookFunction, registered: Registered, owner: Owner) -> None:
+        self.hook_fn = hook_fn
+        self.module = registered.module
+        self.order = next(_orders)
+        self._registered = registered
+        self.placed: Insertion | Attached = owner.place(self)
+        self._owner: Owner | None = owner
+        self._active = False
+        hook_fn._handles[id(self.module)] = self
+
+    @property
+    def module_name(self) -> str:
+        """The id of the module."""
+        return self._registered.name
+
+    @property
+    def name(self) -> str:
+        """Its id: those of the function and of the module, as `function[module]`."""
+        return f"{self.hook_fn.name}[{self.module_name}]"
+
+    @property
+    def active(self) -> bool:
+        """Whether the function is called when the module is."""
+        return self._active and self.placed.active
+
+    @property
+    def removed(self) -> bool:
+        """Whether it was removed from its manager, and cannot be activated any more."""
+        return self._owner is None
+
+    def is_active(self) -> bool:
+        """Whether the function is called when the module is."""
+        return self.active
+
+    def activate(self) -> None:
+        """Have the function called when the module is.
+
+        Raises:
+            InputError: if the hook was removed.
+        """
+        if self._owner is None:
+            raise InputError(f"{self.described} was removed: register it anew")
+        if not self.active:
+            self._owner.activate(self)
+            self._active = True
+
+    def deactivate(self) -> None:
+        """Have the function not called for now."""
+        if self._active:
+            self._active = False
+            self.placed.remove()
+
+    def remove(self) -> None:
+        """Deactivate it for good, and purge it from the tables of its manager."""
+        if self._owner is not None:
+            self._owner = None
+            self.deactivate()
+            del self.hook_fn._handles[id(self.module)]
+
+    @property
+    def described(self) -> str:
+        """The start of a sentence about it."""
+        kind = self.hook_fn.hook_type.replace("_", " ")
+        return f"{kind} {self.hook_fn.name!r} on module {self.module_name!r}"
+
+    def __repr__(self) -> str:
+        state = "removed" if self._owner is None else "active" if self.active else "inactive"
+        return f"<HookHandle {self.name}: {state}>"
+
+
+# What calls hooks
+
+
+class _Hook(Interjection):
+    """Calls a hook for the calls of a module.
+
+    Args:
+        handle: the hook.
+    """
+
+    checks_itself = True
+
+    def __init__(self, handle: HookHandle) -> None:
+        self.handle = handle
+
+    @property
+    def label(self) -> str:
+        """The name of the hook; where nobody gave one, that of its function."""
+        hook, name = self.handle.hook_fn, getattr(self.handle.hook_fn.function, "__name__", "")
+        return f"{hook.name if hook.is_given or not name else name}[{self.handle.module_name}]"
+
+    def _call(
+        self, at: NodePass, seen: tuple[Any, ...], given: tuple[Any, ...], what: str
+    ) -> tuple[Any, ...]:
+        """Return what the hook makes of some tensors, if it is active.
+
+        Args:
+            at: the call of the module.
+            seen: what the hook is given before these.
+            given: the tensors.
+            what: what they are called.
+        """
+        handle = self.handle
+        if not handle.active:
+            return given
+        with named(at.module or handle.module, handle.module_name):
+            returned = handle.hook_fn.function(at.module or handle.module, *seen, given)
+        if returned is None:
+            return given
+        self._require(returned, len(given), what, Tensor)
+        return returned  # type: ignore[no-any-return]
+
+    def _require(self, returned: Any, count: int, what: str, *kinds: type) -> None:
+        """Raise an error if something is not a tuple of as many tensors."""
+        if (
+            type(returned) is not tuple
+            or len(returned) != count
+            or not all(isinstance(item, kinds) for item in returned)
+        ):
+            plural = "" if count == 1 else "s"
+            raise InputError(
+                f"{self.handle.described} has to return None, or the {what} as a tuple of {count} "
+                f"tensor{plural}; it returned {_kind(returned)}"
+            )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Hook:
+        return self  # as functions are: a copied module has the same hooks
+
+    def __reduce__(self) -> NoReturn:
+        raise InputError(
+            f"a module with active hooks cannot be pickled: deactivate {self.handle.name} meanwhile"
+        )
+
+
+class _PreHook(_Hook):
+    def before(self, at: NodePass, inputs: Inputs) -> Inputs | None:
+        """Call the hook with the inputs."""
+        value = tuple(inputs), inputs.kwargs
+        tensors = tuple(tensors_of(value))
+        new = self._call(at, (), tensors, "inputs")
+        return None if new is tensors else Inputs(*with_tensors(value, new))
+
+
+class _ForwardHook(_Hook):
+    wants_inputs = True
+
+    def after(self, at: NodePass, inputs: Inputs, output: Any) -> Any:
+        """Call the hook with the inputs and the outputs."""
+        seen, tensors = tuple(tensors_of((inputs, inputs.kwargs))), tuple(tensors_of(output))
+        new = self._call(at, (seen,), tensors, "outputs")
+        return None if new is tensors else with_tensors(output, new)
+
+
+class _BackwardHook(_Hook, ChecksGradients):
+    def backward(self, at: NodePass, grad_input: Gradients, grad_output: Gradients) -> Any:
+        """Call the hook with the gradients."""
+        handle = self.handle
+        if not handle.active:
+            return None
+        given = [gradient for gradient in (*grad_input, *grad_output) if gradient is not None]
+        versions = [gradient._version for gradient in given]
+        with named(at.module or handle.module, handle.module_name):
+            returned = handle.hook_fn.function(at.module or handle.module, grad_input, grad_output)
+        if [gradient._version for gradient in given] != versions:
+            raise InputError(
+                f"{handle.described} has changed a gradient in place, which others may use as "
+                "well: return a tuple of new gradients of the inputs instead"
+            )
+        return returned
+
+    def checked_gradients(
+        self,
+        result: Any,
+        before: Gradients,
+        passing: frozenset[int],
+        shapes: Sequence[Sequence[int]],
+    ) -> Gradients:
+        """Return the gradients to pass on."""
+        self._require(result, len(before), "gradients of the inputs", Tensor, type(None))
+        for place, (old, new, shape) in enumerate(zip(before, result, shapes, strict=True)):
+            if new is not None and new.shape != shape:
+                raise InputError(
+                    f"{self.handle.described} returned a gradient of shape {tuple(new.shape)} for "
+                    f"input {place}, which has shape {tuple(shape)}"
+                )
+            if old is not new and place not in passing:
+                raise InputError(
+                    f"{self.handle.described} returned another gradient for input {place}, "
+                    "which passes no gradient on"
+                )
+        return result  # type: ignore[no-any-return]
+
+
+_KINDS: dict[Category, type[_Hook]] = {
+    "forward_hook": _ForwardHook, "forward_pre_hook": _PreHook, "backward_hook": _BackwardHook,
+}  # fmt: skip
+
+
+def interjection_of(handle: HookHandle) -> Interjection:
+    """Return what calls a hook at the calls of its module."""
+    return _KINDS[handle.hook_fn.hook_type](handle)
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, (tuple, list)):
+        inside = ", ".join(type(item).__name__ for item in value)
+        return f"a {type(value).__name__} of {len(value)} ({inside})"
+    return f"a {type(value).__name__}"
+
+
+class HookContext(Generic[_T]):
+    """A context in which hooks are active; each is afterwards what it was before.
+
+    Contexts can be nested, and one can be entered several times. Which hooks are meant is looked
+    up when it is entered. A hook that is removed meanwhile stays removed.
+
+    Example:
+        >>> import torch, bendtrace as bt
+        >>> linear, manager = torch.nn.Linear(1, 1), bt.HookManager()
+        >>> hook = manager.register_forward_hook(print, first=linear, activate=False)
+        >>> with manager.hook_all_context():
+        ...     hook.handles[0].active
+        True
+        >>> hook.handles[0].active
+        False
+    """
+
+    def __init__(self, manager: _T, select: Callable[[], Iterable[HookHandle]]) -> None:
+        self._manager = manager
+        self._select = select
+        self._before: list[list[tuple[HookHandle, bool]]] = []
+
+    def __enter__(self) -> _T:
+        handles = list(self._select())
+        self._before.append([(handle, handle.active) for handle in handles])
+        for handle in handles:
+            handle.activate()
+        return self._manager
+
+    def __exit__(self, *error: object) -> None:
+        for handle, was_active in self._before.pop():
+            if was_active and not handle.removed:
+                handle.activate()
+            elif not was_active:
+                handle.deactivate()
+
+
+# Names
+
+
+class NameTable(dict[str, _T]):
+    """Things by their names.
+
+    Example:
+        >>> NameTable("module", {"layer1": 1})["layer2"]
+        Traceback (most recent call last):
+        bendtrace.errors.HookNameError: no module is registered as 'layer2'; \
+there is 'layer1'
+    """
+
+    def __init__(self, what: str, things: Mapping[str, _T]) -> None:
+        super().__init__(things)
+        self._what = what
+
+    def __missing__(self, name: object) -> NoReturn:
+        near = tuple(difflib.get_close_matches(str(name), self, 3))
+        known = near or tuple(self)[:5]
+        there = f"there is {', '.join(map(repr, known))}" if known else "there is none"
+        raise HookNameError(f"no {self._what} is registered as {name!r}; {there}", name, near)
+
+    def _ipython_key_completions_(self) -> list[str]:
+        return list(self)
+
+
+def free_name(wish: str, taken: Iterable[str]) -> str:
+    """Return a name, with a number after it if it is taken.
+
+    Example:
+        >>> free_name("relu", ["relu", "relu_1"])
+        'relu_2'
+    """
+    taken, name, number = set(taken), wish, 0
+    while name in taken:
+        number += 1
+        name = f"{wish}_{number}"
+    return name
+
+
+_lock = threading.Lock()
+# By id of the module: it, and the names that it is called by now, in any thread; the last shows.
+_shown: dict[int, tuple[nn.Module, list[str]]] = {}
+
+
+class named:
+    """Let `module.name` be a name for a while, unless the module has a `name` of its own.
+
+    An attribute, parameter, buffer, submodule or property `name` stays what it is, also for the
+    time being: what the module computes with it, in this thread or another, is not disturbed.
+
+    Example:
+        >>> linear = nn.Linear(1, 1)
+        >>> with named(linear, "first"):
+        ...     linear.name
+        'first'
+        >>> hasattr(linear, "name")
+        False
+    """
+
+    __slots__ = ("_module", "_name", "_names")
+
+    def __init__(self, module: nn.Module, name: str) -> None:
+        self._module = module
+        self._name = name
+        self._names: list[str] | None = None
+
+    def __enter__(self) -> None:
+        # No lock is held while the hook runs: it may start a backward pass in another thread that
+        # comes by hooks of the same module. So threads share what is shown.
+        with _lock:
+            found = _shown.get(id(self._module))
+            if found is None and _has_own_name(self._module):
+                return
+            self._names = _shown.setdefault(id(self._module), (self._module, []))[1]
+            self._names.append(self._name)
+            vars(self._module)["name"] = self._name
+
+    def __exit__(self, *error: object) -> None:
+        if self._names is not None:
+            with _lock:
+                _leave(self._module, self._names, self._name)
+
+
+def _leave(module: nn.Module, names: list[str], name: str) -> None:
+    attributes = vars(module)
+    is_shown = any(attributes.get("name") is one for one in names)  # else a hook has set another
+    names.reverse()
+    names.remove(name)  # the latest of that name
+    names.reverse()
+    if not names:
+        del _shown[id(module)]
+    if is_shown and names:
+        attributes["name"] = names[-1]
+    elif is_shown:
+        del attributes["name"]
+
+
+def _has_own_name(module: nn.Module) -> bool:
+    if "name" in vars(module) or hasattr(type(module), "name"):
+        return True
+    if type(module).__getattr__ is nn.Module.__getattr__:
+        tables = module._parameters, module._buffers, module._modules
+        return any("name" in table for table in tables)
+    return hasattr(module, "name")  # a wrapper may pass it on from what it wraps
+
+
+# What is checked
+
+
+def is_same(one: Any, other: Any) -> bool:
+    """Whether two functions are one. A method is another object each time it is looked up."""
+    if one is other:
+        return True
+    methods = (types.MethodType, types.BuiltinMethodType)
+    return (
+        type(one) is type(other)
+        and isinstance(one, methods)
+        and one.__self__ is other.__self__
+        and one == other
+    )
+
+
+def check_module(module: object, where: str) -> None:
+    """Raise an `InputError` if something takes no hooks."""
+    if not isinstance(module, nn.Module):
+        raise InputError(f"hooks are registered on modules; {where} is a {type(module).__name__}")
+    if isinstance(module, torch.jit.ScriptModule):
+        raise InputError(f"a scripted module takes no hooks; {where} is one")
+
+
+def check_category(category: object) -> None:
+    """Raise an `InputError` if there is no such category of hooks."""
+    if category != "all" and category not in CATEGORIES:
+        choices = ", ".join(map(repr, ("all", *CATEGORIES)))
+        raise InputError(f"there is no hook category {category!r}: choose one of {choices}")
+
+
+def short(thing: object) -> str:
+    """Return the beginning of the text of something, on one line."""
+    text = " ".join(repr(thing).split())
+    return text if len(text) <= 80 else text[:77] + "..."
