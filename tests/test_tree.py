@@ -10,7 +10,6 @@ import threading
 import warnings
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable
-from itertools import combinations
 from typing import Any
 
 import networkx as nx
@@ -20,7 +19,7 @@ from torch import nn
 
 import bendtrace as bt
 from bendtrace.errors import InputError, TraceLimitWarning
-from bendtrace.outline.picture import draw
+from tests.pictures import apart
 from tests.promise import bits
 from tests.tree_models import EarlyExit, Refine, covers, halve, sorts
 
@@ -324,20 +323,12 @@ def test_is_a_graph_and_json(name: str, tmp_path: Any) -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_is_drawn_with_no_text_over_another(name: str) -> None:
     tree = MODELS[name]().tree
-    drawing = draw(tree.headline, tree.programs)
-    solid = [box for box in drawing.boxes if box.role not in ("text", "frame")]
-    texts = [box for box in drawing.boxes if box.role == "text"]
-    assert texts
-    for a, b in [*combinations(solid, 2), *combinations(texts, 2)]:
-        apart = a.x + a.width <= b.x or b.x + b.width <= a.x
-        assert apart or a.y + a.height <= b.y or b.y + b.height <= a.y, (a, b)
-    for box in drawing.boxes:
-        assert box.x >= 0
-        assert box.x + box.width <= drawing.width
-        assert box.y + box.height <= drawing.height
+    picture = tree.draw()
+    texts = apart(picture.canvas)
     root = ElementTree.fromstring(tree.to_svg())
     written = [element.text for element in root.iter("{http://www.w3.org/2000/svg}text")]
-    assert written == [box.text for box in texts]
+    assert written == texts
+    assert len(picture.scene.nodes()) == len(tree.to_networkx())
 
 
 def test_what_is_drawn_is_escaped() -> None:

@@ -199,9 +199,7 @@ class Difference:
         """
         options = {"rolled": rolled, "collapsed": collapse, "depth": depth}
         picture = difference_picture(self, max_nodes=max_nodes, within=within, **options)
-        if path is not None:
-            picture.save(path, format)
-        return picture
+        return picture.saved_to(path, format)
 
     def __repr__(self) -> str:
         if not self:

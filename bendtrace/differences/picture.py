@@ -117,7 +117,7 @@ def _tell_sides(made: Scene, union: Union) -> None:
             edge for edge in made.edges if edge.kind != "control" or edge.source is not decision
         ]
         made.edges += [
-            Edge(decision, node, [], side, "control")
+            Edge(decision, node, [], side, "control", port=side)
             for side, node in sides.items()
             if node is not decision
         ]

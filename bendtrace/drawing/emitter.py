@@ -224,8 +224,12 @@ class Emitter:
             kind = "repeat"
         if source is target and (source.is_folded or len(source.entries) == 1):
             return
+        # Passes and repetitions of an op give the same value, as far as the picture goes.
         element = "" if source.is_folded else str(entry.element)
-        edge = found.setdefault((source, target, kind, element), Edge(source, target, [], "", kind))
+        port = entry.label if source.is_folded else element
+        edge = found.setdefault(
+            (source, target, kind, element), Edge(source, target, [], "", kind, port=port)
+        )
         if entry.label not in edge.labels:
             edge.labels.append(entry.label)
         if kind == "repeat" and user is not None and not edge.instead:

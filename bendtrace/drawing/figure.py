@@ -108,13 +108,7 @@ def _nets(scene: Scene) -> dict[tuple[Node, str, str], list[Edge]]:
     """Put edges together that carry the same value of the same node."""
     nets: dict[tuple[Node, str, str], list[Edge]] = {}
     for edge in scene.edges:
-        entries = {entry.label: entry for entry in edge.source.entries}
-        if edge.source.is_folded:
-            port = edge.labels[0] if edge.labels else ""
-        else:
-            # Passes and repetitions of an op give the same value, as far as the picture goes.
-            port = str([entries[k].element for k in edge.labels[:1] if k in entries])
-        nets.setdefault((edge.source, port, edge.kind), []).append(edge)
+        nets.setdefault((edge.source, edge.port, edge.kind), []).append(edge)
     return nets
 
 

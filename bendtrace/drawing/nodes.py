@@ -16,7 +16,8 @@ class Node:
 
     Attributes:
         key: its name in the picture.
-        kind: "input", "op", "number", "output", "decision", "module", "repeat", "part" or "root".
+        kind: "input", "op", "number", "output", "decision", "module", "repeat", "part" or "root";
+            in a chart of programs also "live" and "raise" for how runs end.
         title: its first line.
         lines: what is written below it.
         tooltip: what is said where there is room: paths and places in the source.
@@ -65,6 +66,7 @@ class Edge:
         labels: labels of the entries that go there.
         text: what is written beside it: the shape, or the side of a decision.
         instead: for edges from one repetition to the next, labels of what came there at first.
+        port: which of its values the source gives: edges with the same start together.
         kind: "data"; "number" if numbers that are not shown are between; "control" from a
             decision to what ran under it; "repeat" from one repetition to the next.
     """
@@ -75,6 +77,7 @@ class Edge:
     text: str = ""
     kind: str = "data"
     instead: list[str] = field(default_factory=list)
+    port: str = ""
 
 
 @dataclass(eq=False)

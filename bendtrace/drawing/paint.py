@@ -30,13 +30,14 @@ INK, FAINT, WIRE, BACK = "#1f2328", "#57606a", "#6e7781", "#0969da"
 _FILLS = {
     "input": "#ddf4ff", "output": "#dafbe1", "op": "#ffffff", "state": "#fff1d6",
     "number": "#f3effc", "decision": "#fff8c5", "module": "#e6ebf1", "repeat": "#e6ebf1",
-    "part": "#e6ebf1",
+    "part": "#e6ebf1", "live": "#fff1e5", "raise": "#ffebe9",
 }  # fmt: skip
 _STROKES = {
     "input": "#54a3d8", "output": "#4aa564", "op": "#8c959f", "state": "#bf8700",
     "number": "#8250df", "decision": "#9a6700", "module": "#57606a", "repeat": "#57606a",
-    "part": "#57606a",
+    "part": "#57606a", "live": "#bc4c00", "raise": "#cf222e",
 }  # fmt: skip
+_ROUND = ("input", "output", "live", "raise")
 _BOXES = ("#f6f8fa", "#eff2f6")  # of open boxes, by turns from the outside in
 
 
@@ -145,7 +146,7 @@ def _node(node: Node, shape: Shape, scale: Scale | None) -> Mark:
         points = ((x, half), (left, y), (right, y), (x + wide, half), (right, low), (left, low))
         marks.append(Polygon(points, fill, stroke))
     else:
-        radius = high / 2 if node.kind in ("input", "output") else 8 if kind == "number" else 4
+        radius = high / 2 if node.kind in _ROUND else 8 if kind == "number" else 4
         if node.times:
             off = _STACK
             marks.append(Rectangle(x + off, y + off, wide, high, "#ffffff", stroke, radius))

@@ -33,13 +33,13 @@ class Picture:
 
     Attributes:
         canvas: the marks it is made of.
-        scene: what it shows; None for pictures that are not of a run.
+        scene: what it shows.
     """
 
     def __init__(
         self,
         canvas: Canvas,
-        scene: Scene | None = None,
+        scene: Scene,
         html: Callable[[], str] | None = None,
     ) -> None:
         self.canvas = canvas
@@ -58,8 +58,7 @@ class Picture:
             format: "svg", "png", "pdf", "html" or "dot".
 
         Raises:
-            InputError: for another form, for DOT of a picture that is not of a run, and for PNG
-                and PDF without the extra `draw`.
+            InputError: for another form, and for PNG and PDF without the extra `draw`.
         """
         if format == "svg":
             return self.svg.encode()
@@ -67,11 +66,15 @@ class Picture:
             return rasterize(self.canvas, format)
         if format == "html":
             return (self._html() if self._html is not None else _page(self)).encode()
-        if format == "dot" and self.scene is not None:
-            return dot(self.scene).encode()
         if format == "dot":
-            raise InputError("only the picture of a run can be written as DOT")
+            return dot(self.scene).encode()
         raise InputError(f"a picture is written as {_FORMS}, not as {format!r}")
+
+    def saved_to(self, path: str | os.PathLike[str] | None, format: Format | None) -> Picture:
+        """Write the picture to a file, if there is one, and return it."""
+        if path is not None:
+            self.save(path, format)
+        return self
 
     def save(self, path: str | os.PathLike[str], format: Format | None = None) -> None:
         """Write the picture to a file. An older file stays as it is until all is written.
@@ -97,8 +100,6 @@ class Picture:
 
     def __repr__(self) -> str:
         size = f"{self.canvas.width:.0f}\N{MULTIPLICATION SIGN}{self.canvas.height:.0f}"
-        if self.scene is None:
-            return f"<Picture of {self.canvas.title}: {size}>"
         nodes, edges = len(self.scene.nodes()), len(self.scene.edges)
         return f"<Picture of {self.scene.title}: {nodes} nodes, {edges} edges, {size}>"
 
@@ -216,6 +217,4 @@ def draw(
     )
     scale = lay_over(drawn, overlay, history) if overlay is not None else None
     picture = Picture(paint(figure(drawn), scale), drawn, lambda: viewer_html(history))
-    if path is not None:
-        picture.save(path, chosen)
-    return picture
+    return picture.saved_to(path, chosen)

@@ -28,10 +28,19 @@ def rank(level: Level) -> None:
         if targets and source in out:
             out[source].append(net)
     first = 1 if level.ports_in else 0
+
+    def alone(vertex: Vertex) -> bool:
+        """Whether it is a box that nothing leads to or from: such stand below each other."""
+        is_box = vertex.shape is not None and vertex.shape.children is not None
+        return is_box and not into[vertex] and not out[vertex]
+
     for vertex in shapes:
         vertex.rank = max((level.source(n).rank + 1 for n in into[vertex]), default=first)
         vertex.rank = max(vertex.rank, first)
-    _stack([vertex for vertex in shapes if not out[vertex]])
+    _stack([vertex for vertex in shapes if not out[vertex] and not alone(vertex)])
+    apart = [vertex for vertex in shapes if alone(vertex)]
+    for place, vertex in enumerate(apart):
+        vertex.rank += place
     last = max((v.rank for v in shapes), default=first - 1) + 1
     for port in level.ports_out.values():
         port.rank = last

@@ -15,7 +15,7 @@ from bendtrace.flow import _plain_json
 from bendtrace.graph.names import NodeRef
 from bendtrace.outline.events import Event, key_of_guard
 from bendtrace.outline.folding import Walk, walks_of
-from bendtrace.outline.picture import Edge, in_a_column, saved
+from bendtrace.outline.picture import Chart, joined
 from bendtrace.outline.selection import selection, signature_of
 from bendtrace.outline.structure import End, in_order
 from bendtrace.outline.text import count, value_text
@@ -119,7 +119,8 @@ class StateGraph(nx.MultiDiGraph):  # type: ignore[type-arg]  # not generic when
         """Draw it as a flow chart, one program below the other.
 
         Args:
-            path: where to save the picture; the ending says as what: .svg, .png, .pdf or .html.
+            path: where to save the picture; the ending says as what: .svg, .png, .pdf, .html or
+                .dot.
             format: as what to save it, if the ending does not say.
 
         Raises:
@@ -132,15 +133,18 @@ class StateGraph(nx.MultiDiGraph):  # type: ignore[type-arg]  # not generic when
             >>> bended.graph.draw().svg[:4]
             '<svg'
         """
-        names = list(self)
-        at = {name: i for i, name in enumerate(names)}
-        nodes = [(_role(data), _told(data)) for _, data in self.nodes(data=True)]
-        texts: dict[tuple[int, int], list[str]] = {}
+        chart = Chart(repr(self)[1:-1])
+        for name, data in self.nodes(data=True):
+            if data["kind"] == "start":
+                facts = data["selected_by"].split("; ") if data["selected_by"] else ()
+                chart.begin(name, data["text"], count(data["hits"], "run"), facts)
+            else:
+                chart.add(
+                    name, data["kind"], data["text"], [joined(f"{data['hits']}x", data["at"])]
+                )
         for source, target, data in self.edges(data=True):
-            often = f"{data['outcome']} {data['hits']}x".strip()
-            texts.setdefault((at[source], at[target]), []).append(often)
-        edges = [Edge(*ends, ", ".join(found)) for ends, found in texts.items()]
-        return saved(in_a_column(nodes, edges), repr(self), path, format)
+            chart.link(source, target, data["outcome"], data["hits"])
+        return chart.picture().saved_to(path, format)
 
     def __getstate__(self) -> dict[str, Any]:
         return {k: v for k, v in vars(self).items() if k != "traces"}
@@ -169,15 +173,6 @@ class StateGraph(nx.MultiDiGraph):  # type: ignore[type-arg]  # not generic when
 
 
 _ENDS = ("return", "raise", "live")
-
-
-def _role(data: dict[str, Any]) -> str:
-    return data["kind"] if data["kind"] in ("start", *_ENDS) else "branch"
-
-
-def _told(data: dict[str, Any]) -> list[tuple[str, str]]:
-    where = " \N{MIDDLE DOT} ".join(filter(None, (f"{data['hits']}x", data["at"])))
-    return [(data["text"], "strong" if data["kind"] == "start" else "plain"), (where, "faint")]
 
 
 def state_graph(tree: TraceTree, trace_of: Callable[[Recording, Program], Trace]) -> StateGraph:

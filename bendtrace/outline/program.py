@@ -12,9 +12,9 @@ from typing import Any
 from bendtrace._later import networkx as nx
 from bendtrace.drawing.picture import Format, Picture
 from bendtrace.outline.folding import fold
-from bendtrace.outline.picture import drawn, picture
+from bendtrace.outline.picture import Chart, joined
 from bendtrace.outline.structure import Branch, End, ProgramOutline
-from bendtrace.outline.text import count, programs_as_text, title
+from bendtrace.outline.text import count, end_text, programs_as_text, summary, title
 from bendtrace.replay.tree import TraceTree
 
 __all__ = ["Outline"]
@@ -123,11 +123,24 @@ class Outline:
         Raises:
             InputError: for unknown endings; nothing is written then.
         """
-        return drawn(self.headline, self.programs, path, format)
+        head, _, note = self.headline.partition("; ")
+        chart = Chart(head, note)
+        for program in self.programs:
+            runs = f"{count(program.traces, 'trace')}, {count(program.runs, 'run')}"
+            chart.begin(program, title(program), runs, program.selected_by)
+            for item in program.flow.walk():
+                if isinstance(item, End):
+                    line = joined(count(item.hits, "run"), item.where)
+                    chart.add(item, item.kind, end_text(item), [line])
+                else:
+                    chart.add(item, item.kind, item.text, [joined(summary(item), item.where)])
+            for (before, outcome, after), hits in program.steps.items():
+                chart.link(before or program, after, outcome, hits)
+        return chart.picture().saved_to(path, format)
 
     def to_svg(self) -> str:
         """Return a picture of the programs, as flow charts, in SVG."""
-        return picture(self.headline, self.programs)
+        return self.draw().svg
 
     def _repr_svg_(self) -> str:
         return self.to_svg()
