@@ -13,7 +13,7 @@ from bendtrace.errors import InputError
 from bendtrace.history.options import SaveOptions
 
 if TYPE_CHECKING:
-    from bendtrace.drawing.picture import Picture
+    from bendtrace.view.drawing.picture import Picture
 
 __all__ = ["log_forward_pass", "show_model_graph"]
 

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bendtrace.drawing.channels import Run, heights
-from bendtrace.drawing.layout import Net, Shape, Wire, place
+from bendtrace.view.drawing.layout import Net, Run, Shape, Wire, heights, place
 
 
 @st.composite

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 
 import bendtrace as bt
-from bendtrace.drawing.figure import figure
 from bendtrace.errors import InputError
 from bendtrace.graph import NodeRef, StateGraph
-from bendtrace.outline.structure import Branch
 from bendtrace.recording import stacks
+from bendtrace.view.drawing.paint import figure
+from bendtrace.view.outline.structure import Branch
 from tests.pictures import apart
 
 reads_stacks = pytest.mark.skipif(

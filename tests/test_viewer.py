@@ -16,9 +16,8 @@ import torch
 from torch import Tensor, nn
 
 import bendtrace as bt
-from bendtrace.drawing.viewer import viewer_frame, viewer_html
-from bendtrace.drawing.viewer.activation import activation_data
-from bendtrace.drawing.viewer.data import viewer_data
+from bendtrace.view.viewer import viewer_frame, viewer_html
+from bendtrace.view.viewer.data import activation_data, viewer_data
 from tests.browser import Browser, browser, chromium
 
 HOSTILE = '</script><script>hurt = 1</script><img src=x onerror="hurt = 2">&\u2028\'"`${1}'

@@ -20,8 +20,8 @@ from torch import Tensor
 from bendtrace.errors import LoadError, SaveError
 from bendtrace.harvesting.filling import Filling, contents
 from bendtrace.harvesting.paths import Condition, Path
-from bendtrace.storage.files import sync_directory
 from bendtrace.storage.sealed import read_sealed, replace_sealed
+from bendtrace.storage.tensors import sync_directory
 
 __all__ = [
     "INDEX",

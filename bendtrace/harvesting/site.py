@@ -12,9 +12,8 @@ from bendtrace.harvesting.filling import require_place
 from bendtrace.harvesting.reading import HARVEST, VERSION, Harvest
 from bendtrace.harvesting.shards import INDEX, SETTINGS, is_ours, shards_in, writing
 from bendtrace.harvesting.workers import Workers
-from bendtrace.storage.files import sync_directory
-from bendtrace.storage.locks import DirectoryLock
-from bendtrace.storage.sealed import read_sealed, replace_sealed
+from bendtrace.storage.sealed import DirectoryLock, read_sealed, replace_sealed
+from bendtrace.storage.tensors import sync_directory
 
 __all__ = ["Site"]
 

@@ -18,7 +18,7 @@ from torch.nn.parameter import is_lazy
 from bendtrace.interject.insertion import Insertion
 from bendtrace.interject.where import describe_where
 from bendtrace.recording.places import is_users_file
-from bendtrace.storage.files import crc32
+from bendtrace.storage.tensors import crc32
 
 __all__ = ["fingerprint", "state_of", "sum_of", "told", "told_insertion"]
 

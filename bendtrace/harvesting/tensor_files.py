@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from bendtrace.errors import LoadError
-from bendtrace.storage.files import BINARY, crc32, write_all
-from bendtrace.storage.tensors import code_of, layout_of, stored_shape
+from bendtrace.storage.tensors import BINARY, code_of, crc32, layout_of, stored_shape, write_all
 
 __all__ = ["MappedFile", "SafetensorsForm", "checksum"]
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from bendtrace.errors import InputError, LoadError
-from bendtrace.storage.files import sync_directory
+from bendtrace.storage.tensors import sync_directory
 
 __all__ = ["ZarrForm"]
 

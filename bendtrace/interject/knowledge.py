@@ -26,7 +26,7 @@ from bendtrace.recording.recorder import Recording
 
 if TYPE_CHECKING:
     from bendtrace.interject import absence
-    from bendtrace.outline.coverage import Coverage
+    from bendtrace.view.outline.coverage import Coverage
 else:
     absence = Later("bendtrace.interject.absence")
 

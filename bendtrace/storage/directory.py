@@ -17,10 +17,15 @@ from difflib import get_close_matches
 from typing import Any
 
 from bendtrace.errors import LoadError, SaveError
-from bendtrace.storage.files import sync_directory
-from bendtrace.storage.locks import DirectoryLock
-from bendtrace.storage.sealed import read_json, read_sealed, replace_sealed, write_json
-from bendtrace.storage.shards import STREAM, STREAM_FORMAT, is_streamed, is_unfinished
+from bendtrace.storage.sealed import (
+    DirectoryLock,
+    read_json,
+    read_sealed,
+    replace_sealed,
+    write_json,
+)
+from bendtrace.storage.streams import STREAM, STREAM_FORMAT, is_streamed, is_unfinished
+from bendtrace.storage.tensors import sync_directory
 
 __all__ = ["FORMAT", "MANIFEST", "VERSION", "Draft", "draft_in", "open_manifest"]
 
