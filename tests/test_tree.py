@@ -369,6 +369,51 @@ def seen(bended: bt.BendedModule) -> dict[str, tuple[str, int, int | None]]:
     return {branch.text: (branch.kind, branch.true, branch.false) for branch in bended.coverage()}
 
 
+class Experts(nn.Module):
+    """Asks in each iteration whether anything goes to an expert."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for number in range(2):
+            if (x > number).any():
+                x = x + 0.0
+        return x
+
+
+def test_counts_each_iteration_of_a_loop_over_things() -> None:
+    bended = called(Experts(), *(numbers(v) for v in (0.5, 1.5, 2.0, 0.5, 0.5, -1.0)))
+    assert "iteration 0: 5 of 6, 1: 2 of 6" in str(bended.tree)
+    (branch,) = branches_of(bended).values()
+    assert [(turn["iteration"], turn["true"]) for turn in branch["turns"]] == [([0], 5), ([1], 2)]
+    assert not bended.coverage().uneven
+
+
+def test_counts_each_module_that_runs_the_same_code() -> None:
+    class Block(nn.Module):
+        def __init__(self, least: float) -> None:
+            super().__init__()
+            self.register_buffer("least", torch.tensor(least))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + 0.0 if x.sum() > self.least else x
+
+    bended = called(nn.Sequential(Block(0.0), Block(1.0)), numbers(0.5), numbers(2.0))
+    assert "0: 2 of 2, 1: 1 of 2" in str(bended.tree)
+    coverage = bended.coverage()
+    assert not coverage
+    assert coverage.uneven[0].seen == "True in 0: 2 of 2, 1: 1 of 2"
+    assert "one side only in some iterations or modules" in str(coverage)
+
+
+def test_does_not_tell_iterations_of_a_while_apart_in_which_paths_join() -> None:
+    def model(x: torch.Tensor) -> torch.Tensor:
+        while x.sum() < 10:
+            x = x * 2 if x.sum() > 3 else x + 1
+        return x
+
+    bended = called(model, numbers(1.0), numbers(4.0))
+    assert "iteration 0" not in str(bended.tree)
+
+
 def test_lists_the_branches_that_were_seen_on_one_side_only() -> None:
     found = seen(called(covers, *[numbers(2.0, 3.0)] * 3))
     assert found == {

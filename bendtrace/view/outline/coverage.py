@@ -5,9 +5,9 @@ from __future__ import annotations
 import ast
 import os
 import sysconfig
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from textwrap import shorten
 from typing import Any, overload
 
@@ -18,7 +18,7 @@ from bendtrace.recording.tape import ModuleCall
 from bendtrace.replay.program import Failure
 from bendtrace.replay.tree import TraceTree
 from bendtrace.view.outline.source import Choice, choices_in, decided_by, function_of
-from bendtrace.view.outline.structure import count
+from bendtrace.view.outline.structure import Turns, count, turns_text
 from bendtrace.view.outline.walks import Walk, walks_of
 
 __all__ = ["BranchCoverage", "Coverage", "coverage"]
@@ -41,6 +41,8 @@ class BranchCoverage:
         function: the function it is in.
         true: how often the condition was seen to hold.
         false: how often it was seen not to hold; None where that leaves no trace.
+        turns: how often each side was taken in each module and iteration, in words; "" if there
+            was one only.
         watched: whether the counts are those of the condition itself, which depended on an
             input. Else it was decided by plain Python values, and the counts are of the calls
             with an operation under that side.
@@ -54,6 +56,7 @@ class BranchCoverage:
     true: int
     false: int | None
     watched: bool
+    turns: str = ""
 
     @property
     def missing(self) -> tuple[bool, ...]:
@@ -63,6 +66,8 @@ class BranchCoverage:
     @property
     def seen(self) -> str:
         """What was seen, in words."""
+        if self.turns:
+            return f"True in {self.turns}"
         if self.watched:
             told = [f"{side} {hits}x" if hits else f"never {side}" for side, hits in
                     ((True, self.true), (False, self.false))]  # fmt: skip
@@ -93,11 +98,19 @@ class Coverage(Sequence[BranchCoverage]):
 
     Attributes:
         total: how many branches there are in these functions.
+        uneven: branches of which both sides were seen, but one side only in some iterations of
+            the loops around them, or in some of the modules that they are in.
     """
 
-    def __init__(self, branches: Sequence[BranchCoverage], total: int) -> None:
+    def __init__(
+        self,
+        branches: Sequence[BranchCoverage],
+        total: int,
+        uneven: Sequence[BranchCoverage] = (),
+    ) -> None:
         self._branches = list(branches)
         self.total = total
+        self.uneven = list(uneven)
 
     @overload
     def __getitem__(self, index: int) -> BranchCoverage: ...
@@ -105,7 +118,7 @@ class Coverage(Sequence[BranchCoverage]):
     def __getitem__(self, index: slice) -> Coverage: ...
     def __getitem__(self, index: int | slice) -> BranchCoverage | Coverage:
         if isinstance(index, slice):
-            return Coverage(self._branches[index], self.total)
+            return Coverage(self._branches[index], self.total, self.uneven)
         return self._branches[index]
 
     def __len__(self) -> int:
@@ -121,8 +134,6 @@ class Coverage(Sequence[BranchCoverage]):
     def __str__(self) -> str:
         both = self.total - len(self)
         head = f"both sides seen of {both} of {self.total} branches"
-        if not self._branches:
-            return head
         watched = [branch for branch in self._branches if branch.watched]
         others = [branch for branch in self._branches if not branch.watched]
         sections = [head]
@@ -136,6 +147,8 @@ class Coverage(Sequence[BranchCoverage]):
                 "operations under them tell:\n"
                 f"{_table(others[:_SHOWN])}{left}"
             )
+        if self.uneven:
+            sections.append("one side only in some iterations or modules:\n" + _table(self.uneven))
         return "\n\n".join(sections)
 
 
@@ -165,6 +178,7 @@ class _Survey:
 
     def __init__(self, tree: TraceTree) -> None:
         self.exact: Counter[tuple[Choice, bool]] = Counter()
+        self.turns: dict[Choice, Turns] = defaultdict(lambda: defaultdict(Counter))
         self.raised: Counter[Failure] = Counter(tree.failures)
         self.by_place: dict[str, Counter[Span]] = {}
         self.functions: dict[tuple[str, ast.AST], None] = {}
@@ -178,6 +192,7 @@ class _Survey:
 
     def result(self) -> Coverage:
         found: list[BranchCoverage] = []
+        uneven: list[BranchCoverage] = []
         total = 0
         for file, function in self.functions:
             for choice in choices_in(file, function):
@@ -187,8 +202,12 @@ class _Survey:
                 total += 1
                 if branch.missing:
                     found.append(branch)
-        found.sort(key=lambda branch: (branch.file, branch.line))
-        return Coverage(found, total)
+                elif any(len(+often) == 1 for often in self.turns[choice].values()):
+                    turns = turns_text(self.turns[choice], True)
+                    uneven += [replace(branch, turns=turns)] if turns else []
+        for branches in (found, uneven):
+            branches.sort(key=lambda branch: (branch.file, branch.line))
+        return Coverage(found, total, uneven)
 
     def _of(self, choice: Choice) -> BranchCoverage:
         true, false = self.exact[choice, True], self.exact[choice, False]
@@ -226,6 +245,8 @@ class _Survey:
                 raw = bool(event.outcome) is not event.header.inverted
                 for choice, side in decided_by(event.place, raw):
                     self.exact[choice, side] += walk.hits
+                    turn = event.module_path, event.iteration
+                    self.turns[choice][turn][side] += walk.hits
 
     def _count_places(self, walk: Walk) -> None:
         tape, (since, until) = walk.path.recording.tape, walk.positions

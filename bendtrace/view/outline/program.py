@@ -61,6 +61,8 @@ def _add(flow: Flow, walk: Walk, steps: Counter[Step]) -> None:
         taken = branch.side(event.outcome)
         if walk.begin <= number < walk.stop:
             taken.hits += walk.hits
+            if event.is_condition:
+                branch.turns[event.module_path, event.iteration][event.outcome] += walk.hits
         if walk.first <= number <= walk.stop:
             steps[before, by, branch] += walk.hits
         if event.iterations is not None or walk.is_part:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 import os
-from collections import Counter
-from collections.abc import Hashable, Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from textwrap import shorten
-from typing import Any, TypeVar
+from typing import Any
 
 from bendtrace.flow import _plain_json
 from bendtrace.recording.sites import Place
@@ -22,16 +22,19 @@ __all__ = [
     "Flow",
     "ProgramOutline",
     "Taken",
+    "Turns",
     "count",
     "end_text",
     "programs_as_text",
     "summary",
     "title",
+    "turns_text",
     "value_text",
 ]
 
 
-T = TypeVar("T", bound=Hashable)
+# Which module's forward it was, in which iteration of the loops around, and how often each side.
+Turns = dict[tuple[str, tuple[int, ...]], Counter[bool]]
 
 
 @dataclass(eq=False)
@@ -98,6 +101,7 @@ class Branch:
         place: where in the source.
         modules: the modules whose forward it is in, as node paths.
         taken: its sides, by what the outcome looks like.
+        turns: for a condition, how often each side was taken in each module and iteration.
         when: when its guards are tested: before the run or in it.
         entered: for a loop, how often it was entered.
         rounds: for a loop, how often its body was begun in all.
@@ -117,6 +121,7 @@ class Branch:
     place: Place
     modules: dict[str, None] = field(default_factory=dict)
     taken: dict[str, Taken] = field(default_factory=dict)
+    turns: Turns = field(default_factory=lambda: defaultdict(Counter))
     when: set[GuardKind | None] = field(default_factory=set)
     entered: int = 0
     rounds: int = 0
@@ -190,6 +195,12 @@ class Branch:
             "outcomes": [taken.to_dict() for taken in self.sides()],
             "never": self.never,
         }
+        if len(self.turns) > 1:
+            row["turns"] = [
+                {"module": module, "iteration": list(iteration), "true": often[True],
+                 "false": often[False]}
+                for (module, iteration), often in sorted(self.turns.items())
+            ]  # fmt: skip
         if self.entered:
             row["iterations"] = {"entered": self.entered, "total": self.rounds}
             if not self.is_joined:
@@ -389,7 +400,27 @@ def _share(branch: Branch, value: bool) -> str:
         return f"never{_often(branch)}"
     if hits == total:
         return f"always{_often(branch)}"
-    return f"{hits} of {total}"
+    return turns_text(branch.turns, value) or f"{hits} of {total}"
+
+
+def turns_text(turns: Turns, value: bool) -> str:
+    """Say for each module and iteration how often a side was taken; "" for one, or many, of them.
+
+    Example:
+        >>> experts = {("", (0,)): Counter([True, False]), ("", (1,)): Counter([False])}
+        >>> turns_text(experts, True)
+        'iteration 0: 1 of 2, 1: 0 of 1'
+    """
+    turns = {turn: often for turn, often in turns.items() if often.total()}
+    if not 1 < len(turns) <= _VALUES:
+        return ""
+    several = [len({turn[place] for turn in turns}) > 1 for place in (0, 1)]
+    told = []
+    for turn, often in sorted(turns.items()):
+        names = [turn[0] or "the model itself"] * several[0]
+        names += [".".join(map(str, turn[1])) or "outside"] * several[1]
+        told.append(f"{' '.join(names)}: {often[value]} of {often.total()}")
+    return ("iteration " if not several[0] else "") + ", ".join(told)
 
 
 def _often(branch: Branch) -> str:

@@ -22,6 +22,7 @@ from bendtrace.recording.iterations import running_code, user_code
 from bendtrace.recording.parts import identical
 from bendtrace.recording.recorder import Recording
 from bendtrace.recording.sites import Place, Site, Span
+from bendtrace.recording.statements import role_of
 from bendtrace.recording.tape import Guard, ModuleCall, Op, Raised, Test
 from bendtrace.replay.analysis import Analysis, GuardKind
 from bendtrace.replay.graph import Graph, Piece
@@ -73,6 +74,8 @@ class Event:
         position: the op that comes after it.
         under: the event, by its place in the path, under one of whose sides it ran.
         iterations: for a loop, how often its body was begun.
+        iteration: for each loop around it, the iteration that it was in. Empty under a `while`,
+            of which calls may come to one state in different iterations.
         outermost: whether it is in the code of the model itself, not in what that calls.
         is_condition: whether its outcome is True or False.
         is_loop: whether it is a loop over things, which is entered and has no sides.
@@ -90,6 +93,7 @@ class Event:
     position: int
     under: int | None
     iterations: int | None = None
+    iteration: tuple[int, ...] = ()
     outermost: bool = False
     is_condition: bool = True
     is_loop: bool = False
@@ -209,6 +213,7 @@ class PathEvents:
                     [(step.place, running[0][1]), *running[1:]], len(self.events)
                 ),
                 iterations=step.iterations if isinstance(step, LoopFlowStep) else iterations,
+                iteration=now[3] if _is_counted(step.place) else (),
                 outermost=len(chain) == 1,
                 is_condition=isinstance(step, LogicalFlowStep),
                 is_loop=is_loop,
@@ -247,6 +252,11 @@ class PathEvents:
                     if any(span.holds(place.span) for span in spans):
                         return number
         return None
+
+
+def _is_counted(place: Place) -> bool:
+    """Whether all loops around a place go over things."""
+    return all(loop.kind != "while" for loop in role_of(place).loops)
 
 
 class _Raised:
