@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor
 
 import bendtrace
-from bendtrace._plain import DEVICE, DTYPE, TUPLE, Codec, Form
+from bendtrace._plain import DEVICE, DTYPE, TUPLE, Codec, Form, fields_of
 from bendtrace.errors import BendtraceError, InputError, LoadError
 from bendtrace.graph.export import GRAPH_CODEC, from_node_link, to_node_link
 from bendtrace.graph.rows import flow_rows, flow_steps_of
@@ -56,7 +55,6 @@ __all__ = [
 
 
 T = TypeVar("T")
-_ABSENT = object()
 
 
 class Rows(Generic[T]):
@@ -80,17 +78,16 @@ class Rows(Generic[T]):
     ) -> None:
         self._cls = cls
         self._codec = codec
-        fields = {name: value for name, value in _defaults(cls).items() if name not in without}
-        self._fields = [(name, forms.get(name), fields[name]) for name in fields]
-        self._forms = {name: forms.get(name) for name in fields}
+        self._defaults = {k: v for k, v in fields_of(cls).items() if k not in without}
+        self._forms = {name: forms.get(name) for name in self._defaults}
 
     def write(self, record: T) -> dict[str, Any]:
         """Return a row."""
         row = {}
-        for name, form, default in self._fields:
+        for name, default in self._defaults.items():
             value = getattr(record, name)
             if type(value) is not type(default) or value != default:
-                row[name] = self._codec.write(form, value)
+                row[name] = self._codec.write(self._forms[name], value)
         return row
 
     def read(self, row: Mapping[str, Any]) -> T:
@@ -107,19 +104,6 @@ class Rows(Generic[T]):
     def read_all(self, rows: Iterable[Mapping[str, Any]]) -> list[T]:
         """Return the instances that rows describe."""
         return [self.read(row) for row in rows]
-
-
-def _defaults(cls: type[Any]) -> dict[str, Any]:
-    if not dataclasses.is_dataclass(cls):
-        return {name: cls._field_defaults.get(name, _ABSENT) for name in cls._fields}
-    defaults: dict[str, Any] = {}
-    for field in dataclasses.fields(cls):
-        if field.default_factory is not dataclasses.MISSING:
-            defaults[field.name] = field.default_factory()
-        else:
-            absent = field.default is dataclasses.MISSING
-            defaults[field.name] = _ABSENT if absent else field.default
-    return defaults
 
 
 def _nested(rows: Rows[Any], cls: type[Any]) -> Form:
@@ -289,12 +273,10 @@ def read_values(
     rows = index["tensors"]
     for name, data in index["values"]:
         name, value = _CODEC.decode(name), _CODEC.decode(data)
-        handles: list[Any] = []
-        value = _exchange(value, partial(_handle, name, rows, files, device, handles))
-        if not handles or value is handles[0]:
-            values[name] = value
-        else:
-            values[name] = StoredValue(value)
+        slots: list[_Slot] = []
+        stored = _replaced(value, _Slot, partial(_handle, name, rows, files, device, slots))
+        is_inside = bool(slots) and not isinstance(value, _Slot)
+        values[name] = StoredValue(stored) if is_inside else stored
     return values
 
 
@@ -303,12 +285,11 @@ def _handle(
     rows: Sequence[Mapping[str, Any]],
     files: Mapping[str, tuple[DataFile, Header]],
     device: torch.device | None,
-    handles: list[Any],
+    slots: list[_Slot],
     slot: _Slot,
 ) -> StoredTensor | NotSaved:
-    handle = stored_of(name, rows[slot.number], files, device)
-    handles.append(handle)
-    return handle
+    slots.append(slot)
+    return stored_of(name, rows[slot.number], files, device)
 
 
 @dataclass(frozen=True, eq=False)
@@ -327,29 +308,20 @@ class StoredValue:
         Raises:
             LoadError: if a file was damaged since.
         """
-        return _realised(self.value)
+        return _replaced(self.value, StoredTensor, StoredTensor.read)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StoredValue:
         return self
 
 
-def _realised(value: Any) -> Any:
-    if isinstance(value, StoredTensor):
-        return value.read()
+def _replaced(value: Any, kind: type[T], replacement: Callable[[T], Any]) -> Any:
+    """Return a value with something else for each thing of a kind in it."""
+    if isinstance(value, kind):
+        return replacement(value)
     if type(value) is dict:
-        return {key: _realised(item) for key, item in value.items()}
+        return {key: _replaced(item, kind, replacement) for key, item in value.items()}
     if type(value) in (tuple, list):
-        return type(value)(map(_realised, value))
-    return value
-
-
-def _exchange(value: Any, handle: Callable[[_Slot], Any]) -> Any:
-    if isinstance(value, _Slot):
-        return handle(value)
-    if type(value) is dict:
-        return {key: _exchange(item, handle) for key, item in value.items()}
-    if type(value) in (tuple, list):
-        return type(value)(_exchange(item, handle) for item in value)
+        return type(value)(_replaced(item, kind, replacement) for item in value)
     return value
 
 

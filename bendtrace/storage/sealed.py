@@ -6,6 +6,8 @@ import hashlib
 import json
 import os
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
@@ -19,6 +21,7 @@ __all__ = [
     "replace_sealed",
     "write_file",
     "write_json",
+    "writing",
 ]
 
 
@@ -149,3 +152,14 @@ def _read(path: str) -> bytes:
     except OSError as error:
         reason = "the file is missing" if isinstance(error, FileNotFoundError) else error.strerror
         raise LoadError(path, f"{reason}") from None
+
+
+@contextmanager
+def writing(directory: str) -> Iterator[None]:
+    """Tell of files that cannot be written as of a save that fails."""
+    try:
+        yield
+    except OSError as error:
+        if isinstance(error, SaveError):
+            raise
+        raise SaveError(directory, error.strerror or str(error)) from error

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from bendtrace.errors import InputError, LoadError, SaveError
-from bendtrace.storage.sealed import DirectoryLock, read_sealed, replace_sealed
+from bendtrace.storage.sealed import DirectoryLock, read_sealed, replace_sealed, writing
 from bendtrace.storage.tensors import (
     DataFile,
     Extent,
@@ -239,7 +239,7 @@ class ShardWriter:
         self._headers: dict[str, str] = {}
         self._rows: dict[str, Any] = {}
         self._closed = False
-        with _writing(self.directory):
+        with writing(self.directory):
             os.makedirs(self.directory, exist_ok=True)
             self._held = DirectoryLock(self.directory)
             try:
@@ -274,7 +274,7 @@ class ShardWriter:
                 self._rows[name] = {"not_saved": reason}
                 return NotSaved(reason)
             layout = layout_of(tensor)
-            with _writing(self.directory):
+            with writing(self.directory):
                 file, reader = self._room_for(name, layout)
                 extent = file.add(free_key(name, file), layout, tensor)
             self._rows[name] = row_of(reader.path, extent, layout, tensor.device)
@@ -288,7 +288,7 @@ class ShardWriter:
         """
         with self._lock:
             if not self._closed:
-                with _writing(self.directory):
+                with writing(self.directory):
                     self._close_shard()
                     self._mark("closed", files=self._headers, tensors=self._rows)
                 self._closed = True
@@ -336,16 +336,6 @@ class ShardWriter:
     def __repr__(self) -> str:
         state = "closed" if self._closed else "open"
         return f"<ShardWriter to {self.directory!r}: {len(self._rows)} tensors, {state}>"
-
-
-@contextmanager
-def _writing(directory: str) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        if isinstance(error, SaveError):
-            raise
-        raise SaveError(directory, error.strerror or str(error)) from error
 
 
 def _make_room(directory: str) -> None:
