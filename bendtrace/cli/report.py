@@ -17,6 +17,7 @@ from bendtrace._later import tabulate
 from bendtrace._trace import Trace
 from bendtrace.cli.runs import Call, Run
 from bendtrace.flow import FlowStep, FlowSteps, LoopFlowStep
+from bendtrace.history.sizes import counted
 
 __all__ = ["as_json", "as_text"]
 
@@ -56,11 +57,11 @@ def as_text(run: Run, *, source: bool = False, full: bool = False, width: int = 
         flow = _cut(_steps(steps, width), full)
     sections = {
         "Result": [*_wrapped(_verdict(run), width), *_wrapped(repr(run.stats), width)],
-        f"Flow: {_count(len(steps), 'step')}": flow,
+        f"Flow: {counted(len(steps), 'step')}": flow,
         "Calls": list(_calls(run, width)),
         "torch.fx": _wrapped(run.fx_error or "traces it too, and is right on these inputs", width),
     }
-    graph = f"Graph: {_count(len(trace.graph), 'node')}"
+    graph = f"Graph: {counted(len(trace.graph), 'node')}"
     if full:
         sections[graph] = list(_graph(trace, width))
     elif not source:
@@ -107,7 +108,7 @@ def _value(step: FlowStep) -> str:
     if step.iterations is None:
         return "unknown"
     bound = f" of {step.bound}" if step.bound is not None else ""
-    return f"{_count(step.iterations, 'time')}{bound}"
+    return f"{counted(step.iterations, 'time')}{bound}"
 
 
 def _calls(run: Run, width: int) -> Iterator[str]:
@@ -133,7 +134,7 @@ def _shapes(call: Call) -> str:
 
 def _verdict(run: Run) -> str:
     same = sum(call.equal for call in run.calls)
-    return f"{same} of {_count(len(run.calls), 'call')} equal to eager, bit for bit"
+    return f"{same} of {counted(len(run.calls), 'call')} equal to eager, bit for bit"
 
 
 def _table(
@@ -183,7 +184,3 @@ def _cut(lines: list[str], full: bool) -> list[str]:
     if full or len(lines) <= _LINES:
         return lines
     return [*lines[:_LINES], f"... and {len(lines) - _LINES} more: --full shows them"]
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

@@ -12,6 +12,7 @@ from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from difflib import SequenceMatcher
 from functools import cached_property
 from itertools import chain
 
@@ -24,7 +25,7 @@ __all__ = ["Matching", "Run", "align", "increasing", "match"]
 
 Pair = tuple[int, int]
 
-# Up to so many cells a stretch without anchors is compared in full.
+# Up to so many pairs of keys, a stretch without anchors is compared in full.
 _CELLS = 40_000
 # Beyond, a key is told apart by so many keys that follow it.
 _COMPANY = (2, 4, 8, 16, 32)
@@ -76,7 +77,7 @@ def align(a: Sequence[Hashable], b: Sequence[Hashable]) -> list[Pair]:
     """Pair equal keys of two sequences, keeping their order.
 
     Keys that are unique on both sides are anchors (the patience method); what lies between
-    two anchors is aligned in the same way, and short stretches without any are compared in full.
+    two anchors is aligned in the same way, and short stretches without any by their longest blocks.
     The time is about linear in the length of the sequences.
 
     Example:
@@ -98,7 +99,8 @@ def align(a: Sequence[Hashable], b: Sequence[Hashable]) -> list[Pair]:
         part_a, part_b = a[a0:a1], b[b0:b1]
         anchors = increasing(_unique_pairs(part_a, part_b))
         if not anchors and len(part_a) * len(part_b) <= _CELLS:
-            pairs += [(a0 + i, b0 + j) for i, j in _longest_common(part_a, part_b)]
+            blocks = SequenceMatcher(None, part_a, part_b, autojunk=False).get_matching_blocks()
+            pairs += [(a0 + i + k, b0 + j + k) for i, j, length in blocks for k in range(length)]
             continue
         if not anchors and depth < _DEPTH:
             anchors = _by_company(part_a, part_b)
@@ -172,28 +174,6 @@ def _gaps(anchors: Sequence[Pair], length_a: int, length_b: int) -> Iterator[tup
         if next_i > i and next_j > j:
             yield range(i, next_i), range(j, next_j)
         i, j = next_i + 1, next_j + 1
-
-
-def _longest_common(a: Sequence[Hashable], b: Sequence[Hashable]) -> list[Pair]:
-    """Return a longest common subsequence; of several, the one that begins earliest."""
-    lengths = [[0] * (len(b) + 1)]
-    for key in reversed(a):
-        row, below = [0] * (len(b) + 1), lengths[-1]
-        for j in range(len(b) - 1, -1, -1):
-            row[j] = below[j + 1] + 1 if key == b[j] else max(below[j], row[j + 1])
-        lengths.append(row)
-    lengths.reverse()
-    pairs: list[Pair] = []
-    i = j = 0
-    while i < len(a) and j < len(b):
-        if a[i] == b[j]:
-            pairs.append((i, j))
-            i, j = i + 1, j + 1
-        elif lengths[i + 1][j] >= lengths[i][j + 1]:
-            i += 1
-        else:
-            j += 1
-    return pairs
 
 
 class Run:

@@ -12,23 +12,14 @@ from typing import TYPE_CHECKING
 from bendtrace._later import tabulate
 from bendtrace.flow import FlowStep, LoopFlowStep
 from bendtrace.history.entries import LayerEntry
+from bendtrace.history.sizes import counted, listed
 from bendtrace.view.diff.changes import FlowChange, LayerChange, ModuleChange, loop_text, where
 from bendtrace.view.diff.matching import Run
 
 if TYPE_CHECKING:
     from bendtrace.view.diff.difference import Difference
 
-__all__ = [
-    "Group",
-    "counted",
-    "difference_text",
-    "numbers_text",
-    "roll",
-    "roll_changes",
-    "roll_flow",
-    "roll_modules",
-    "unnumbered",
-]
+__all__ = ["difference_text"]
 
 
 @dataclass
@@ -59,40 +50,59 @@ def roll(entries: Sequence[LayerEntry], run: Run, known_modules: Iterable[str]) 
         known_modules: names of the modules that the other run has as well.
     """
     known = set(known_modules)
-    passes: dict[tuple[str, str], list[LayerEntry]] = {}
-    modules: dict[str, list[LayerEntry]] = {}
-    order: dict[tuple[str, ...], None] = {}
+    parts: dict[tuple[str, ...], list[LayerEntry]] = {}
     for entry in entries:
         module = _whole_module(entry, run, known)
         if module is not None:
-            modules.setdefault(module, []).append(entry)
-            order["module", module] = None
+            key: tuple[str, ...] = ("module", module)
         elif entry.passes > 1:
-            passes.setdefault((entry.name, str(entry.element)), []).append(entry)
-            order["passes", entry.name, str(entry.element)] = None
+            key = ("passes", entry.name, str(entry.element))
         else:
-            order["entry", entry.label] = None
-    by_label = {entry.label: entry for entry in entries}
-    groups: list[Group] = []
-    together: dict[tuple[str, str], list[list[LayerEntry]]] = {}
-    for kind, *key in order:
-        if kind == "module":
-            groups.append(_module_group(key[0], modules[key[0]], run))
-        elif kind == "entry":
-            groups.append(_entry_group(by_label[key[0]]))
-        else:
-            same = passes[key[0], key[1]]
+            key = ("entry", entry.label)
+        parts.setdefault(key, []).append(entry)
+    sites: dict[tuple[str, ...], list[list[LayerEntry]]] = {}
+    for key, same in parts.items():
+        if key[0] == "passes":  # what ran equally often in one loop is told together
             loop = _loop_around(same[0], run)
-            numbers = numbers_text([entry.pass_number for entry in same])
             place = _loop_place(loop) if loop is not None else same[0].module
-            sites = together.setdefault((numbers, place), [])
-            if not sites:
-                groups.append(Group(numbers, "", place, ""))
-            sites.append(same)
-    for group in groups:
-        if not group.entries:
-            _fill(group, together[group.what, group.module], run)
-    return _alike(groups)
+            key = ("passes", numbers_text(entry.pass_number for entry in same), place)
+        sites.setdefault(key, []).append(same)
+    return _alike([_group(*key[:2], same, run) for key, same in sites.items()])
+
+
+def _group(kind: str, name: str, sites: list[list[LayerEntry]], run: Run) -> Group:
+    """Return one line for entries.
+
+    Args:
+        kind: "entry" for one, "passes" for those of several sites, or "module" for all in one.
+        name: the label, the numbers of the passes, or the module.
+        sites: the entries of each site.
+        run: the run that has them.
+    """
+    entries = [entry for site in sites for entry in site]
+    first = entries[0]
+    if kind == "entry":
+        return Group(name, _shape(first), first.module, _place(first), entries)
+    if kind == "module":
+        source = next((call.source for call in run.modules.get(name, ()) if call.source), None)
+        what = f"module {name} ({run.classes.get(name, '')}): {counted_entries(entries)}"
+        place = "" if source is None else where(source.file, source.line)
+        return Group(what, _shape(entries[-1]), name, place, entries)
+    several = "es" * (len(sites[0]) != 1)
+    what = f"pass{several} {name} of {listed([site[0].name for site in sites], _NAMED)}"
+    loop = _loop_around(first, run)
+    place = _loop_place(loop) if loop is not None else _place(first)
+    return Group(what, _common(map(_shape, entries)), _common(e.module for e in entries), place,
+                 entries)  # fmt: skip
+
+
+_NAMED = 3
+
+
+def _common(texts: Iterable[str]) -> str:
+    """Return what all texts are, "" where they differ."""
+    found = set(texts)
+    return found.pop() if len(found) == 1 else ""
 
 
 def _alike(groups: list[Group]) -> list[Group]:
@@ -208,9 +218,9 @@ def roll_modules(changes: Sequence[ModuleChange]) -> list[str]:
         told.append(str(change))
     for n, text in enumerate(told):
         if inside[n]:
-            told[n] = f"{text}, with {inside[n]} module{'s' * (inside[n] != 1)} inside"
+            told[n] = f"{text}, with {counted(inside[n], 'module')} inside"
         if alike[n]:
-            told[n] = f"{text}, and so in {alike[n]} more module{'s' * (alike[n] != 1)}"
+            told[n] = f"{text}, and so in {counted(alike[n], 'more module')}"
     return told
 
 
@@ -231,12 +241,11 @@ def _head(change: ModuleChange, heads: dict[tuple[str, str], int]) -> int | None
     return None
 
 
-def counted(entries: Iterable[LayerEntry]) -> str:
+def counted_entries(entries: Iterable[LayerEntry]) -> str:
     """Count entries by what they are: "3 layers, 1 number"."""
     nouns = {"state": "parameter", "number": "number"}
     often = Counter(nouns.get(entry.kind, "layer") for entry in entries)
-    parts = [f"{often[noun]} {noun}{'s' * (often[noun] != 1)}"
-             for noun in ("layer", "number", "parameter") if often[noun]]  # fmt: skip
+    parts = [counted(often[noun], noun) for noun in ("layer", "number", "parameter") if often[noun]]
     return ", ".join(parts) or "nothing"
 
 
@@ -271,41 +280,8 @@ def _whole_module(entry: LayerEntry, run: Run, known: set[str]) -> str | None:
     return None
 
 
-def _module_group(name: str, entries: list[LayerEntry], run: Run) -> Group:
-    kind = run.classes.get(name, "")
-    source = next((call.source for call in run.modules.get(name, ()) if call.source), None)
-    place = "" if source is None else where(source.file, source.line)
-    shape = _shape(entries[-1])
-    return Group(f"module {name} ({kind}): {counted(entries)}", shape, name, place, entries)
-
-
-def _entry_group(entry: LayerEntry) -> Group:
-    place = "" if entry.source is None else where(entry.source.file, entry.source.line)
-    return Group(entry.label, _shape(entry), entry.module, place, [entry])
-
-
-_NAMED = 3
-
-
-def _fill(group: Group, sites: list[list[LayerEntry]], run: Run) -> None:
-    numbers = group.what
-    names = [site[0].name for site in sites]
-    told = ", ".join(names[:_NAMED])
-    if len(names) > _NAMED:
-        told += f" and {len(names) - _NAMED} more"
-    several = "es" * (len(sites[0]) != 1)
-    group.what = f"pass{several} {numbers} of {told}"
-    loop = _loop_around(sites[0][0], run)
-    first = sites[0][0]
-    modules = {site[0].module for site in sites}
-    group.module = modules.pop() if len(modules) == 1 else ""
-    shapes = {_shape(entry) for site in sites for entry in site}
-    group.shape = shapes.pop() if len(shapes) == 1 else ""
-    if loop is not None:
-        group.place = _loop_place(loop)
-    elif first.source is not None:
-        group.place = where(first.source.file, first.source.line)
-    group.entries = [entry for site in sites for entry in site]
+def _place(entry: LayerEntry) -> str:
+    return "" if entry.source is None else where(entry.source.file, entry.source.line)
 
 
 def _loop_around(entry: LayerEntry, run: Run) -> FlowStep | None:
@@ -358,10 +334,10 @@ def _indented(lines: Iterator[str]) -> list[str]:
 
 def _summary(difference: Difference) -> Iterator[str]:
     matching = difference._matching
-    yield f"in both: {counted(matching.a.entries[i] for i in matching.entries)}"
+    yield f"in both: {counted_entries(matching.a.entries[i] for i in matching.entries)}"
     for run, found in (("a", difference.removed), ("b", difference.added)):
         if found:
-            yield f"only in {run}: {counted(found)}"
+            yield f"only in {run}: {counted_entries(found)}"
     if difference.changed:
         often = Counter(name for change in difference.changed for name in change.what)
         parts = ", ".join(f"{count} in {name}" for name, count in often.items())
@@ -462,5 +438,5 @@ def _table(headers: tuple[str, ...], rows: _Rows, limit: int | None) -> str:
     lines = [f"    {line}".rstrip() for line in text.splitlines()]
     left = len(rows) - len(shown)
     if left:
-        lines.append(f"    ... {left} more row{'s' * (left != 1)}: text(limit=None) has them all")
+        lines.append(f"    ... {counted(left, 'more row')}: text(limit=None) has them all")
     return "\n".join(lines)

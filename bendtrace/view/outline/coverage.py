@@ -12,13 +12,14 @@ from textwrap import shorten
 from typing import Any, overload
 
 from bendtrace._later import tabulate
+from bendtrace.history.sizes import counted
 from bendtrace.recording.iterations import running_code
 from bendtrace.recording.sites import Site, Span
 from bendtrace.recording.tape import ModuleCall
 from bendtrace.replay.program import Failure
 from bendtrace.replay.tree import TraceTree
 from bendtrace.view.outline.source import Choice, choices_in, decided_by, function_of
-from bendtrace.view.outline.structure import Turns, count, turns_text
+from bendtrace.view.outline.structure import Turns, turns_text
 from bendtrace.view.outline.walks import Walk, walks_of
 
 __all__ = ["BranchCoverage", "Coverage", "coverage"]
@@ -74,11 +75,11 @@ class BranchCoverage:
             return ", ".join(sorted(told, key=lambda text: text.startswith("never")))
         if not self.true and not self.false:
             return "nothing recorded under it"
-        true = f"True in {count(self.true, 'run')}" if self.true else "nothing under True"
+        true = f"True in {counted(self.true, 'run')}" if self.true else "nothing under True"
         if self.false is None:
             return f"{true}, False leaves no trace"
         return f"{true}, " + (
-            f"False in {count(self.false, 'run')}" if self.false else "nothing under False"
+            f"False in {counted(self.false, 'run')}" if self.false else "nothing under False"
         )
 
     def to_dict(self) -> dict[str, Any]:

@@ -13,6 +13,7 @@ import networkx as nx
 from bendtrace.errors import InputError
 from bendtrace.flow import _plain_json
 from bendtrace.graph.names import NodeRef
+from bendtrace.history.sizes import counted
 from bendtrace.recording.recorder import Recording
 from bendtrace.recording.tape import OpKind, Tape
 from bendtrace.replay.program import Program
@@ -20,7 +21,7 @@ from bendtrace.replay.segments import answer_of
 from bendtrace.replay.tree import TraceTree
 from bendtrace.view.outline.program import Chart, joined
 from bendtrace.view.outline.selection import selection, signature_of
-from bendtrace.view.outline.structure import count, value_text
+from bendtrace.view.outline.structure import value_text
 from bendtrace.view.outline.walks import End, Event, Walk, key_of_guard, walks_of
 
 if TYPE_CHECKING:
@@ -135,7 +136,7 @@ class StateGraph(nx.MultiDiGraph):  # type: ignore[type-arg]  # not generic when
         for name, data in self.nodes(data=True):
             if data["kind"] == "start":
                 facts = data["selected_by"].split("; ") if data["selected_by"] else ()
-                chart.begin(name, data["text"], count(data["hits"], "run"), facts)
+                chart.begin(name, data["text"], counted(data["hits"], "run"), facts)
             else:
                 chart.add(
                     name, data["kind"], data["text"], [joined(f"{data['hits']}x", data["at"])]
@@ -151,9 +152,9 @@ class StateGraph(nx.MultiDiGraph):  # type: ignore[type-arg]  # not generic when
         kinds = [str(data["kind"]) for _, data in self.nodes(data=True)]
         starts, ends = kinds.count("start"), sum(kind in _ENDS for kind in kinds)
         counts = (
-            count(starts, "program"),
-            count(len(kinds) - starts - ends, "state"),
-            count(self.number_of_edges(), "segment"),
+            counted(starts, "program"),
+            counted(len(kinds) - starts - ends, "state"),
+            counted(self.number_of_edges(), "segment"),
         )
         return f"<StateGraph: {', '.join(counts)}>"
 
@@ -166,7 +167,7 @@ class StateGraph(nx.MultiDiGraph):  # type: ignore[type-arg]  # not generic when
             lines.append(f"{head}{data['text']}{at}{inside}, {data['hits']}x")
             for _, target, edge in self.out_edges(name, data=True):
                 by = f"{edge['outcome']} " if edge["outcome"] else ""
-                lines.append(f"    {by}{edge['hits']}x -> {target} ({count(edge['ops'], 'op')})")
+                lines.append(f"    {by}{edge['hits']}x -> {target} ({counted(edge['ops'], 'op')})")
         return "\n".join(lines)
 
 

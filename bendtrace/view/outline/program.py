@@ -10,6 +10,7 @@ from functools import cached_property
 from typing import Any
 
 from bendtrace._later import networkx as nx
+from bendtrace.history.sizes import counted
 from bendtrace.recording.recorder import Recording
 from bendtrace.replay.tree import TraceTree
 from bendtrace.view.drawing.canvas import cut
@@ -22,7 +23,6 @@ from bendtrace.view.outline.structure import (
     Flow,
     ProgramOutline,
     Step,
-    count,
     end_text,
     programs_as_text,
     summary,
@@ -244,7 +244,7 @@ class Outline:
     def headline(self) -> str:
         """What there is, and how calls were served, in one line."""
         traces = sum(program.traces for program in self.programs)
-        parts = [count(len(self.programs), "program"), count(traces, "trace")]
+        parts = [counted(len(self.programs), "program"), counted(traces, "trace")]
         if self.forgotten:
             parts[-1] += f" ({self.forgotten} more forgotten)"
         calls = {name: number for name, number in self.stats.items() if name != "traces"}
@@ -318,11 +318,11 @@ class Outline:
         head, _, note = self.headline.partition("; ")
         chart = Chart(head, note)
         for program in self.programs:
-            runs = f"{count(program.traces, 'trace')}, {count(program.runs, 'run')}"
+            runs = f"{counted(program.traces, 'trace')}, {counted(program.runs, 'run')}"
             chart.begin(program, title(program), runs, program.selected_by)
             for item in program.flow.walk():
                 if isinstance(item, End):
-                    line = joined(count(item.hits, "run"), item.where)
+                    line = joined(counted(item.hits, "run"), item.where)
                     chart.add(item, item.kind, end_text(item), [line])
                 else:
                     chart.add(item, item.kind, item.text, [joined(summary(item), item.where)])
@@ -349,6 +349,6 @@ class Outline:
             lines = ["raised before anything was recorded"]
             for (name, file, line), hits in self.failures.items():
                 where = f" at {os.path.basename(file)}:{line}" if file else ""
-                lines.append(f"    {name}{where}: {count(hits, 'run')}")
+                lines.append(f"    {name}{where}: {counted(hits, 'run')}")
             sections.append("\n".join(lines))
         return "\n\n".join(sections)

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from bendtrace.flow import flow_steps
 from bendtrace.graph.names import node_names
+from bendtrace.history.sizes import counted
 from bendtrace.recording.iterations import user_code
 from bendtrace.recording.parts import Access, Part, PartKind
 from bendtrace.recording.tape import OpKind, TensorMeta
@@ -138,8 +139,10 @@ _AMBIENCE = {
 
 def _facts_of_tensor(part: Part) -> Facts:
     facts, label = part.size, part.label
-    dimensions = f"{facts.rank} dimension{'s' * (facts.rank != 1)}"
-    told = {f"{label}#rank": f"has {dimensions}", f"{label}#dtype": f"is {_plain(facts.dtype)}"}
+    told = {
+        f"{label}#rank": f"has {counted(facts.rank, 'dimension')}",
+        f"{label}#dtype": f"is {_plain(facts.dtype)}",
+    }
     told[f"{label}#device"] = f"is on {facts.device}"
     told[f"{label}#layout"] = f"is {_plain(facts.layout)}"
     told[f"{label}#grad"] = "requires grad" if facts.requires_grad else "does not require grad"

@@ -11,6 +11,7 @@ from textwrap import shorten
 from typing import Any
 
 from bendtrace.flow import _plain_json
+from bendtrace.history.sizes import counted
 from bendtrace.recording.sites import Place
 from bendtrace.replay.analysis import GuardKind
 from bendtrace.view.outline.source import is_elif
@@ -23,7 +24,6 @@ __all__ = [
     "ProgramOutline",
     "Taken",
     "Turns",
-    "count",
     "end_text",
     "programs_as_text",
     "summary",
@@ -266,7 +266,7 @@ def programs_as_text(programs: Sequence[ProgramOutline]) -> Iterator[str]:
         rows = list(_flow(program.flow, 1))
         read = tuple(code for code, _, _ in rows)
         facts = list(_facts(program))
-        counts = f"{count(program.traces, 'trace')}, {count(program.runs, 'run')}"
+        counts = f"{counted(program.traces, 'trace')}, {counted(program.runs, 'run')}"
         if read in known:
             where = f", where {' and '.join(facts)}" if facts else ""
             yield f"{title(program)}{where}; {counts}; goes as program {known[read]}"
@@ -302,7 +302,7 @@ def _flow(flow: Flow, depth: int) -> Iterator[Line]:
             code, where = end_text(item), item.where
             if item.kind == "live":
                 code, where = "live only", item.text
-            yield _INDENT * depth + code, count(item.hits, "run"), where
+            yield _INDENT * depth + code, counted(item.hits, "run"), where
         elif item.is_loop:
             yield from _loop(item, depth)
         elif item.is_condition:
@@ -387,11 +387,11 @@ def value_text(value: Any) -> str:
 
 def _rounds(branch: Branch) -> str:
     least, most = branch.least, branch.most
-    loops = count(branch.entered, "time")
+    loops = counted(branch.entered, "time")
     if branch.is_joined:
-        return f"{count(branch.rounds, 'iteration')} in all, entered {loops}"
+        return f"{counted(branch.rounds, 'iteration')} in all, entered {loops}"
     each = f"{most}" if least == most else f"{least} to {most}"
-    return f"{each} iteration{'s' * (most != 1)}, entered {loops}"
+    return f"{each} {'iteration' if most == 1 else 'iterations'}, entered {loops}"
 
 
 def _share(branch: Branch, value: bool) -> str:
@@ -425,8 +425,3 @@ def turns_text(turns: Turns, value: bool) -> str:
 
 def _often(branch: Branch) -> str:
     return ", for these inputs" if branch.is_settled else f" ({branch.total}x)"
-
-
-def count(number: int, noun: str) -> str:
-    """Return a number with its noun."""
-    return f"{number} {noun}{'s' * (number != 1)}"
