@@ -17,7 +17,7 @@ from bendtrace._later import tabulate
 from bendtrace._trace import Trace
 from bendtrace.cli.runs import Call, Run
 from bendtrace.flow import FlowStep, FlowSteps, LoopFlowStep
-from bendtrace.history.sizes import counted
+from bendtrace.history.sizes import counted, number_text
 
 __all__ = ["as_json", "as_text"]
 
@@ -104,7 +104,7 @@ def _steps(steps: FlowSteps, width: int) -> list[str]:
 
 def _value(step: FlowStep) -> str:
     if not isinstance(step, LoopFlowStep):
-        return shorten(repr(step.value), 20, placeholder="...")
+        return shorten(number_text(step.value), 20, placeholder="...")
     if step.iterations is None:
         return "unknown"
     bound = f" of {step.bound}" if step.bound is not None else ""

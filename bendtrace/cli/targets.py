@@ -115,27 +115,24 @@ _NEEDED = (
 
 
 def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
+    signature = _signature(function)
+    return [] if signature is None else list(signature.parameters.values())
+
+
+def _signature(function: Callable[..., Any], **options: Any) -> inspect.Signature | None:
     try:
-        return list(inspect.signature(function).parameters.values())
-    except (TypeError, ValueError):  # builtins
-        return []
+        return inspect.signature(function, **options)
+    except Exception:  # builtins, and names that are only there for the type checker
+        return None
 
 
 def _is_factory(function: Callable[..., Any]) -> bool:
-    if not inspect.isroutine(function):
-        return False
-    try:
-        signature = inspect.signature(function)
-    except (TypeError, ValueError):  # builtins
-        return False
-    if not signature.parameters:
-        return True
-    returned = signature.return_annotation
-    if isinstance(returned, str):
-        try:
-            returned = inspect.signature(function, eval_str=True).return_annotation
-        except Exception:  # names that are only there for the type checker
-            return False
+    signature = _signature(function) if inspect.isroutine(function) else None
+    if signature is None or not signature.parameters:
+        return signature is not None
+    if isinstance(signature.return_annotation, str):
+        signature = _signature(function, eval_str=True)
+    returned = None if signature is None else signature.return_annotation
     return isinstance(returned, type) and issubclass(returned, nn.Module)
 
 

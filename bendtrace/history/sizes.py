@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["counted", "listed", "size_text", "time_text"]
+__all__ = ["counted", "listed", "number_text", "size_text", "time_text"]
 
 
 def size_text(nbytes: int) -> str:
@@ -20,6 +20,17 @@ def size_text(nbytes: int) -> str:
 def time_text(seconds: float) -> str:
     """Say how long something took."""
     return f"{seconds:.3f}s"
+
+
+def number_text(value: object) -> str:
+    """Return a value as Python prints it, long floats with six digits.
+
+    Example:
+        >>> number_text(0.30000001192092896), number_text(0.5), number_text("a")
+        ('0.3', '0.5', "'a'")
+    """
+    text = repr(value)
+    return f"{value:.6g}" if isinstance(value, float) and len(text) > 8 else text
 
 
 def counted(number: int, noun: str) -> str:

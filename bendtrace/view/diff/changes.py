@@ -13,6 +13,7 @@ from torch import Tensor
 from bendtrace._compare import same_bits
 from bendtrace.flow import FlowStep, LoopFlowStep
 from bendtrace.history.entries import LayerEntry, ModuleEntry, Source
+from bendtrace.history.sizes import number_text
 
 __all__ = [
     "FlowChange",
@@ -293,7 +294,9 @@ class FlowChange:
             return "-"
         if self.kind == "iterations" and isinstance(step, LoopFlowStep):
             return step.how_often
-        return repr(step.value)
+        rounded = {number_text(side.value) for side in (self.a, self.b) if side is not None}
+        is_close = self.a is not None and self.b is not None and len(rounded) == 1
+        return repr(step.value) if is_close else number_text(step.value)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the change as plain values, ready for JSON."""

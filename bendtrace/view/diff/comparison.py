@@ -86,14 +86,14 @@ class Comparison:
                 yield ModuleChange("class", entry_a, entry_b, class_a, self.b.classes[other])
             if entry_a is None or entry_b is None:
                 continue
-            if len(calls_a) != len(calls_b):
-                yield ModuleChange("calls", entry_a, entry_b, len(calls_a), len(calls_b))
-            if entry_a.training != entry_b.training:
-                yield ModuleChange("training", entry_a, entry_b, entry_a.training, entry_b.training)
-            if entry_a.parameters != entry_b.parameters:
-                yield ModuleChange(
-                    "parameters", entry_a, entry_b, entry_a.parameters, entry_b.parameters
-                )
+            facts: tuple[tuple[Literal["calls", "training", "parameters"], Any, Any], ...] = (
+                ("calls", len(calls_a), len(calls_b)),
+                ("training", entry_a.training, entry_b.training),
+                ("parameters", entry_a.parameters, entry_b.parameters),
+            )
+            for kind, before, after in facts:
+                if before != after:
+                    yield ModuleChange(kind, entry_a, entry_b, before, after)
         known = set(names.values())
         for name, calls_b in self.b.modules.items():
             if name not in known:

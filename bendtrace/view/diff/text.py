@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from bendtrace._later import tabulate
 from bendtrace.flow import FlowStep, LoopFlowStep
 from bendtrace.history.entries import LayerEntry
-from bendtrace.history.sizes import counted, listed
+from bendtrace.history.sizes import counted, listed, number_text
 from bendtrace.view.diff.changes import FlowChange, LayerChange, ModuleChange, loop_text, where
 from bendtrace.view.diff.matching import Run
 
@@ -298,7 +298,7 @@ def _loop_place(loop: FlowStep) -> str:
 
 def _shape(entry: LayerEntry) -> str:
     if entry.shape is None:
-        return "" if entry.value is None else repr(entry.value)
+        return "" if entry.value is None else number_text(entry.value)
     return str(tuple(entry.shape))
 
 

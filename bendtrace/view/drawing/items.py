@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import chain, islice
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from bendtrace.flow import FlowStep, IndexFlowStep, LogicalFlowStep, LoopFlowStep
@@ -56,6 +56,16 @@ class Leaf:
     times: int = 1
     box: Box | None = None
 
+    def leaves(self) -> Iterator[Leaf]:
+        """Yield itself."""
+        yield self
+
+    def take(self, other: Leaf) -> None:
+        """Stand for another leaf as well."""
+        self.entries += other.entries
+        self.steps += other.steps
+        self.times += other.times
+
 
 @dataclass(eq=False)
 class Box:
@@ -90,17 +100,7 @@ class Box:
     def leaves(self) -> Iterator[Leaf]:
         """Yield all leaves in it, in the order of the run."""
         for item in self.items:
-            if isinstance(item, Leaf):
-                yield item
-            else:
-                yield from item.leaves()
-
-    def boxes(self) -> Iterator[Box]:
-        """Yield all boxes in it, outer ones first."""
-        for item in self.items:
-            if isinstance(item, Box):
-                yield item
-                yield from item.boxes()
+            yield from item.leaves()
 
 
 Item: TypeAlias = Leaf | Box
@@ -275,9 +275,7 @@ def roll(box: Box, key_of_step: Mapping[int, object]) -> None:
         if first is item:
             kept.append(item)
         elif isinstance(first, Leaf) and isinstance(item, Leaf):
-            first.entries += item.entries
-            first.steps += item.steps
-            first.times += item.times
+            first.take(item)
         elif isinstance(first, Box) and isinstance(item, Box):
             first.calls += item.calls
             first.items += item.items
@@ -403,8 +401,7 @@ def _bundle(root: Box) -> None:
     for leaves in groups.values():
         if len(leaves) >= _LEAST:
             for other in leaves[1:]:
-                leaves[0].entries += other.entries
-                leaves[0].times += other.times
+                leaves[0].take(other)
             gone.update(leaves[1:])
     root.items = [item for item in root.items if item not in gone]
 
@@ -471,18 +468,11 @@ def _wiring(items: Sequence[Item]) -> list[tuple[int, ...]]:
     """Return for each value which of the values before it, in the same items, it came from."""
     numbers: dict[str, int] = {}
     wiring: list[tuple[int, ...]] = []
-    for number, leaf in enumerate(_leaves(items)):
+    for number, leaf in enumerate(chain(*(item.leaves() for item in items))):
         parents = leaf.entries[0].parents if leaf.entries else ()
         wiring.append(tuple(sorted(numbers[parent] for parent in parents if parent in numbers)))
         numbers.update((entry.label, number) for entry in leaf.entries)
     return wiring
-
-
-def _leaves(items: Sequence[Item]) -> list[Leaf]:
-    found: list[Leaf] = []
-    for item in items:
-        found += [item] if isinstance(item, Leaf) else item.leaves()
-    return found
 
 
 def _together(items: Sequence[Item], period: int, units: Units) -> Item:
@@ -497,7 +487,8 @@ def _together(items: Sequence[Item], period: int, units: Units) -> Item:
         frame = Box("repeat", items=first)
     if frame is not None:
         for number in range(count):
-            for leaf in _leaves(items[number * period : (number + 1) * period]):
+            unit = items[number * period : (number + 1) * period]
+            for leaf in chain(*(item.leaves() for item in unit)):
                 names = [entry.label for entry in leaf.entries]
                 for name in names + [step_name(step) for step in leaf.steps]:
                     units[name] = ((frame, number), *units.get(name, ()))
@@ -512,9 +503,7 @@ def _together(items: Sequence[Item], period: int, units: Units) -> Item:
 
 def _merge(one: Item, other: Item, units: Units) -> None:
     if isinstance(one, Leaf) and isinstance(other, Leaf):
-        one.entries += other.entries
-        one.steps += other.steps
-        one.times += other.times
+        one.take(other)
     elif isinstance(one, Box) and isinstance(other, Box):
         one.calls += other.calls
         if one.times != other.times:

@@ -10,6 +10,7 @@ import torch
 
 from bendtrace.flow import FlowStep, LoopFlowStep
 from bendtrace.history.entries import LayerEntry, ModuleEntry, ParameterUse
+from bendtrace.history.sizes import number_text
 from bendtrace.view.drawing.canvas import cut, printable
 from bendtrace.view.drawing.items import Box, Leaf
 
@@ -68,7 +69,7 @@ def leaf_title(leaf: Leaf) -> str:
     """Return the first line of a node: the name that finds it in the log."""
     entry = leaf.entries[0]
     if entry.kind == "number":
-        return cut(f"{entry.label} = {entry.value!r}", _MOST)
+        return cut(f"{entry.label} = {number_text(entry.value)}", _MOST)
     if leaf.times > 1:
         return cut(entry.layer_type, _MOST)
     labels = [entry.label, *(other.label for other in leaf.entries[1:])]

@@ -11,7 +11,7 @@ from textwrap import shorten
 from typing import Any
 
 from bendtrace.flow import _plain_json
-from bendtrace.history.sizes import counted
+from bendtrace.history.sizes import counted, number_text
 from bendtrace.recording.sites import Place
 from bendtrace.replay.analysis import GuardKind
 from bendtrace.view.outline.source import is_elif
@@ -303,12 +303,10 @@ def _flow(flow: Flow, depth: int) -> Iterator[Line]:
             if item.kind == "live":
                 code, where = "live only", item.text
             yield _INDENT * depth + code, counted(item.hits, "run"), where
-        elif item.is_loop:
-            yield from _loop(item, depth)
-        elif item.is_condition:
+        elif item.is_condition and not item.is_loop:
             yield from _condition(item, depth, "")
         else:
-            yield from _values(item, depth)
+            yield from _sides(item, depth)
 
 
 def end_text(end: End) -> str:
@@ -338,16 +336,13 @@ def _colon(branch: Branch) -> str:
     return ":" if branch.kind in ("if", "while", "for") else ""
 
 
-def _loop(branch: Branch, depth: int) -> Iterator[Line]:
+def _sides(branch: Branch, depth: int) -> Iterator[Line]:
+    """Yield a loop over things and its body, or a value and what follows each outcome of it."""
     yield _INDENT * depth + branch.text + _colon(branch), summary(branch), _where(branch)
     for taken in branch.sides():
-        yield from _flow(taken.flow, depth + 1)
-
-
-def _values(branch: Branch, depth: int) -> Iterator[Line]:
-    yield _INDENT * depth + branch.text, summary(branch), _where(branch)
-    for taken in branch.sides():
-        if taken.flow:
+        if branch.is_loop:
+            yield from _flow(taken.flow, depth + 1)
+        elif taken.flow:
             yield f"{_INDENT * (depth + 1)}{value_text(taken.value)}:", f"{taken.hits}x", ""
             yield from _flow(taken.flow, depth + 2)
 
@@ -381,7 +376,7 @@ def summary(branch: Branch) -> str:
 
 def value_text(value: Any) -> str:
     """Return an outcome, cut short."""
-    text = value if isinstance(value, str) and " " in value else repr(value)
+    text = value if isinstance(value, str) and " " in value else number_text(value)
     return shorten(str(text), 24, placeholder="...") or "..."
 
 

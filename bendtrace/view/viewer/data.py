@@ -12,6 +12,7 @@ from torch import Tensor
 from bendtrace.flow import FlowStep, LoopFlowStep
 from bendtrace.history.entries import LayerEntry, ModuleEntry, ParameterUse, Source
 from bendtrace.history.run_log import RunLog
+from bendtrace.history.sizes import number_text
 
 __all__ = ["activation_data", "viewer_data"]
 
@@ -164,7 +165,7 @@ class _Shared:
             dtype=None if entry.dtype is None else str(entry.dtype).removeprefix("torch."),
             device=None if entry.device is None else str(entry.device),
             bytes=entry.nbytes or None,
-            value=_cut(repr(entry.value)) if is_number else None,
+            value=_cut(number_text(entry.value)) if is_number else None,
             parents=self._numbers(self._entries, entry.parents),
             states=[self.states.number(use) for use in entry.state],
             function=entry.function,
@@ -208,7 +209,7 @@ class _Shared:
             step=type(step).__name__.removesuffix("FlowStep").lower(),
             kind=step.kind,
             text=text,
-            value=_cut(repr(step.value), 80),
+            value=_cut(number_text(step.value), 80),
             entry=self._entries.get(label),
             module=step.module_path,
             iteration=list(step.iteration),
