@@ -67,7 +67,7 @@ def roll(entries: Sequence[LayerEntry], run: Run, known_modules: Iterable[str]) 
             place = _loop_place(loop) if loop is not None else same[0].module
             key = ("passes", numbers_text(entry.pass_number for entry in same), place)
         sites.setdefault(key, []).append(same)
-    return _alike([_group(*key[:2], same, run) for key, same in sites.items()])
+    return _alike([_group(key[0], key[1], same, run) for key, same in sites.items()])
 
 
 def _group(kind: str, name: str, sites: list[list[LayerEntry]], run: Run) -> Group:

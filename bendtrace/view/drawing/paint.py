@@ -168,12 +168,13 @@ _STACK = 3.0  # how far repeated boxes stand behind each other
 _STEPS, _STEP = 16, 6.0  # of the legend
 
 INK, FAINT, WIRE, BACK = "#1f2328", "#57606a", "#6e7781", "#0969da"
-_FILLS = {
+# Also those of the viewer.
+FILLS = {
     "input": "#ddf4ff", "output": "#dafbe1", "op": "#ffffff", "state": "#fff1d6",
     "number": "#f3effc", "decision": "#fff8c5", "module": "#e6ebf1", "repeat": "#e6ebf1",
     "part": "#e6ebf1", "live": "#fff1e5", "raise": "#ffebe9",
 }  # fmt: skip
-_STROKES = {
+STROKES = {
     "input": "#54a3d8", "output": "#4aa564", "op": "#8c959f", "state": "#bf8700",
     "number": "#8250df", "decision": "#9a6700", "module": "#57606a", "repeat": "#57606a",
     "part": "#57606a", "live": "#bc4c00", "raise": "#cf222e",
@@ -272,7 +273,7 @@ def _box(node: Node, shape: Shape, depth: int, scale: Scale | None) -> Mark:
 
 def _node(node: Node, shape: Shape, scale: Scale | None) -> Mark:
     kind = "state" if node.kind == "op" and node.has_parameters else node.kind
-    fill, stroke, text, faint = _FILLS[kind], _STROKES[kind], INK, FAINT
+    fill, stroke, text, faint = FILLS[kind], STROKES[kind], INK, FAINT
     tooltip = node.tooltip
     if scale is not None and node.kind != "decision":
         fill, stroke = "#ffffff", "#8c959f"
@@ -325,7 +326,7 @@ _DASHES = {"number": (2.0, 2.0), "control": (4.0, 3.0), "repeat": (4.0, 3.0)}
 def _wire_color(wire: Wire) -> str:
     if wire.net.kind == "repeat" or wire.is_back:
         return BACK
-    return _STROKES["decision"] if wire.net.kind == "control" else WIRE
+    return STROKES["decision"] if wire.net.kind == "control" else WIRE
 
 
 def _wire(wire: Wire) -> Mark:

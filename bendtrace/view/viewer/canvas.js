@@ -90,16 +90,16 @@ function valuesOf(item) {
   return values.size > 1 ? `${only}, \u2026` : only;
 }
 
-// "if: True", "while: True 2\u00d7, False"
+// "if \u2192 True", "while \u2192 True \u00d72, False"
 function sidesTaken(item) {
   const counts = new Map();
   for (const step of item.things) {
     const side = text.taken(step);
     counts.set(side, (counts.get(side) ?? 0) + 1);
   }
-  const sides = [...counts].map(([side, count]) => (count > 1 ? `${side} ${count}\u00d7` : side));
+  const sides = [...counts].map(([side, count]) => (count > 1 ? `${side} \u00d7${count}` : side));
   const told = sides.length > 3 ? [...sides.slice(0, 2), `${sides.length - 2} more`] : sides;
-  return `${item.things[0].kind}: ${told.join(", ")}`;
+  return `${item.things[0].kind} \u2192 ${told.join(", ")}`;
 }
 
 function measure(item, isFrame = false) {

@@ -10,6 +10,7 @@ from html import escape
 from importlib.resources import files
 
 from bendtrace.history.run_log import RunLog
+from bendtrace.view.drawing.paint import FILLS, STROKES
 from bendtrace.view.viewer.data import viewer_data
 
 __all__ = ["viewer_frame", "viewer_html"]
@@ -17,10 +18,7 @@ __all__ = ["viewer_frame", "viewer_html"]
 # In the order in which they build on each other.
 _SCRIPTS = (
     "run.js",
-    "passes.js",
-    "links.js",
     "tree.js",
-    "ranks.js",
     "layout.js",
     "canvas.js",
     "view.js",
@@ -57,7 +55,7 @@ def viewer_html(history: RunLog, *, flops: bool = True) -> str:
     """
     if flops and any(entry.flop_count is None for entry in history.entries):
         history.count_flops()
-    style, script = _part("style.css"), _script()
+    style, script = _palette() + _part("style.css"), _script()
     policy = f"default-src 'none'; script-src '{_hash(script)}'; style-src '{_hash(style)}'"
     fields = {
         "title": escape(history.name),
@@ -103,6 +101,13 @@ def viewer_frame(history: RunLog, *, height: int = 600, most: int = 3_000_000) -
 @cache
 def _part(name: str) -> str:
     return (files(__package__) / name).read_text(encoding="utf-8")
+
+
+def _palette() -> str:
+    """Return the colours of pictures as variables; the style has others for dark pages."""
+    kinds = ("input", "output", "state", "number", "decision", "module")
+    colours = (f"--{kind}: {FILLS[kind]}; --{kind}-border: {STROKES[kind]};" for kind in kinds)
+    return f":root {{ {' '.join(colours)} }}\n"
 
 
 @cache

@@ -230,7 +230,7 @@ function stepParts(step, go) {
   return [
     heading(
       step.text || step.kind,
-      `${step.kind}: ${text.taken(step)}`,
+      `${step.kind} \u2192 ${text.taken(step)}`,
       step.module ? `in ${step.module}` : "",
     ),
     facts([
@@ -392,7 +392,8 @@ function overviewParts(go) {
 
 function legend() {
   const nodes = [
-    ["input", "input, output"],
+    ["input", "input"],
+    ["output", "output"],
     ["op", "op"],
     ["weighted", "op with parameters"],
     ["module", "module"],

@@ -1,3 +1,124 @@
+// Which passes are not rolled up: `of` gives what tells them apart, "" for those that are.
+function keptApart() {
+  const calls = new Map(); // call -> what happened in it, in order: {key, thing, isModule}
+  const note = (call, key, thing) => {
+    if (!calls.has(call)) calls.set(call, []);
+    calls.get(call).push({ key, thing });
+  };
+  const begun = new Set();
+  const begin = (index) => {
+    if (index == null || begun.has(index)) return;
+    begun.add(index);
+    const call = run.modules[index];
+    begin(call.parent);
+    note(call.parent, `/${call.name}`, call);
+  };
+  let next = 0;
+  for (const entry of run.entries) {
+    for (; next < run.steps.length && run.steps[next].after < entry.index; next++) {
+      const step = run.steps[next];
+      if (step.step === "shape") continue;
+      begin(step.call);
+      note(step.call, `?${step.source}|${step.kind}`, step);
+    }
+    if (entry.kind === "state" || entry.first !== entry) continue;
+    begin(entry.call);
+    note(entry.call ?? null, `#${entry.name}`, entry);
+  }
+
+  const rolls = new Set(); // places that are passed at least once more with no other module between
+  const turns = new Map(); // thing -> which pass of its place within the call around it
+  for (const [call, events] of calls) {
+    const outer = call == null ? "" : run.modules[call].name;
+    const counts = new Map();
+    for (const { key } of events) counts.set(key, (counts.get(key) ?? 0) + 1);
+    const last = new Map(); // place -> {turn, others}: its last pass, other modules until then
+    let others = 0;
+    for (const { key, thing } of events) {
+      const before = last.get(key);
+      const place = `${outer}${key}`;
+      if (before && before.others === others) rolls.add(place);
+      const turn = (before?.turn ?? 0) + 1;
+      turns.set(thing, { place, turn });
+      if (thing.what === "module" && counts.get(key) === 1) others++;
+      last.set(key, { turn, others });
+    }
+  }
+  return {
+    of(thing) {
+      const found = turns.get(thing);
+      return found && found.turn > 1 && !rolls.has(found.place) ? `@${found.turn}` : "";
+    },
+  };
+}
+
+// What leads where, between leaves of the tree: values, and the decisions that things ran under.
+function linksBetween(tree, numbers) {
+  const found = new Map();
+  const add = (from, to, kind) => {
+    if (!from || !to) return;
+    const key = `${from.number},${to.number}`;
+    const known = found.get(key);
+    if (!known) found.set(key, { from, to, kind });
+    else if (kind === "data") known.kind = kind;
+  };
+
+  for (const entry of run.entries) {
+    const to = tree.ofEntry.get(entry.index);
+    if (!to) continue;
+    const seen = entry.parents.filter((parent) => tree.ofEntry.has(parent));
+    for (const parent of seen) {
+      add(tree.ofEntry.get(parent), to, run.entries[parent].kind === "number" ? "number" : "data");
+    }
+    // What hangs on hidden numbers only would seem to come from nowhere.
+    if (!seen.length && !numbers) {
+      for (const parent of entry.parents) {
+        for (const origin of origins(parent)) add(tree.ofEntry.get(origin), to, "number");
+      }
+    }
+  }
+  run.steps.forEach((step, index) => {
+    const at = tree.ofStep.get(index);
+    if (!at) return;
+    if (step.entry != null) {
+      for (const origin of origins(step.entry)) add(tree.ofEntry.get(origin), at, "number");
+    }
+    const under = new Set(step.under);
+    for (const inside of step.under) {
+      const entry = run.entries[inside];
+      if (entry.flow.at(-1) !== index) continue;
+      if (!entry.parents.some((parent) => under.has(parent)))
+        add(at, tree.ofEntry.get(inside), "control");
+    }
+  });
+  for (const entry of run.entries) {
+    for (let depth = 1; depth < entry.flow.length; depth++) {
+      add(tree.ofStep.get(entry.flow[depth - 1]), tree.ofStep.get(entry.flow[depth]), "control");
+    }
+  }
+  return [...found.values()];
+
+  // The nearest entries above that are shown, itself included.
+  function origins(index) {
+    const result = new Set();
+    const queue = [index];
+    const met = new Set(queue);
+    for (const each of queue) {
+      if (tree.ofEntry.has(each)) {
+        result.add(each);
+        continue;
+      }
+      for (const parent of run.entries[each].parents) {
+        if (!met.has(parent)) {
+          met.add(parent);
+          queue.push(parent);
+        }
+      }
+    }
+    return result;
+  }
+}
+
 // The run as boxes in boxes: module calls, and in them ops and flow steps.
 //
 // Rolled, the passes of one place are one box; unrolled, each is its own. A module in which just
