@@ -37,7 +37,7 @@ def load(path: str) -> Any:
     """Read a file of tensors onto the CPU.
 
     Args:
-        path: a file of `torch.save`, or a safetensors file, which gives a dict of tensors.
+        path: a file of `torch.save`, or a safetensors file, read as a dict of tensors.
 
     Raises:
         InputError: if there is no such file, or it holds more than tensors and plain values.

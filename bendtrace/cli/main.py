@@ -48,7 +48,7 @@ inputs
     randn(2, 3)  rand  zeros  ones  full((2, 3), 0.5)  arange(5)  linspace(0, 1, 5)  eye(3)
     randint(0, 9, (2, 3))  tensor([[1, 2]], dtype=int64)  randn(3, requires_grad=True)
     load("batch.pt")["x"]  load("batch.safetensors")["x"]
-  FILE.pt or FILE.safetensors alone: a dict gives keyword inputs, a tensor a positional one.
+  FILE.pt or FILE.safetensors alone: a dict holds keyword inputs, a tensor is a positional one.
 
 what is done
   The model is traced on the inputs, called on them again, and then on those of each --call.

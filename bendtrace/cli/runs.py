@@ -115,7 +115,7 @@ class Run:
 
     @property
     def equal(self) -> bool:
-        """Whether every call gave what the model itself gives."""
+        """Whether every call returned the model's own outputs, bit for bit."""
         return all(call.equal for call in self.calls)
 
     def to_dict(self) -> dict[str, Any]:

@@ -115,7 +115,7 @@ class Timeline:
         time = min(times)
         anchor = max((i for i in self._anchors[0] if i < time[0]), default=-1)
         following = min((i for i in self._anchors[0] if i > time[0]), default=len(self.a.entries))
-        # Both go on with something of their own: told together.
+        # Both go on with something of their own: one line says so.
         a = b = None
         if only_a is not None and anchor < only_a < following:
             a = self.a.entries[only_a]
@@ -189,7 +189,7 @@ class Timeline:
 
 
 def without_tests(steps: Sequence[FlowStep], flow: Sequence[FlowChange]) -> list[FlowChange]:
-    """Leave out the tests of a `while` of which it is told how often it ran.
+    """Leave out the tests of a `while` whose number of iterations is reported.
 
     Args:
         steps: the steps of the first run.
@@ -227,7 +227,7 @@ def _is_cause(change: FlowChange) -> bool:
 def _only(run: Run, both: Collection[int]) -> Iterator[int]:
     """Yield the positions of what a run went through alone.
 
-    State is read by what is told anyway. Another number of results of one op, or of numbers
+    What reads state is reported anyway. Another number of results of one op, or of numbers
     from one tensor, is no other path yet: what is done with them may be.
     """
     known = {_origin(run.entries[position]) for position in both}

@@ -3,7 +3,7 @@
 The same is what happened at the same place: in the same module, at the same expression of the
 same function. Where two versions of a model are compared, code has moved and modules have been
 renamed or wrapped; then what stands between the same neighbours is the same, if it is of one
-kind. The passes of a place are told apart by the loops and calls they ran in.
+kind. The loops and calls that they ran in distinguish the passes of a place.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Pair = tuple[int, int]
 
 # Up to so many pairs of keys, a stretch without anchors is compared in full.
 _CELLS = 40_000
-# Beyond, a key is told apart by so many keys that follow it.
+# Beyond, so many keys that follow a key distinguish it.
 _COMPANY = (2, 4, 8, 16, 32)
 _DEPTH = 32
 
@@ -343,8 +343,8 @@ def _shifted(a: dict[str, str], b: dict[str, str]) -> set[str]:
 class _SameSource:
     """Whether both runs ran the same source of a function, or two versions of it.
 
-    In the same source another expression is another place, however alike; in another version
-    it may be the one that was edited.
+    In the same source, a different expression is a different place, however alike; in another
+    version it may be the one that was edited.
 
     Attributes:
         conditions: the conditions that were decided in both runs.
@@ -372,7 +372,7 @@ class _SameSource:
         return step.line if function in self._same_innermost else None
 
 
-# Functions of one name in one file are told apart by the modules that run them.
+# The modules that run them distinguish functions of one name in one file.
 _Function = tuple[tuple[str, ...], str, str]
 
 

@@ -25,7 +25,7 @@ __all__ = ["StepText", "Union", "difference_picture", "union_of"]
 
 @dataclass
 class Union:
-    """Two runs in one log. What only one of them has is told by its name.
+    """Two runs in one log. The names of entries that only one of them has say so.
 
     Attributes:
         name: of the model, or of both.
@@ -261,7 +261,7 @@ def _told(step: FlowStep, change: FlowChange) -> FlowStep:
     if change.b is None:
         return step
     if change.kind == "iterations" and isinstance(step, LoopFlowStep):
-        return step  # its number of iterations is told beside it
+        return step  # its number of iterations stands beside it
     return replace(step, value=_Both(change))
 
 

@@ -24,7 +24,7 @@ __all__ = ["difference_text"]
 
 @dataclass
 class Group:
-    """Entries that are told in one line.
+    """Entries that share a line.
 
     Attributes:
         what: what they are: the label of one, the passes of some, or a module.
@@ -62,7 +62,7 @@ def roll(entries: Sequence[LayerEntry], run: Run, known_modules: Iterable[str]) 
         parts.setdefault(key, []).append(entry)
     sites: dict[tuple[str, ...], list[list[LayerEntry]]] = {}
     for key, same in parts.items():
-        if key[0] == "passes":  # what ran equally often in one loop is told together
+        if key[0] == "passes":  # what ran equally often in one loop shares a line
             loop = _loop_around(same[0], run)
             place = _loop_place(loop) if loop is not None else same[0].module
             key = ("passes", numbers_text(entry.pass_number for entry in same), place)
@@ -106,7 +106,7 @@ def _common(texts: Iterable[str]) -> str:
 
 
 def _alike(groups: list[Group]) -> list[Group]:
-    """Tell in one line what is alike in modules whose names differ only in numbers."""
+    """Put in one line what is alike in modules whose names differ only in numbers."""
     first: dict[tuple[object, ...], Group] = {}
     often: Counter[tuple[object, ...]] = Counter()
     for group in groups:
@@ -133,7 +133,7 @@ def unnumbered(name: str) -> str:
 
 
 def roll_flow(changes: Sequence[FlowChange]) -> list[tuple[str, ...]]:
-    """Tell changes of the flow: kind, source, place, module, iteration, how often, a and b.
+    """Report changes of the flow: kind, source, place, module, iteration, how often, a and b.
 
     What is alike in several iterations, or in modules whose names differ only in numbers,
     shares a line.
@@ -162,7 +162,7 @@ def roll_flow(changes: Sequence[FlowChange]) -> list[tuple[str, ...]]:
 
 
 def roll_changes(changes: Sequence[LayerChange]) -> list[tuple[str, str, str]]:
-    """Tell changes as (label in a, label in b, what changed), the passes of a place together.
+    """Report changes as (label in a, label in b, what changed), the passes of a place together.
 
     Passes of which the same changed share a line, the line of the first of them, and so does
     what changed in the same way in modules whose names differ only in numbers.
@@ -196,7 +196,7 @@ def roll_changes(changes: Sequence[LayerChange]) -> list[tuple[str, str, str]]:
 
 
 def roll_modules(changes: Sequence[ModuleChange]) -> list[str]:
-    """Tell changes of modules; what holds for all inside another is told of that one only."""
+    """Report changes of modules; one that holds for a module and all inside it takes one line."""
     told: list[str] = []
     inside = Counter[int]()
     alike = Counter[int]()

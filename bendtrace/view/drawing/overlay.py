@@ -135,7 +135,7 @@ def _fill(
 
 
 def _fill_from(scene: Scene, numbers: Mapping[str, float], history: RunLog) -> None:
-    """Give nodes and boxes the numbers that are told for them by name."""
+    """Give nodes and boxes the numbers given for their names."""
     entries: dict[str, list[str]] = {}
     for entry in history.entries:
         for key in {entry.label, entry.name, entry.short_name, entry.node_path, entry.node} - {""}:

@@ -144,7 +144,7 @@ class Coverage(Sequence[BranchCoverage]):
             more = len(others) - _SHOWN
             left = f"\n... and {more} more" if more > 0 else ""
             sections.append(
-                "not guarded (decided by plain Python values, or not come by), so that only the "
+                "not guarded (decided by plain Python values, or not reached), so that only the "
                 "operations under them tell:\n"
                 f"{_table(others[:_SHOWN])}{left}"
             )
@@ -166,7 +166,7 @@ def _table(branches: Sequence[BranchCoverage]) -> str:
 
 
 def coverage(tree: TraceTree) -> Coverage:
-    """Compare what a tree's paths came by with the source that they ran."""
+    """Compare the branches that a tree's paths reached with the source that they ran."""
     return _Survey(tree).result()
 
 

@@ -46,7 +46,7 @@ class StateGraph(nx.MultiDiGraph):  # type: ignore[type-arg]  # not generic when
 
     - `kind`: "start" for a program, that of the flow step for a question ("if", "while", "for",
       "value", ...), and "return", "raise" or "live" for an end;
-    - `text`, the source text; `at`, its place ("file:line"); `hits`, how many times calls came by;
+    - `text`, the source text; `at`, its place ("file:line"); `hits`, how often calls reached it;
       and `program`, the number of the program, as in `BendedModule.tree`;
     - a start also `selected_by`, what is so for these inputs and not for those of other programs,
       and `joins`, whether paths join in it. Where they do not, each question has the nodes

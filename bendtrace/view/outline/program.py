@@ -217,7 +217,7 @@ class Outline:
 
     It shows the moment at which it was made. Each program stands for the calls whose input
     guards agree; in it, branches have the source's text, nesting and order however many
-    iterations, modules or paths they were come by in.
+    iterations, modules or paths they were reached in.
 
     Attributes:
         name: what the model is called.

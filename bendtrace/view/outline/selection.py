@@ -71,7 +71,7 @@ _ASPECTS = {
 def _distinct(facts: Sequence[Facts]) -> dict[str, int]:
     """Return the labels that are not the same everywhere, with the number of their values."""
     labels = dict.fromkeys(label for own in facts for label in own)
-    # A program that does not ask for something has other reasons to be another one.
+    # A program that does not ask for something differs for other reasons.
     values = {label: {own[label] for own in facts if label in own} for label in labels}
     return {label: len(found) for label, found in values.items() if len(found) > 1}
 

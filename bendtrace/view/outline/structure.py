@@ -156,7 +156,7 @@ class Branch:
 
     @property
     def total(self) -> int:
-        """How often it was come by."""
+        """How often it was reached."""
         return sum(taken.hits for taken in self.taken.values())
 
     @property

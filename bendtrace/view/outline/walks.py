@@ -58,7 +58,7 @@ Key = tuple[Any, ...]
 
 @dataclass(frozen=True, eq=False)
 class Event:
-    """A branch, loop or value that a path came by.
+    """A branch, loop or value that a path reached.
 
     Attributes:
         key: the same wherever the same piece of source was run in the same way.
@@ -303,8 +303,8 @@ _SAME, _ANOTHER = "the tensor it was given", "another tensor"
 _WORDS = {Test.SAME: _SAME, Test.OTHER: _ANOTHER}
 _OTHER = {Test.SAME: _ANOTHER, Test.OTHER: _SAME}
 _ASKED = {
-    Test.SAME: "what {} gives",
-    Test.OTHER: "what {} gives",
+    Test.SAME: "the output of {}",
+    Test.OTHER: "the output of {}",
     Test.LENGTH: "len({})",
     Test.KIND: "type({})",
 }
@@ -390,7 +390,7 @@ class Walk:
 
     @property
     def leads_to_end(self) -> bool:
-        """Whether nothing that anybody is told of lies between it and the end of the run."""
+        """Whether no event lies between it and the end of the run."""
         return self.end is not None and self.first <= self.stop == len(self.events)
 
 
@@ -426,7 +426,7 @@ def _elsewhere(
         walks.append(_live(live, side.live, _twin(stretch, number, side)))
     if side.failures:
         runs = [stretch.recording]
-        if graph is not None:  # the run in whose place another one is now may have got further
+        if graph is not None:  # a run that was replaced may have got further
             runs += [old.recording for old in graph.retired[::-1] if old.owner is stretch]
         runs = [run for run in runs if number < len(run.tape.guards)]
         walks += _failed(PathEvents(runs[0], asked), number, side) if runs else ()
