@@ -20,6 +20,7 @@ from bendtrace.cli.report import as_json, as_text
 from bendtrace.cli.runs import run, seed_all
 from bendtrace.cli.targets import build, find
 from bendtrace.errors import BendtraceError
+from bendtrace.history.sizes import place_text
 
 __all__ = ["main"]
 
@@ -93,7 +94,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
     except Exception as error:
         last = traceback.extract_tb(error.__traceback__)[-1]
-        where = f"{os.path.basename(last.filename)}:{last.lineno}"
+        where = place_text(last.filename, last.lineno)
         return _fail(f"a bug in bendtrace, at {where}: {one_line(error)}")
     return 0 if equal else 1
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import json
 import math
-import os
 import shutil
 from collections.abc import Iterator, Sequence
 from textwrap import dedent, indent, shorten, wrap
@@ -17,7 +16,7 @@ from bendtrace._later import tabulate
 from bendtrace._trace import Trace
 from bendtrace.cli.runs import Call, Run
 from bendtrace.flow import FlowStep, FlowSteps, LoopFlowStep
-from bendtrace.history.sizes import counted, number_text
+from bendtrace.history.sizes import counted, number_text, place_text
 
 __all__ = ["as_json", "as_text"]
 
@@ -94,7 +93,7 @@ def _graph(trace: Trace, width: int) -> Iterator[str]:
 
 def _steps(steps: FlowSteps, width: int) -> list[str]:
     rows = [
-        (os.path.basename(step.file) + f":{step.line}", step.kind, step.text, _value(step),
+        (place_text(step.file, step.line), step.kind, step.text, _value(step),
          ".".join(map(str, step.iteration)), step.name)
         for step in steps
     ]  # fmt: skip

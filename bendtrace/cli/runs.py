@@ -25,6 +25,7 @@ from bendtrace._trace import Trace
 from bendtrace._tracebacks import during, one_line
 from bendtrace.cli.inputs import Inputs
 from bendtrace.errors import BendtraceError, InputError
+from bendtrace.history.sizes import place_text
 from bendtrace.module import BendedModule
 from bendtrace.recording.run import Signature
 from bendtrace.replay.explain import Mismatch
@@ -207,7 +208,7 @@ class _Session:
             raise
         except Exception as error:
             last = traceback.extract_tb(error.__traceback__)[-1]
-            where = f"{os.path.basename(last.filename)}:{last.lineno}"
+            where = place_text(last.filename, last.lineno)
             raise BendtraceError(
                 f"{self.target} runs, but not under bendtrace, which is a bug in bendtrace:"
                 f" {one_line(error)} ({where})"

@@ -1,8 +1,10 @@
-"""Sizes, counts and times as a person reads them."""
+"""Sizes, counts, times and places as a person reads them."""
 
 from __future__ import annotations
 
-__all__ = ["counted", "listed", "number_text", "size_text", "time_text"]
+import os
+
+__all__ = ["counted", "listed", "number_text", "place_text", "size_text", "time_text"]
 
 
 def size_text(nbytes: int) -> str:
@@ -31,6 +33,11 @@ def number_text(value: object) -> str:
     """
     text = repr(value)
     return f"{value:.6g}" if isinstance(value, float) and len(text) > 8 else text
+
+
+def place_text(file: str, line: int) -> str:
+    """Return the file's own name and the line: `model.py:12`."""
+    return f"{os.path.basename(file)}:{line}"
 
 
 def counted(number: int, noun: str) -> str:

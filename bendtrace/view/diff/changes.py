@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
@@ -13,7 +12,7 @@ from torch import Tensor
 from bendtrace._compare import same_bits
 from bendtrace.flow import FlowStep, LoopFlowStep
 from bendtrace.history.entries import LayerEntry, ModuleEntry, Source
-from bendtrace.history.sizes import number_text
+from bendtrace.history.sizes import number_text, place_text
 
 __all__ = [
     "FlowChange",
@@ -24,7 +23,6 @@ __all__ = [
     "compare_numbers",
     "compare_tensors",
     "loop_text",
-    "where",
 ]
 
 
@@ -206,11 +204,6 @@ def _short(value: Any, digits: int) -> str:
 _BY_TYPE = (bool, int, float, str, type(None))
 
 
-def where(file: str, line: int) -> str:
-    """Say a place of the source in short: the file's own name and the line."""
-    return f"{os.path.basename(file)}:{line}"
-
-
 def loop_text(step: FlowStep) -> str:
     """Say a flow step by its source: a kind of statement and its expression."""
     if step.kind == "while":
@@ -306,7 +299,7 @@ class FlowChange:
 
     def __str__(self) -> str:
         step = self.step
-        place = f"`{loop_text(step)}` ({where(step.file, step.line)})"
+        place = f"`{loop_text(step)}` ({place_text(step.file, step.line)})"
         if step.iteration:
             place += f" in iteration {'.'.join(map(str, step.iteration))}"
         if self.kind in ("removed", "added"):

@@ -10,7 +10,8 @@ from textwrap import shorten
 
 from bendtrace.flow import EscapeFlowStep, FlowStep, LoopFlowStep
 from bendtrace.history.entries import LayerEntry
-from bendtrace.view.diff.changes import FlowChange, LayerChange, Parting, where
+from bendtrace.history.sizes import place_text
+from bendtrace.view.diff.changes import FlowChange, LayerChange, Parting
 from bendtrace.view.diff.matching import Matching, Run, increasing
 
 __all__ = ["Timeline", "headers", "without_tests"]
@@ -252,4 +253,4 @@ def _at(entry: LayerEntry) -> str:
         return ""
     text = shorten(entry.source.text, _WIDEST, placeholder=" ...")
     told = f" `{text}`" if text else ""
-    return f"{told} ({where(entry.source.file, entry.source.line)})"
+    return f"{told} ({place_text(entry.source.file, entry.source.line)})"

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 from bendtrace._later import tabulate
 from bendtrace.flow import FlowStep, LoopFlowStep
 from bendtrace.history.entries import LayerEntry
-from bendtrace.history.sizes import counted, listed, number_text
-from bendtrace.view.diff.changes import FlowChange, LayerChange, ModuleChange, loop_text, where
+from bendtrace.history.sizes import counted, listed, number_text, place_text
+from bendtrace.view.diff.changes import FlowChange, LayerChange, ModuleChange, loop_text
 from bendtrace.view.diff.matching import Run
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ def _group(kind: str, name: str, sites: list[list[LayerEntry]], run: Run) -> Gro
     if kind == "module":
         source = next((call.source for call in run.modules.get(name, ()) if call.source), None)
         what = f"module {name} ({run.classes.get(name, '')}): {counted_entries(entries)}"
-        place = "" if source is None else where(source.file, source.line)
+        place = "" if source is None else place_text(source.file, source.line)
         return Group(what, _shape(entries[-1]), name, place, entries)
     several = "es" * (len(sites[0]) != 1)
     what = f"pass{several} {name} of {listed([site[0].name for site in sites], _NAMED)}"
@@ -145,7 +145,7 @@ def roll_flow(changes: Sequence[FlowChange]) -> list[tuple[str, ...]]:
         values = [change.value_in(side) for side in (change.a, change.b)]
         if change.kind in ("removed", "added"):
             values = ["" if side is None else "only" for side in (change.a, change.b)]
-        place = where(step.file, step.line)
+        place = place_text(step.file, step.line)
         key = (change.kind, loop_text(step), place, unnumbered(step.module_path), *values)
         rows.setdefault(key, []).append(change)
     told: list[tuple[str, ...]] = []
@@ -281,7 +281,7 @@ def _whole_module(entry: LayerEntry, run: Run, known: set[str]) -> str | None:
 
 
 def _place(entry: LayerEntry) -> str:
-    return "" if entry.source is None else where(entry.source.file, entry.source.line)
+    return "" if entry.source is None else place_text(entry.source.file, entry.source.line)
 
 
 def _loop_around(entry: LayerEntry, run: Run) -> FlowStep | None:
@@ -293,7 +293,7 @@ def _loop_around(entry: LayerEntry, run: Run) -> FlowStep | None:
 
 
 def _loop_place(loop: FlowStep) -> str:
-    return f"{where(loop.file, loop.line)}: `{loop_text(loop)}`"
+    return f"{place_text(loop.file, loop.line)}: `{loop_text(loop)}`"
 
 
 def _shape(entry: LayerEntry) -> str:

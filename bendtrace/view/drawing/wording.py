@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Sequence
 
@@ -10,7 +9,7 @@ import torch
 
 from bendtrace.flow import FlowStep, LoopFlowStep
 from bendtrace.history.entries import LayerEntry, ModuleEntry, ParameterUse
-from bendtrace.history.sizes import number_text
+from bendtrace.history.sizes import number_text, place_text
 from bendtrace.view.drawing.canvas import cut, printable
 from bendtrace.view.drawing.items import Box, Leaf
 
@@ -187,17 +186,17 @@ def tooltip(
             lines.append(f"value: {shape(entry.shape)} {dtype} {entry.device or ''}".rstrip())
         lines += [f"{use.name}: {shape(use.shape)}" for use in entry.state[:8]]
         if entry.source is not None:
-            lines.append(f"at {os.path.basename(entry.source.file)}:{entry.source.line}")
+            lines.append(f"at {place_text(entry.source.file, entry.source.line)}")
             lines.append(entry.source.statement or entry.source.text)
     if len(entries) > 1:
         lines.append(f"and {len(entries) - 1:,} more: \N{HORIZONTAL ELLIPSIS} {entries[-1].label}")
     for call in calls[:1]:
         lines.append(f"module: {call.name} ({call.class_name})")
         if call.source is not None and not entries:
-            lines.append(f"at {os.path.basename(call.source.file)}:{call.source.line}")
+            lines.append(f"at {place_text(call.source.file, call.source.line)}")
             lines.append(call.source.statement or call.source.text)
     if len(calls) > 1:
         lines.append(f"and {plural(len(calls) - 1, 'more call')}: to {calls[-1].label}")
     for step in steps[:1]:
-        lines += [step.text, f"{step.kind} at {os.path.basename(step.file)}:{step.line}"]
+        lines += [step.text, f"{step.kind} at {place_text(step.file, step.line)}"]
     return "\n".join(cut(printable(line), 160) for line in lines if line)

@@ -12,7 +12,7 @@ from textwrap import shorten
 from typing import Any, overload
 
 from bendtrace._later import tabulate
-from bendtrace.history.sizes import counted
+from bendtrace.history.sizes import counted, place_text
 from bendtrace.recording.iterations import running_code
 from bendtrace.recording.sites import Site, Span
 from bendtrace.recording.tape import ModuleCall
@@ -87,7 +87,7 @@ class BranchCoverage:
         return {**vars(self), "missing": list(self.missing)}
 
     def __str__(self) -> str:
-        where = f"{os.path.basename(self.file)}:{self.line}"
+        where = place_text(self.file, self.line)
         return f"{self.kind} `{self.text}` at {where}: {self.seen}"
 
 
@@ -159,7 +159,7 @@ _SHOWN = 40
 def _table(branches: Sequence[BranchCoverage]) -> str:
     rows = [
         (branch.kind, shorten(branch.text, 60, placeholder=" ..."),
-         f"{os.path.basename(branch.file)}:{branch.line}", branch.seen)
+         place_text(branch.file, branch.line), branch.seen)
         for branch in branches
     ]  # fmt: skip
     return tabulate.tabulate(rows, ("branch", "source", "at", "seen"), disable_numparse=True)

@@ -13,7 +13,7 @@ import networkx as nx
 from bendtrace.errors import InputError
 from bendtrace.flow import _plain_json
 from bendtrace.graph.names import NodeRef
-from bendtrace.history.sizes import counted
+from bendtrace.history.sizes import counted, place_text
 from bendtrace.recording.recorder import Recording
 from bendtrace.recording.tape import OpKind, Tape
 from bendtrace.replay.program import Program
@@ -221,10 +221,6 @@ class _Place:
             return sorted(self.out.values(), key=lambda segment: not segment.answer)
         return sorted(self.out.values(), key=lambda segment: -segment.hits)
 
-    def followed(self) -> Iterator[_Place]:
-        """Yield what comes right after it, in reverse order."""
-        return iter([segment.target for segment in reversed(self.sorted())])
-
 
 class _Known:
     """The states of one program, and the segments between them.
@@ -254,17 +250,9 @@ class _Known:
 
     def _places_in_order(self) -> list[_Place]:
         """Return the places such that each comes after all that lead to it, but for loops."""
-        done: list[_Place] = []
-        seen, waiting = {self.start}, [(self.start, self.start.followed())]
-        while waiting:
-            here, leads = waiting[-1]
-            after = next((other for other in leads if other not in seen), None)
-            if after is None:
-                done.append(here)
-                waiting.pop()
-            else:
-                seen.add(after)
-                waiting.append((after, after.followed()))
+        places = (self.start, *self._places.values())
+        leads = {place: [lead.target for lead in reversed(place.sorted())] for place in places}
+        done = list(nx.dfs_postorder_nodes(nx.DiGraph(leads), self.start))
         others = dict.fromkeys(self._places.values())  # of which some call is known no more
         return list(dict.fromkeys([*done[::-1], *others]))
 
@@ -377,7 +365,7 @@ class _Known:
             **data,
             "kind": event.kind,
             "text": event.header.text,
-            "at": f"{os.path.basename(event.place.file)}:{event.place.line}",
+            "at": place_text(event.place.file, event.place.line),
             "module_path": event.module_path,
             "answers": len(answers),
             "never": ", ".join(map(str, never)),

@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import Any
 
 from bendtrace._later import networkx as nx
-from bendtrace.history.sizes import counted
+from bendtrace.history.sizes import counted, place_text
 from bendtrace.recording.recorder import Recording
 from bendtrace.replay.tree import TraceTree
 from bendtrace.view.drawing.canvas import cut
@@ -348,7 +348,7 @@ class Outline:
         if self.failures:
             lines = ["raised before anything was recorded"]
             for (name, file, line), hits in self.failures.items():
-                where = f" at {os.path.basename(file)}:{line}" if file else ""
+                where = f" at {place_text(file, line)}" if file else ""
                 lines.append(f"    {name}{where}: {counted(hits, 'run')}")
             sections.append("\n".join(lines))
         return "\n\n".join(sections)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, field
@@ -11,7 +10,7 @@ from textwrap import shorten
 from typing import Any
 
 from bendtrace.flow import _plain_json
-from bendtrace.history.sizes import counted, number_text
+from bendtrace.history.sizes import counted, number_text, place_text
 from bendtrace.recording.sites import Place
 from bendtrace.replay.analysis import GuardKind
 from bendtrace.view.outline.source import is_elif
@@ -172,7 +171,7 @@ class Branch:
     @property
     def where(self) -> str:
         """File, without its folder, and line."""
-        return f"{os.path.basename(self.place.file)}:{self.place.line}"
+        return place_text(self.place.file, self.place.line)
 
     @property
     def never(self) -> list[bool]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import os
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
@@ -18,6 +17,7 @@ from bendtrace.flow import (
     flow_steps,
 )
 from bendtrace.graph.names import node_names
+from bendtrace.history.sizes import place_text
 from bendtrace.recording.iterations import running_code, user_code
 from bendtrace.recording.parts import identical
 from bendtrace.recording.recorder import Recording
@@ -331,7 +331,7 @@ class End:
     @property
     def where(self) -> str:
         """File, without its folder, and line; "" where they are not known."""
-        return f"{os.path.basename(self.file)}:{self.line}" if self.file else ""
+        return place_text(self.file, self.line) if self.file else ""
 
     def to_dict(self) -> dict[str, Any]:
         """Return the end as plain values, ready for JSON."""
