@@ -24,16 +24,16 @@ from bendtrace.view.diff.changes import (
     compare_numbers,
     compare_tensors,
 )
-from bendtrace.view.diff.matching import Matching, Run
+from bendtrace.view.diff.matching import Matching, RunIndex
 
-__all__ = ["Comparison", "Coverage", "GuardChange", "guard_changes"]
+__all__ = ["Compared", "Comparison", "GuardChange", "guard_changes"]
 
 
 _LABEL = re.compile(r"\w[\w.]*(?::\d+)?")
 
 
 @dataclass
-class Coverage:
+class Compared:
     """How many values could be compared.
 
     Attributes:
@@ -64,7 +64,7 @@ class Comparison:
         self.matching = matching
         self.a = matching.a
         self.b = matching.b
-        self.coverage = Coverage()
+        self.coverage = Compared()
         self._tolerances = {"rtol": rtol, "atol": atol}
 
     def modules(self) -> Iterator[ModuleChange]:
@@ -177,7 +177,7 @@ class Comparison:
             return None
         return compare_tensors(mine, theirs, **self._tolerances)
 
-    def _parameters(self, entry: LayerEntry, run: Run) -> list[tuple[Any, ...]]:
+    def _parameters(self, entry: LayerEntry, run: RunIndex) -> list[tuple[Any, ...]]:
         rows = []
         for use in entry.state:
             owner, _, leaf = use.name.rpartition(".")
@@ -215,7 +215,7 @@ class Comparison:
         return not (mine <= all_theirs and theirs <= all_mine)
 
 
-def _through(run: Run, positions: set[int], known: Any) -> set[int]:
+def _through(run: RunIndex, positions: set[int], known: Any) -> set[int]:
     """Return the nearest ancestors that both runs have."""
     reached, seen, left = set(), set(positions), list(positions)
     while left:
@@ -244,7 +244,7 @@ def _flow_difference(a: FlowStep, b: FlowStep) -> str:
 
 
 def _other_arguments(
-    a: LayerEntry, run_a: Run, b: LayerEntry, run_b: Run
+    a: LayerEntry, run_a: RunIndex, b: LayerEntry, run_b: RunIndex
 ) -> tuple[str, str] | None:
     """Return the arguments that are not the same, however the values are called."""
     if _blanked(a.arguments, run_a) == _blanked(b.arguments, run_b):
@@ -269,7 +269,7 @@ def _arguments(text: str) -> list[str]:
     return [part.strip() for part in parts]
 
 
-def _blanked(text: str, run: Run) -> str:
+def _blanked(text: str, run: RunIndex) -> str:
     """Return how an op was called, without the names of the values that it was given."""
     return _LABEL.sub(lambda m: "_" if m[0] in run.position else m[0], text)
 
@@ -334,7 +334,7 @@ def guard_changes(matching: Matching) -> list[GuardChange]:
     return changes
 
 
-def _keyed(run: Run, matching: Matching) -> dict[Hashable, dict[str, Any]]:
+def _keyed(run: RunIndex, matching: Matching) -> dict[Hashable, dict[str, Any]]:
     """Return guards by what they are about: the value, the test and the expression."""
     is_a = run is matching.a
     about: dict[str, Hashable] = {}

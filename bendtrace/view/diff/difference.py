@@ -13,7 +13,7 @@ from bendtrace.history.run_log import RunLog
 from bendtrace.view.diff.changes import FlowChange, LayerChange, ModuleChange, Parting
 from bendtrace.view.diff.comparison import Comparison, GuardChange, guard_changes
 from bendtrace.view.diff.first import Timeline, without_tests
-from bendtrace.view.diff.matching import Matching, Run
+from bendtrace.view.diff.matching import Matching, RunIndex
 from bendtrace.view.diff.picture import difference_picture
 from bendtrace.view.diff.text import difference_text
 from bendtrace.view.drawing.picture import Format, Picture
@@ -102,7 +102,7 @@ class Difference:
         self.b = b
         self.rtol = rtol
         self.atol = atol
-        run_a, run_b = Run(a), Run(b)
+        run_a, run_b = RunIndex(a), RunIndex(b)
         matching = Matching(run_a, run_b)
         comparison = Comparison(matching, rtol, atol)
         pairs = matching.entries

@@ -12,7 +12,7 @@ from bendtrace.flow import EscapeFlowStep, FlowStep, LoopFlowStep
 from bendtrace.history.entries import LayerEntry
 from bendtrace.history.sizes import place_text
 from bendtrace.view.diff.changes import FlowChange, LayerChange, Parting
-from bendtrace.view.diff.matching import Matching, Run, increasing
+from bendtrace.view.diff.matching import Matching, RunIndex, increasing
 
 __all__ = ["Timeline", "headers", "without_tests"]
 
@@ -146,7 +146,7 @@ class Timeline:
                 return f"; before, {change}"
         return ""
 
-    def _governing(self, entry: LayerEntry | None, run: Run) -> FlowChange | None:
+    def _governing(self, entry: LayerEntry | None, run: RunIndex) -> FlowChange | None:
         """Return the innermost flow step around an entry that went otherwise over there."""
         if entry is None:
             return None
@@ -161,7 +161,7 @@ class Timeline:
         test = self._next_test(entry, run)
         return None if test is None else steps.get(id(loops[test]))
 
-    def _next_test(self, entry: LayerEntry, run: Run) -> int | None:
+    def _next_test(self, entry: LayerEntry, run: RunIndex) -> int | None:
         """Return the flow step that an entry leads to through others that one run has only."""
         both = self.matching.entries
         known = both.keys() if run is self.a else set(both.values())
@@ -225,7 +225,7 @@ def _is_cause(change: FlowChange) -> bool:
     return a.bound is not None and b.bound is not None and a.bound != b.bound
 
 
-def _only(run: Run, both: Collection[int]) -> Iterator[int]:
+def _only(run: RunIndex, both: Collection[int]) -> Iterator[int]:
     """Yield the positions of what a run went through alone.
 
     What reads state is reported anyway. Another number of results of one op, or of numbers

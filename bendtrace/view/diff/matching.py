@@ -20,7 +20,7 @@ from bendtrace.flow import FlowStep, LogicalFlowStep
 from bendtrace.history.entries import LayerEntry, ModuleEntry, Source
 from bendtrace.history.run_log import RunLog
 
-__all__ = ["Matching", "Run", "align", "increasing", "match"]
+__all__ = ["Matching", "RunIndex", "align", "increasing", "match"]
 
 
 Pair = tuple[int, int]
@@ -176,7 +176,7 @@ def _gaps(anchors: Sequence[Pair], length_a: int, length_b: int) -> Iterator[tup
         i, j = next_i + 1, next_j + 1
 
 
-class Run:
+class RunIndex:
     """One of two runs, with what is looked up in it again and again."""
 
     def __init__(self, history: RunLog) -> None:
@@ -266,7 +266,7 @@ class Matching:
         b: the other.
     """
 
-    def __init__(self, a: Run, b: Run) -> None:
+    def __init__(self, a: RunIndex, b: RunIndex) -> None:
         self.a = a
         self.b = b
         self._same_source = _SameSource(a, b)
@@ -299,7 +299,7 @@ class Matching:
                 for run in (self.a, self.b))  # fmt: skip
         return _match_sites(a, b, rounds=4)
 
-    def _module_ids(self, run: Run) -> dict[str, Hashable]:
+    def _module_ids(self, run: RunIndex) -> dict[str, Hashable]:
         """Return what stands for a module in the keys of both runs."""
         if run is self.a:
             return {name: self.modules.get(name, ("only in a", name)) for name in run.classes}
@@ -350,7 +350,7 @@ class _SameSource:
         conditions: the conditions that were decided in both runs.
     """
 
-    def __init__(self, a: Run, b: Run) -> None:
+    def __init__(self, a: RunIndex, b: RunIndex) -> None:
         self.conditions = a.conditions & b.conditions
         lines = [_lines(run) for run in (a, b)]
         self._same = {
@@ -366,7 +366,7 @@ class _SameSource:
         """Return the line if it means something in both runs."""
         return line if (classes, file, function) in self._same else None
 
-    def line_of_step(self, run: Run, step: FlowStep) -> int | None:
+    def line_of_step(self, run: RunIndex, step: FlowStep) -> int | None:
         """Return the line of a flow step if it means something in both runs."""
         function = (run.classes.get(step.module_path, ""), step.place.file, step.place.function)
         return step.line if function in self._same_innermost else None
@@ -376,7 +376,7 @@ class _SameSource:
 _Function = tuple[tuple[str, ...], str, str]
 
 
-def _lines(run: Run) -> dict[_Function, dict[int, set[str]]]:
+def _lines(run: RunIndex) -> dict[_Function, dict[int, set[str]]]:
     found: dict[_Function, dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
     around: dict[str, tuple[str, ...]] = {"": ()}  # the calls around a call, itself included
     seen: list[tuple[Sequence[str], Source | None]] = []
@@ -411,7 +411,9 @@ def _where(lines: dict[int, set[str]]) -> dict[str, set[int]]:
 _ROUNDS = 6
 
 
-def _entry_sites(run: Run, modules: dict[str, Hashable], same_source: _SameSource) -> list[_Site]:
+def _entry_sites(
+    run: RunIndex, modules: dict[str, Hashable], same_source: _SameSource
+) -> list[_Site]:
     sites: dict[Hashable, _Site] = {}
     calls = {label: _call_text(call) for label, call in run.calls.items()}
     for position, entry in enumerate(run.entries):
@@ -430,7 +432,7 @@ def _call_text(call: ModuleEntry) -> Hashable:
 
 
 def _entry_keys(
-    run: Run, entry: LayerEntry, modules: dict[str, Hashable], same_source: _SameSource
+    run: RunIndex, entry: LayerEntry, modules: dict[str, Hashable], same_source: _SameSource
 ) -> tuple[Hashable, ...]:
     """Return the keys of an entry, from the strictest to the most lenient."""
     kind, element, module = entry.kind, entry.element, modules.get(entry.module, entry.module)
@@ -460,7 +462,9 @@ def _entry_keys(
     )
 
 
-def _step_sites(run: Run, modules: dict[str, Hashable], same_source: _SameSource) -> list[_Site]:
+def _step_sites(
+    run: RunIndex, modules: dict[str, Hashable], same_source: _SameSource
+) -> list[_Site]:
     sites: dict[Hashable, _Site] = {}
     for number, step in enumerate(run.steps):
         module = modules.get(step.module_path, step.module_path)

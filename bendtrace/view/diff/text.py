@@ -14,7 +14,7 @@ from bendtrace.flow import FlowStep, LoopFlowStep
 from bendtrace.history.entries import LayerEntry
 from bendtrace.history.sizes import counted, listed, number_text, place_text
 from bendtrace.view.diff.changes import FlowChange, LayerChange, ModuleChange, loop_text
-from bendtrace.view.diff.matching import Run
+from bendtrace.view.diff.matching import RunIndex
 
 if TYPE_CHECKING:
     from bendtrace.view.diff.difference import Difference
@@ -23,7 +23,7 @@ __all__ = ["difference_text"]
 
 
 @dataclass
-class Group:
+class Row:
     """Entries that share a line.
 
     Attributes:
@@ -41,7 +41,7 @@ class Group:
     entries: list[LayerEntry] = field(default_factory=list)
 
 
-def roll(entries: Sequence[LayerEntry], run: Run, known_modules: Iterable[str]) -> list[Group]:
+def roll(entries: Sequence[LayerEntry], run: RunIndex, known_modules: Iterable[str]) -> list[Row]:
     """Put entries that one run has only into groups, in the order of their first.
 
     Args:
@@ -70,7 +70,7 @@ def roll(entries: Sequence[LayerEntry], run: Run, known_modules: Iterable[str]) 
     return _alike([_group(key[0], key[1], same, run) for key, same in sites.items()])
 
 
-def _group(kind: str, name: str, sites: list[list[LayerEntry]], run: Run) -> Group:
+def _group(kind: str, name: str, sites: list[list[LayerEntry]], run: RunIndex) -> Row:
     """Return one line for entries.
 
     Args:
@@ -82,17 +82,17 @@ def _group(kind: str, name: str, sites: list[list[LayerEntry]], run: Run) -> Gro
     entries = [entry for site in sites for entry in site]
     first = entries[0]
     if kind == "entry":
-        return Group(name, _shape(first), first.module, _place(first), entries)
+        return Row(name, _shape(first), first.module, _place(first), entries)
     if kind == "module":
         source = next((call.source for call in run.modules.get(name, ()) if call.source), None)
         what = f"module {name} ({run.classes.get(name, '')}): {counted_entries(entries)}"
         place = "" if source is None else place_text(source.file, source.line)
-        return Group(what, _shape(entries[-1]), name, place, entries)
+        return Row(what, _shape(entries[-1]), name, place, entries)
     several = "es" * (len(sites[0]) != 1)
     what = f"pass{several} {name} of {listed([site[0].name for site in sites], _NAMED)}"
     loop = _loop_around(first, run)
     place = _loop_place(loop) if loop is not None else _place(first)
-    return Group(what, _common(map(_shape, entries)), _common(e.module for e in entries), place,
+    return Row(what, _common(map(_shape, entries)), _common(e.module for e in entries), place,
                  entries)  # fmt: skip
 
 
@@ -105,9 +105,9 @@ def _common(texts: Iterable[str]) -> str:
     return found.pop() if len(found) == 1 else ""
 
 
-def _alike(groups: list[Group]) -> list[Group]:
+def _alike(groups: list[Row]) -> list[Row]:
     """Put in one line what is alike in modules whose names differ only in numbers."""
-    first: dict[tuple[object, ...], Group] = {}
+    first: dict[tuple[object, ...], Row] = {}
     often: Counter[tuple[object, ...]] = Counter()
     for group in groups:
         entry = group.entries[0]
@@ -265,7 +265,7 @@ def numbers_text(numbers: Iterable[int]) -> str:
     return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in ranges)
 
 
-def _whole_module(entry: LayerEntry, run: Run, known: set[str]) -> str | None:
+def _whole_module(entry: LayerEntry, run: RunIndex, known: set[str]) -> str | None:
     """Return the outermost module around an entry that the other run has not."""
     for scope in entry.scopes:
         name = run.calls[scope].name if scope in run.calls else scope.rpartition(":")[0]
@@ -284,7 +284,7 @@ def _place(entry: LayerEntry) -> str:
     return "" if entry.source is None else place_text(entry.source.file, entry.source.line)
 
 
-def _loop_around(entry: LayerEntry, run: Run) -> FlowStep | None:
+def _loop_around(entry: LayerEntry, run: RunIndex) -> FlowStep | None:
     for number in reversed(entry.flow):
         step = run.steps[number]
         if isinstance(step, LoopFlowStep) or step.kind == "while":
@@ -421,7 +421,7 @@ def _tables(difference: Difference) -> Iterator[tuple[str, tuple[str, ...], _Row
         yield "Changed", ("a", "b", "change") if renamed else ("", "change"), rows
 
 
-def _only(groups: list[Group]) -> _Rows:
+def _only(groups: list[Row]) -> _Rows:
     return [(group.what, group.shape, group.module,
              shorten(group.place, _WIDEST, placeholder=" ...")) for group in groups]  # fmt: skip
 

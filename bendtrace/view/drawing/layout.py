@@ -13,7 +13,7 @@ from math import ceil
 from bendtrace.view.drawing.aligning import align
 from bendtrace.view.drawing.level import Level, Link, LocalNet, Net, Shape, Vertex, order, rank
 
-__all__ = ["Net", "Plan", "Run", "Shape", "Wire", "heights", "place"]
+__all__ = ["Crossing", "Net", "Plan", "Shape", "Wire", "heights", "place"]
 
 
 _CLOSE = 6.0  # lines nearer to each other than this are taken for one
@@ -21,7 +21,7 @@ _ROUNDS = 40
 
 
 @dataclass(eq=False)
-class Run:
+class Crossing:
     """A net between two ranks.
 
     Attributes:
@@ -47,7 +47,7 @@ class Run:
         return max(*self.tops, *self.bottoms, float("-inf"))
 
 
-def heights(runs: Sequence[Run]) -> int:
+def heights(runs: Sequence[Crossing]) -> int:
     """Choose the track of each net, so that few lines cross and none lie upon each other.
 
     Returns:
@@ -63,17 +63,17 @@ def heights(runs: Sequence[Run]) -> int:
     return count
 
 
-def _meet(one: Run, other: Run) -> bool:
+def _meet(one: Crossing, other: Crossing) -> bool:
     return one.start < other.stop + _CLOSE and other.start < one.stop + _CLOSE
 
 
-def _ordered(runs: list[Run]) -> list[Run]:
+def _ordered(runs: list[Crossing]) -> list[Crossing]:
     """Put nets in order from the top down, by exchanging neighbours."""
     if len(runs) < 2:
         return runs
-    costs: dict[tuple[Run, Run], int] = {}
+    costs: dict[tuple[Crossing, Crossing], int] = {}
 
-    def gain(upper: Run, lower: Run) -> int:
+    def gain(upper: Crossing, lower: Crossing) -> int:
         """Return how much better it is the other way round."""
         key = (upper, lower)
         if key not in costs:
@@ -97,7 +97,7 @@ def _ordered(runs: list[Run]) -> list[Run]:
     return runs
 
 
-def _cost(upper: Run, lower: Run) -> int:
+def _cost(upper: Crossing, lower: Crossing) -> int:
     """Count crossings, and places where lines would lie upon each other, which are worse."""
     cost = 0
     for x in lower.tops:
@@ -147,7 +147,7 @@ class Plan:
 
     def __init__(self, level: Level, title: float) -> None:
         self._level = level
-        self._runs: list[dict[tuple[LocalNet, bool], Run]] = [
+        self._runs: list[dict[tuple[LocalNet, bool], Crossing]] = [
             {} for _ in range(len(level.ranks) + 1)
         ]
         self._tops: list[float] = []
@@ -170,8 +170,8 @@ class Plan:
                 run.bottoms.append(lane[0].x)
         self._rise(title)
 
-    def _run(self, gap: int, net: LocalNet, back: bool) -> Run:
-        return self._runs[gap].setdefault((net, back), Run())
+    def _run(self, gap: int, net: LocalNet, back: bool) -> Crossing:
+        return self._runs[gap].setdefault((net, back), Crossing())
 
     def _back_at(self, net: LocalNet, target: Vertex) -> float:
         return target.x + self._level.back_at.get((net, target), 0.0)
