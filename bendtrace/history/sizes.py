@@ -35,7 +35,7 @@ def number_text(value: object) -> str:
     return f"{value:.6g}" if isinstance(value, float) and len(text) > 8 else text
 
 
-def place_text(file: str, line: int) -> str:
+def place_text(file: str, line: int | None) -> str:
     """Return the file's own name and the line: `model.py:12`."""
     return f"{os.path.basename(file)}:{line}"
 

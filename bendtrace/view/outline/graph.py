@@ -250,9 +250,11 @@ class _Known:
 
     def _places_in_order(self) -> list[_Place]:
         """Return the places such that each comes after all that lead to it, but for loops."""
-        places = (self.start, *self._places.values())
-        leads = {place: [lead.target for lead in reversed(place.sorted())] for place in places}
-        done = list(nx.dfs_postorder_nodes(nx.DiGraph(leads), self.start))
+        flow: nx.DiGraph[_Place] = nx.DiGraph()
+        flow.add_nodes_from((self.start, *self._places.values()))
+        for place in list(flow):
+            flow.add_edges_from((place, lead.target) for lead in reversed(place.sorted()))
+        done = list(nx.dfs_postorder_nodes(flow, self.start))
         others = dict.fromkeys(self._places.values())  # of which some call is known no more
         return list(dict.fromkeys([*done[::-1], *others]))
 
