@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from textwrap import shorten
 
@@ -20,12 +19,6 @@ _WIDEST = 60
 
 # Position in the first run, then what of the second comes behind it.
 Time = tuple[float, int]
-
-
-@dataclass(frozen=True)
-class _Event:
-    time: Time
-    parting: Parting
 
 
 class Timeline:
@@ -46,7 +39,7 @@ class Timeline:
         """Return where the runs first part: in their path, or else in what they computed."""
         events = [*self._flow_events(), *self._layer_events()]
         if events:
-            return min(events, key=lambda event: event.time).parting
+            return min(events, key=lambda event: event[0])[1]
         # A parameter that was never used, or an input more, is no other path.
         for change in changed:
             if change.a.kind != "state":
@@ -70,7 +63,7 @@ class Timeline:
             return self.of_a(mine[before])
         return (mine[before] + 0.5 if before >= 0 else -0.5), position
 
-    def _flow_events(self) -> Iterator[_Event]:
+    def _flow_events(self) -> Iterator[tuple[Time, Parting]]:
         loops = headers(self.a.steps)
         in_both = {id(change.a): change for change in self.flow if change.a and change.b}
         for number, step in enumerate(self.a.steps):
@@ -81,7 +74,7 @@ class Timeline:
                 continue
             loop = in_both.get(id(loops[number]))
             told = loop if loop is not None and loop.kind == "iterations" else change
-            yield _Event(self._time_of_step(number), self._of_flow(told))
+            yield self._time_of_step(number), self._of_flow(told)
 
     def _time_of_step(self, number: int) -> Time:
         """Return when a step of the first run was taken: after the value was there.
@@ -101,7 +94,7 @@ class Timeline:
             positions.append(max(consumed + (-0.25 if only else 0.25), latest))
         return positions
 
-    def _layer_events(self) -> Iterator[_Event]:
+    def _layer_events(self) -> Iterator[tuple[Time, Parting]]:
         """Yield the earliest place where one run has a layer that the other has not."""
         both_a, both_b = self.matching.entries.keys(), set(self.matching.entries.values())
         only_a = next(_only(self.a, both_a), None)
@@ -131,7 +124,7 @@ class Timeline:
                      for entry, run in ((a, "a"), (b, "b")) if entry is not None]  # fmt: skip
             text = (f"after {after}: " if after else "at the start: ") + "; ".join(texts)
             parting = Parting("layers", a, b, after, text + self._read_before(time))
-        yield _Event(time, parting)
+        yield time, parting
 
     def _read_before(self, time: Time) -> str:
         """Say which number that became a plain one was last another, before some time."""

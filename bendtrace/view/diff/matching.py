@@ -253,7 +253,6 @@ class RunIndex:
 class _Site:
     """What happened at one place of the source, in one module: its passes."""
 
-    first: int
     keys: tuple[Hashable, ...]
     contexts: dict[tuple[Hashable, Hashable], list[int]] = field(default_factory=dict)
 
@@ -421,7 +420,7 @@ def _entry_sites(
         site = sites.get(identity)
         if site is None:
             keys = _entry_keys(run, entry, modules, same_source)
-            site = sites[identity] = _Site(position, keys)
+            site = sites[identity] = _Site(keys)
         called = tuple(calls.get(scope) for scope in entry.scopes)
         site.contexts.setdefault((run.iteration(entry.flow), called), []).append(position)
     return list(sites.values())
@@ -475,7 +474,7 @@ def _step_sites(
         if site is None:
             line = same_source.line_of_step(run, step)
             what = (step.kind, is_whole)
-            site = sites[identity] = _Site(number, (
+            site = sites[identity] = _Site((
                 (what, module, place.function, step.text, line),
                 (what, module, place.function, step.text),
                 (what, place.function, step.text),

@@ -151,6 +151,7 @@ class Level:
         vertex: the vertex of each shape.
         ports_in: the port through which a net comes in.
         ports_out: the port through which a net leaves.
+        forward: for each net, the vertices further down that it leads to.
         lanes: for each net that runs back, its vertices from the top down.
         back: for each net that runs back, the vertices it leads to.
         out_at: where on its source each net starts, from the middle.
@@ -167,17 +168,13 @@ class Level:
         self.back: dict[LocalNet, list[Vertex]] = {}
         self.out_at: dict[LocalNet, float] = {}
         self.back_at: dict[tuple[LocalNet, Vertex], float] = {}
-        self._forward: dict[LocalNet, list[Vertex]] = {}
+        self.forward: dict[LocalNet, list[Vertex]] = {}
         for net in nets:
             self._sort_targets(net)
 
     def source(self, net: LocalNet) -> Vertex:
         """Return where a net comes from."""
         return self.ports_in[net] if net.source is None else self.vertex[net.source]
-
-    def forward(self, net: LocalNet) -> list[Vertex]:
-        """Return where a net leads to further down."""
-        return self._forward[net]
 
     def vertices(self) -> Iterator[Vertex]:
         """Yield all vertices that have a rank."""
@@ -187,14 +184,14 @@ class Level:
     def _sort_targets(self, net: LocalNet) -> None:
         source = self.source(net)
         targets = [self.vertex[shape] for shape in net.targets]
-        self._forward[net] = [v for v in targets if v.index > source.index]
+        self.forward[net] = [v for v in targets if v.index > source.index]
         back = [v for v in targets if v.index <= source.index]
         if net.joins is not None:
             back.append(self.ports_in[net.joins])
         if back:
             self.back[net] = back
         if net.leaves:
-            self._forward[net].append(self.ports_out[net])
+            self.forward[net].append(self.ports_out[net])
 
     def fill(self) -> None:
         """Make the ranks, with the lines that run past, once each vertex has its rank."""
@@ -207,7 +204,7 @@ class Level:
             source = self.source(net)
             below = [v for v in self.back.get(net, ()) if v.rank > source.rank]
             if below:  # what happened earlier may stand further down: no need to run back
-                self._forward[net] += below
+                self.forward[net] += below
                 self.back[net] = [v for v in self.back[net] if v not in below]
                 if not self.back[net]:
                     del self.back[net]
@@ -223,7 +220,7 @@ class Level:
 
     def _run_down(self, net: LocalNet) -> None:
         """Let a net run down: one line, from which others branch off."""
-        targets = self._forward[net]
+        targets = self.forward[net]
         upper = self.source(net)
         last = max((v.rank for v in targets), default=0)
         for rank in range(upper.rank + 1, last + 1):
@@ -261,7 +258,7 @@ def rank(level: Level) -> None:
     into: dict[Vertex, list[LocalNet]] = {vertex: [] for vertex in shapes}
     out: dict[Vertex, list[LocalNet]] = {vertex: [] for vertex in shapes}
     for net in level.nets:
-        targets = level.forward(net)
+        targets = level.forward[net]
         for target in targets:
             if target in into:
                 into[target].append(net)
@@ -290,11 +287,11 @@ def rank(level: Level) -> None:
         for vertex in reversed(shapes):
             if not out[vertex]:
                 continue
-            latest = min(t.rank for n in out[vertex] for t in level.forward(n)) - 1
+            latest = min(t.rank for n in out[vertex] for t in level.forward[n]) - 1
             if latest <= vertex.rank:
                 continue
             longer = _longer(level, vertex, into[vertex], latest)
-            shares = any(len(level.forward(net)) > 1 for net in into[vertex])
+            shares = any(len(level.forward[net]) > 1 for net in into[vertex])
             # With as many lines longer as shorter, lines that are shared already may get longer.
             if longer < len(out[vertex]) or (longer == len(out[vertex]) and shares):
                 vertex.rank = latest
@@ -318,7 +315,7 @@ def _longer(level: Level, vertex: Vertex, into: list[LocalNet], latest: int) -> 
     """Return how many lines would get longer if a vertex went down."""
     longer = 0
     for net in into:
-        others = max((v.rank for v in level.forward(net) if v is not vertex), default=0)
+        others = max((v.rank for v in level.forward[net] if v is not vertex), default=0)
         # A line that runs past anyway costs nothing.
         longer += others < latest
     return longer

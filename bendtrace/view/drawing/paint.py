@@ -258,12 +258,9 @@ def _box(node: Node, shape: Shape, depth: int, scale: Scale | None) -> Mark:
                            _BOXES[depth % 2], "#8c959f", 6, 1, dash))  # fmt: skip
     x, y = shape.x + shape.title_x, shape.y + 14
     name = headline(node)
-    text, faint, tooltip = INK, FAINT, node.tooltip
-    if scale is not None and node.value is not None:
-        fill = color(scale.at(node.value))
+    fill, text, faint, tooltip = _shade(node, "", scale)
+    if fill:
         marks.append(Rectangle(x - 4, shape.y + 3, title_width(node) + 8, 15, fill, radius=3))
-        text = faint = ink(fill)
-        tooltip = f"{scale.title}: {scale.text(node.value)}\n{tooltip}"
     marks.append(Text(x, y, name, BIG, text, bold=True))
     if node.lines:
         x += width(name, BIG, bold=True) + 8
@@ -271,16 +268,20 @@ def _box(node: Node, shape: Shape, depth: int, scale: Scale | None) -> Mark:
     return Group(tuple(marks), tooltip, node.title)
 
 
+def _shade(node: Node, fill: str, scale: Scale | None) -> tuple[str, str, str, str]:
+    """Return the fill, the colours of its texts and the tooltip, with what an overlay says."""
+    if scale is None or node.value is None:
+        return fill, INK, FAINT, node.tooltip
+    fill = color(scale.at(node.value))
+    return fill, ink(fill), ink(fill), f"{scale.title}: {scale.text(node.value)}\n{node.tooltip}"
+
+
 def _node(node: Node, shape: Shape, scale: Scale | None) -> Mark:
     kind = "state" if node.kind == "op" and node.has_parameters else node.kind
-    fill, stroke, text, faint = FILLS[kind], STROKES[kind], INK, FAINT
-    tooltip = node.tooltip
+    fill, stroke = FILLS[kind], STROKES[kind]
     if scale is not None and node.kind != "decision":
-        fill, stroke = "#ffffff", "#8c959f"
-        if node.value is not None:
-            fill = color(scale.at(node.value))
-            text = faint = ink(fill)
-            tooltip = f"{scale.title}: {scale.text(node.value)}\n{tooltip}"
+        fill, stroke = FILLS["op"], STROKES["op"]
+    fill, text, faint, tooltip = _shade(node, fill, scale)
     x, y, wide, high = shape.x, shape.y, shape.width, shape.height
     marks: list[Mark] = []
     if node.kind == "decision":
