@@ -187,10 +187,6 @@ class Comparison:
         return rows
 
     @cached_property
-    def _known_b(self) -> set[int]:
-        return set(self.matching.entries.values())
-
-    @cached_property
     def _names_b(self) -> list[str]:
         return [entry.name for entry in self.b.entries]
 
@@ -206,10 +202,10 @@ class Comparison:
         if {pairs.get(i) for i in direct_a} == direct_b:
             return False
         reached_a = _through(self.a, direct_a, pairs.keys())
-        reached_b = _through(self.b, direct_b, self._known_b)
+        reached_b = _through(self.b, direct_b, self.matching.back)
         names_b = self._names_b
         mine = {names_b[pairs[i]] for i in direct_a if i in pairs}
-        theirs = {names_b[j] for j in direct_b if j in self._known_b}
+        theirs = {names_b[j] for j in direct_b if j in self.matching.back}
         all_mine = {names_b[pairs[i]] for i in reached_a}
         all_theirs = {names_b[j] for j in reached_b}
         return not (mine <= all_theirs and theirs <= all_mine)

@@ -106,12 +106,13 @@ class Difference:
         matching = Matching(run_a, run_b)
         comparison = Comparison(matching, rtol, atol)
         pairs = matching.entries
-        known_b = set(pairs.values())
         self.matched = [
             (run_a.entries[i].label, run_b.entries[j].label) for i, j in sorted(pairs.items())
         ]
         self.removed: list[LayerEntry] = [e for i, e in enumerate(run_a.entries) if i not in pairs]
-        self.added: list[LayerEntry] = [e for j, e in enumerate(run_b.entries) if j not in known_b]
+        self.added: list[LayerEntry] = [
+            e for j, e in enumerate(run_b.entries) if j not in matching.back
+        ]
         self.changed: list[LayerChange] = list(comparison.layers())
         self.modules: list[ModuleChange] = list(comparison.modules())
         self._flow = list(comparison.flow())

@@ -96,9 +96,8 @@ class Timeline:
 
     def _layer_events(self) -> Iterator[tuple[Time, Parting]]:
         """Yield the earliest place where one run has a layer that the other has not."""
-        both_a, both_b = self.matching.entries.keys(), set(self.matching.entries.values())
-        only_a = next(_only(self.a, both_a), None)
-        only_b = next(_only(self.b, both_b), None)
+        only_a = next(_only(self.a, self.matching.entries), None)
+        only_b = next(_only(self.b, self.matching.back), None)
         if only_a is None and only_b is None:
             return
         times = []
@@ -156,8 +155,7 @@ class Timeline:
 
     def _next_test(self, entry: LayerEntry, run: RunIndex) -> int | None:
         """Return the flow step that an entry leads to through others that one run has only."""
-        both = self.matching.entries
-        known = both.keys() if run is self.a else set(both.values())
+        known = self.matching.entries if run is self.a else self.matching.back
         position = run.position[entry.label]
         for number, label in enumerate(run.history.step_labels):
             consumed = run.position.get(label, -1)

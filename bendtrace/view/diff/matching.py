@@ -292,6 +292,11 @@ class Matching:
         return _match_sites(a, b, rounds=_ROUNDS)
 
     @cached_property
+    def back(self) -> dict[int, int]:
+        """For positions of entries in `b`, the position of the same in `a`."""
+        return {j: i for i, j in self.entries.items()}
+
+    @cached_property
     def steps(self) -> dict[int, int]:
         """For numbers of flow steps in `a`, the number of the same in `b`."""
         a, b = (_step_sites(run, self._module_ids(run), self._same_source)

@@ -69,7 +69,6 @@ class _Builder:
         self.a, self.b = self.matching.a, self.matching.b
         names = dict.fromkeys((difference.a.name, difference.b.name))
         self.union = Union(" and ".join(names))
-        self.back = {j: i for i, j in self.matching.entries.items()}
         self.labels_a: dict[str, str] = {}
         self.labels_b: dict[str, str] = {}
         self.scopes: dict[str, str] = {}  # of b, by what they are called in the union
@@ -88,7 +87,7 @@ class _Builder:
             only = position not in self.matching.entries
             self.labels_a[entry.label] = _labelled(entry, "a") if only else entry.label
         for position, entry in enumerate(self.b.entries):
-            partner = self.back.get(position)
+            partner = self.matching.back.get(position)
             self.labels_b[entry.label] = (
                 _labelled(entry, "b") if partner is None else self.a.entries[partner].label
             )
@@ -177,7 +176,7 @@ class _Builder:
             copy = _copied(entry, tone, "a" if only else "", parents, entry.scopes, flow)
             placed.append((timeline.of_a(position), copy, tone))
         for position, entry in enumerate(self.b.entries):
-            if position in self.back:
+            if position in self.matching.back:
                 continue
             flow = tuple(numbers_b[number] for number in entry.flow)
             parents = [self.labels_b[label] for label in entry.parents if label in self.labels_b]
