@@ -10,6 +10,7 @@ import torch
 import bendtrace as bt
 from tests.corpus import CASES
 from tests.corpus._case import Case
+from tests.past_joins import past_joins
 from tests.promise import Inputs, assert_graph_agrees, assert_promise, bits
 
 # Cases whose second visit of a path is not a replay, each with the reason.
@@ -40,6 +41,12 @@ def test_gives_what_eager_gives_and_replays_known_paths(case: Case) -> None:
         assert bended.stats.live == 0
     else:
         assert bended.stats.replays < 3 + len(rest), "is replayed after all: take it off the list"
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_recorded_past_joins_does_what_is_known(case: Case) -> None:
+    with past_joins():
+        assert_promise(case.make, [*case.paths.values()] * 3)
 
 
 # The first runs of these ask so much that their states are not read: the first path is recorded

@@ -10,6 +10,7 @@ import warnings
 
 import pytest
 
+from tests.past_joins import past_joins
 from tests.shares import some
 from tests.sweep import copied
 from tests.sweep.ops import OPS, UNFILLED, dtype_of, filled_memory, samples, sweep, sweep_guarded
@@ -89,6 +90,13 @@ def test_an_op_in_front_of_a_guard_that_fails_replays_on_both_sides(op: str) -> 
         if op not in LIVE and resumed.again != "raised":
             assert (resumed.again, resumed.twin) == ("replay", "resume"), label
             assert (known.again, known.twin) == ("replay", "replay"), label
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_an_op_recorded_past_joins_does_what_is_known(op: str) -> None:
+    with past_joins():
+        wrong = [label for label, *both in sweep_guarded(op) if any(one.wrong for one in both)]
+    assert wrong == []
 
 
 @pytest.mark.parametrize("name", EXCLUDED)

@@ -234,6 +234,15 @@ def test_is_drawn_with_no_text_over_another(name: str) -> None:
     assert all(escape(data["text"]) in picture.svg for _, data in graph.nodes(data=True))
 
 
+def test_what_stands_beside_the_lines_of_many_answers_is_not_cut_off() -> None:
+    bended = bt.BendedModule(lambda x: x * int(x.sum()))
+    for value in range(9):
+        bended(torch.tensor([10_000.0 + value]))
+    texts = apart(bended.graph.draw().canvas)
+    assert {f"{10_000 + value} 1x" for value in range(9)} <= set(texts)
+    assert apart(bended.tree.draw().canvas)
+
+
 def test_the_picture_of_a_loop_leads_back() -> None:
     graph = called("halved").graph
     back = [(a, b) for a, b in graph.edges() if list(graph).index(b) <= list(graph).index(a)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dis
 import functools
@@ -9,9 +10,10 @@ import itertools
 import math
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor, nn
@@ -22,12 +24,14 @@ from bendtrace.errors import DivergenceError, NondeterminismError
 from bendtrace.recording import stacks, states
 from bendtrace.recording.liveness import is_read_later
 from bendtrace.replay import graph
+from tests.past_joins import past_joins
 
 pytestmark = pytest.mark.skipif(
     stacks.layout() is None, reason="the frames of this Python cannot be read: paths do not join"
 )
 
 PROGRAMS: dict[str, Callable[[Tensor], Any]] = {}
+WEIGHT = nn.Parameter(torch.tensor([1.0, 2.0, 3.0]))
 
 
 class Noted:
@@ -49,6 +53,9 @@ class Around:
 
     def __exit__(self, *_: object) -> None:
         self.left = True
+
+
+NOTED = Noted()
 
 
 def program(function: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
@@ -100,6 +107,47 @@ def a_dict_and_its_order(x: Tensor) -> Any:
 
 
 @program
+def an_order_that_is_kept_apart(x: Tensor) -> Any:
+    found = collections.OrderedDict(a=1, b=2)
+    if x[0] > 0:
+        found.move_to_end("a")
+    y = x * 2 if asks(x[1]) else x * 3
+    return y, list(found)
+
+
+@program
+def two_lists_or_one(x: Tensor) -> Any:
+    one: list[int] = []
+    other = one if x[0] > 0 else []
+    y = x * 2 if asks(x[1]) else x * 3
+    one.append(1)
+    return y, list(other)
+
+
+@program
+def two_arrays_in_one_memory(x: Tensor) -> Any:
+    one = numpy.array([1, 2])
+    other = one[:1] if x[0] > 0 else one.copy()[:1]
+    y = x * 2 if asks(x[1]) else x * 3
+    one[0] = 7
+    return y, int(other[0])
+
+
+@program
+def a_list_in_order(x: Tensor) -> Any:
+    found = [1, 2] if x[0] > 0 else [2, 1]
+    y = x * 2 if asks(x[1]) else x * 3
+    return y + found[0]
+
+
+@program
+def a_tuple(x: Tensor) -> Any:
+    found = (1, 2) if x[0] > 0 else (2, 1)
+    y = x * 2 if asks(x[1]) else x * 3
+    return y + found[0]
+
+
+@program
 def a_closure(x: Tensor) -> Any:
     step = 1
 
@@ -119,6 +167,32 @@ def a_generator(x: Tensor) -> Any:
         next(numbers)
     y = x * 2 if asks(x[1]) else x * 3
     return y + next(numbers)
+
+
+@program
+def a_loop_of_a_generator(x: Tensor) -> Any:
+    def numbers() -> Iterator[int]:
+        for n in (1, 2, 3):
+            yield n * 2
+
+    found = numbers()
+    next(found)
+    if x[0] > 0:
+        next(found)
+    y = x * 2 if asks(x[1]) else x * 3
+    return y + next(found)
+
+
+@program
+def a_question_in_a_loop_of_a_generator(x: Tensor) -> Any:
+    def numbers() -> Iterator[int]:
+        for n in (1, 2) if x[0] > 0 else (3, 4):
+            yield (7 if asks(x[1]) else 8) * n
+
+    found = 0
+    for number in numbers():
+        found = found * 50 + number
+    return x, found
 
 
 @program
@@ -192,12 +266,29 @@ def an_exception_that_is_handled(x: Tensor) -> Any:
 
 
 @program
+def an_exception_that_is_looked_at(x: Tensor) -> Any:
+    number = 1 if x[0] > 0 else 2
+    try:
+        raise ValueError(number)
+    except ValueError:
+        y = x * 2 if asks(x[1]) else x * 3
+        return y + sys.exc_info()[1].args[0]  # type: ignore[union-attr]
+
+
+@program
 def an_object_of_the_users(x: Tensor) -> Any:
     noted = Noted()
     if x[0] > 0:
         noted.count += 1
     y = x * 2 if asks(x[1]) else x * 3
     return y + noted.count
+
+
+@program
+def an_object_around(x: Tensor) -> Any:
+    NOTED.count = 1 if x[0] > 0 else 2
+    y = x * 2 if asks(x[1]) else x * 3
+    return y + NOTED.count
 
 
 @program
@@ -339,6 +430,105 @@ def a_variable_of_a_function_around(x: Tensor) -> Any:
     return add(x * 2) if asks(x[2]) else x
 
 
+@program
+def a_sign_of_zero(x: Tensor) -> Any:
+    zero = 0.0 if x[0] > 0 else -0.0
+    y = x * 2 if asks(x[1]) else x * 3
+    return y, math.copysign(1, zero)
+
+
+@program
+def one_of_two_numbers_of_the_run(x: Tensor) -> Any:
+    first, second = x[1].item(), x[2].item()
+    number = first if x[0] > 0 else second
+    y = x * 2 if asks(x[1]) else x * 3
+    return y * number, first, second
+
+
+@program
+def a_parameter_or_not(x: Tensor) -> Any:
+    one = torch.ones(3, requires_grad=True) if x[0] > 0 else torch.ones(3)
+    y = x * 2 if asks(x[1]) else x * 3
+    return y * one
+
+
+@program
+def a_leaf(x: Tensor) -> Any:
+    one = torch.ones(3, requires_grad=True) if x[0] > 0 else torch.ones(3) * WEIGHT
+    y = x * 2 if asks(x[1]) else x * 3
+    return y * one, one.is_leaf
+
+
+@program
+def what_has_another_rank(x: Tensor) -> Any:
+    one = x + 1 if x[0] > 0 else (x + 1)[None]
+    y = x * 2 if asks(x[1]) else x * 3
+    return y, len(one.shape), one
+
+
+@program
+def an_attribute_of_a_tensor(x: Tensor) -> Any:
+    one = x + 1
+    one.noted = 1 if x[0] > 0 else 2  # type: ignore[attr-defined]
+    y = x * 2 if asks(x[1]) else x * 3
+    return y + one.noted  # type: ignore[attr-defined]
+
+
+@program
+def a_grad_mode_that_is_set(x: Tensor) -> Any:
+    torch.set_grad_enabled(bool(x[0] > 0))
+    y = x * WEIGHT if asks(x[1]) else x * 3 * WEIGHT
+    torch.set_grad_enabled(True)
+    return y
+
+
+@program
+def a_method_of_one_of_two(x: Tensor) -> Any:
+    one, other = Around("a"), Around("b")
+    leave = one.__exit__ if x[0] > 0 else other.__exit__
+    y = x * 2 if asks(x[1]) else x * 3
+    leave()
+    return y, one.left, other.left
+
+
+@program
+def a_size(x: Tensor) -> Any:
+    size = torch.Size((3, 1) if x[0] > 0 else (1, 3))
+    y = x * 2 if asks(x[1]) else x * 3
+    return y.view(size), frozenset(size)
+
+
+@program
+def a_frozen_set(x: Tensor) -> Any:
+    found = frozenset((1,)) if x[0] > 0 else frozenset((2,))
+    y = x * 2 if asks(x[1]) else x * 3
+    return y + min(found)
+
+
+@program
+def a_slice(x: Tensor) -> Any:
+    part = slice(0, 2) if x[0] > 0 else slice(1, 3)
+    y = x * 2 if asks(x[1]) else x * 3
+    return y[part]
+
+
+class Summed(Noted):
+    """Asks a question when it is added to."""
+
+    def __radd__(self, other: Any) -> Any:
+        del other
+        return self.count * 2 if asks(SEEN[0]) else self.count * 3
+
+
+SEEN: list[Tensor] = []
+
+
+@program
+def what_c_is_given(x: Tensor) -> Any:
+    SEEN[:] = [x[1]]
+    return x + ((1 if x[0] > 0 else 2) + Summed())
+
+
 class Notes(nn.Module):
     """Notes the first answer in an attribute, and reads it after the second question."""
 
@@ -429,7 +619,7 @@ def test_what_is_written_before_it_is_read_keeps_no_states_apart() -> None:
     torch.manual_seed(0)
     for x in torch.randn(400, 4):
         assert torch.equal(bended(x), routed(x))
-    asked = [data for _, data in bended.graph.nodes(data=True) if data["kind"] == "value"]
+    asked = [data for _, data in bended.graph.nodes(data=True) if data.get("known_by") == "state"]
     assert len(asked) <= 5  # x is the argument in the first round
 
 
@@ -572,31 +762,121 @@ def test_random_numbers_are_drawn_as_by_the_model() -> None:
     assert bended.stats.traces < 16, bended.stats
 
 
-# Leaving out a part of the key has to be noticed by one of the programs.
-LEFT_OUT: dict[str, tuple[str, Callable[..., Any]]] = {
-    "variables": ("_frame", lambda self, stack: (id(stack.code), stack.offset)),
-    "content of objects": ("_other", lambda self, value, kind: id(kind)),
-    "what a variable holds": ("_is_idle", lambda *_: True),
-    "mappings": ("_mapping", lambda self, mapping: len(mapping)),
-    "iterators": ("_reduced", lambda self, iterator: 0),
-    "generators": ("_generator", lambda self, generator: 0),
-    "cells": ("_cell", lambda self, cell: 0),
-    "changes": ("changes", lambda self: ()),
-    "what C may hold": ("_look_for_hidden", lambda *_: None),
-}
+READER = states._Reader
+_begin, _frame = READER.__init__, READER._frame
+_tensor, _scalar = READER._tensor, READER._scalar
+
+
+def frame_without(**held: Any) -> Callable[..., Any]:
+    return lambda self, stack: _frame(self, stack._replace(**held))
+
+
+def tensor_without(*facts: int) -> Callable[..., Any]:
+    def read(self: Any, tensor: Tensor) -> Any:
+        return [fact for k, fact in enumerate(_tensor(self, tensor)) if k not in facts]
+
+    return read
+
+
+class Blind(dict[int, int]):
+    """What has been met is met for the first time."""
+
+    def get(self, key: int, default: Any = None) -> Any:
+        return default
+
+
+def unseeing(self: Any, *given: Any) -> None:
+    _begin(self, *given)
+    self._seen = Blind()
+
+
+# Parts of the key: what reads each, something that leaves it out, and programs that are then in
+# one state where they were in several.
+LEFT_OUT: dict[str, tuple[Any, str, Callable[..., Any], tuple[str, ...]]] = {
+    "variables": (READER, "_frame", frame_without(slots=[]), ("a_flag", "a_number_of_times")),
+    "the stack": (
+        READER, "_frame", frame_without(below=[]),
+        ("operands_that_wait", "a_loop_of_a_generator"),
+    ),
+    "what C is given": (READER, "_frame", frame_without(operands=None), ("what_c_is_given",)),
+    "what a variable holds": (READER, "_is_idle", lambda *_: True, ("a_flag",)),
+    "lists": (READER, "list", lambda self, found: len(found), ("a_list_in_order",)),
+    "tuples": (READER, "tuple", lambda self, found: len(found), ("a_tuple",)),
+    "sets": (READER, "set", lambda self, found: 0, ("a_set",)),
+    "frozen sets": (READER, "frozenset", lambda self, found: 0, ("a_frozen_set",)),
+    "slices": (READER, "slice", lambda self, found: 0, ("a_slice",)),
+    "sizes": (READER, "Size", lambda self, found: 0, ("a_size",)),
+    "mappings": (READER, "_mapping", lambda self, found: len(found), ("a_dict_and_its_order",)),
+    "content of objects": (
+        READER, "_other", lambda self, value, kind: id(kind),
+        ("an_object_of_the_users", "an_order_that_is_kept_apart"),
+    ),
+    "arrays": (READER, "_array", lambda self, array: 0, ("two_arrays_in_one_memory",)),
+    "which objects are one": (READER, "__init__", unseeing, ("two_lists_or_one",)),
+    "iterators": (READER, "_reduced", lambda self, iterator: 0, ("an_iterator",)),
+    "generators": (READER, "_generator", lambda self, generator: 0, ("a_generator",)),
+    "cells": (READER, "_cell", lambda self, cell: 0, ("a_closure",)),
+    "defaults": (
+        READER, "_function", lambda self, function: id(function.__code__),
+        ("a_default_of_a_function",),
+    ),
+    "partial functions": (READER, "_partial", lambda self, partial: 0, ("a_partial_function",)),
+    "methods": (READER, "_method", lambda self, method: 0, ("a_method_of_one_of_two",)),
+    "methods of C": (READER, "_builtin", lambda self, method: 0, ("a_bound_method",)),
+    "which value a tensor is": (
+        READER, "_tensor", tensor_without(1), ("an_element_that_nothing_used",),
+    ),
+    "dtypes": (READER, "_tensor", tensor_without(3), ("what_has_another_dtype",)),
+    "ranks": (READER, "_tensor", tensor_without(4), ("what_has_another_rank",)),
+    "what requires grad": (READER, "_tensor", tensor_without(7), ("a_parameter_or_not",)),
+    "what is a leaf": (READER, "_tensor", tensor_without(8), ("a_leaf",)),
+    "memory": (READER, "_tensor", tensor_without(10), ("two_views_of_one_memory",)),
+    "attributes of tensors": (
+        READER, "_tensor", tensor_without(11), ("an_attribute_of_a_tensor",),
+    ),
+    "which number a scalar is": (
+        READER, "_scalar", lambda self, scalar: _scalar(self, scalar)[:1],
+        ("one_of_two_numbers_of_the_run",),
+    ),
+    "changes": (READER, "changes", lambda self: (), ("an_object_around",)),
+    "modes and exceptions": (
+        states, "_ambience", lambda modes: (),
+        ("a_grad_mode_that_is_set", "an_exception_that_is_looked_at"),
+    ),
+}  # fmt: skip
+
+
+def asked_in(function: Callable[[Tensor], Any]) -> int:
+    """Return in how many states a program asks what is asked in the end."""
+    bended = bt.BendedModule(function)
+    for x in INPUTS * 2:
+        bended(x.clone())
+    return sum(data["text"] == "bool(value > 0)" for _, data in bended.graph.nodes(data=True))
 
 
 @pytest.mark.parametrize("part", LEFT_OUT)
-def test_each_part_of_a_state_is_needed(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    name, instead = LEFT_OUT[part]
-    monkeypatch.setattr(states._Reader, name, instead)
-    for kind, reader in states._READERS.items():
-        if reader.__name__ == name:
-            monkeypatch.setitem(states._READERS, kind, instead)
+def test_each_part_of_a_state_keeps_some_apart(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    owner, name, instead, programs = LEFT_OUT[part]
     # Runs are compared as they are added, which finds most of what would be wrong.
     monkeypatch.setattr(graph, "_agree", lambda *_: True)
-    functions = [*PROGRAMS.values(), Notes()]
-    assert not all(is_right(function, order) for function in functions for order in ORDERS)
+    apart = [asked_in(PROGRAMS[program]) for program in programs]
+    kinds = [
+        kind
+        for kind, reader in states._READERS.items()
+        if kind.__name__ == name or reader is getattr(owner, name, None)
+    ]
+    for kind in kinds:
+        monkeypatch.setitem(states._READERS, kind, instead)
+    if hasattr(owner, name):
+        monkeypatch.setattr(owner, name, instead)
+    for program, number in zip(programs, apart, strict=True):
+        assert asked_in(PROGRAMS[program]) < number, program
+
+
+def test_what_c_may_hold_is_in_no_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(READER, "_look_for_hidden", lambda *_: None)
+    monkeypatch.setattr(graph, "_agree", lambda *_: True)
+    assert not all(is_right(PROGRAMS["a_number_that_c_holds"], order) for order in ORDERS)
 
 
 def test_a_run_that_does_not_fit_in_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -604,6 +884,22 @@ def test_a_run_that_does_not_fit_in_is_noticed(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(states._Reader, "changes", lambda self: ())
     with pytest.raises(NondeterminismError, match="where it had done"):
         is_right(Notes(), INPUTS)
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_recorded_past_joins_calls_do_what_is_known(name: str) -> None:
+    with past_joins():
+        assert is_right(PROGRAMS[name], INPUTS)
+
+
+@pytest.mark.parametrize("order", range(len(ORDERS)))
+def test_recorded_past_joins_a_wrong_one_is_found(
+    order: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Replays would go wrong unnoticed, in some orders of calls."""
+    monkeypatch.setattr(READER, "_other", lambda self, value, kind: id(kind))
+    with past_joins(), pytest.raises(NondeterminismError, match="where it had done"):
+        is_right(PROGRAMS["an_object_of_the_users"], ORDERS[order])
 
 
 def test_frames_are_read_as_they_are() -> None:

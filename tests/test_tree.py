@@ -6,6 +6,7 @@ import copy
 import json
 import pickle
 import re
+import sys
 import threading
 import warnings
 import xml.etree.ElementTree as ElementTree
@@ -571,24 +572,30 @@ def test_a_copy_starts_without_paths_but_with_the_limit(copied: Callable[[Any], 
 
 
 def test_threads_that_take_and_forget_paths_at_once_get_what_eager_gives() -> None:
-    bended = bt.BendedModule(halve, max_traces=3)
     wrong: list[Any] = []
 
-    def work(offset: int) -> None:
+    def work(bended: bt.BendedModule, offset: int) -> None:
         for turn in range(40):
             x = numbers(2.0 ** ((turn * 7 + offset) % 8))
             if bits(bended(x)) != bits(halve(x)):
                 wrong.append(x)
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", bt.errors.TraceLimitWarning)
-        threads = [threading.Thread(target=work, args=(k,)) for k in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)  # another thread's turn after nearly every call
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", bt.errors.TraceLimitWarning)
+            for _ in range(10):
+                bended = bt.BendedModule(halve, max_traces=3)
+                threads = [threading.Thread(target=work, args=(bended, k)) for k in range(4)]
+                for thread in threads:
+                    thread.start()
+                for thread in threads:
+                    thread.join()
+                assert len(bended.traces) <= 3
+    finally:
+        sys.setswitchinterval(interval)
     assert not wrong
-    assert len(bended.traces) <= 3
 
 
 def test_threads_lose_no_count() -> None:

@@ -264,7 +264,9 @@ class _Run:
                 other = KnownRun(run.program, known, run.arguments, run.missing)
                 following = self._following(other, position, done, passed)
             if following is None:
-                divergence = Divergence(owner, number, result.outcome, result.values, hold)
+                divergence = Divergence(
+                    owner, owner.recording, number, result.outcome, result.values, hold
+                )
                 why = _explained(prepared, result)
                 del result
                 left = Left(run, prepared, divergence, position, done, slots, random)

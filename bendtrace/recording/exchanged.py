@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import gc
 import itertools
-import os
 import sys
 import types
 from collections.abc import Callable, Iterator
@@ -27,6 +26,7 @@ from torch.overrides import handle_torch_function
 
 from bendtrace.errors import InputError
 from bendtrace.recording.boundaries import EXCHANGED
+from bendtrace.recording.places import TORCH
 from bendtrace.recording.versions import TELLS_CHANGES, version_of
 
 __all__ = ["StandIns", "asked", "exchanged", "may_stand_in"]
@@ -39,7 +39,6 @@ _NATIVE = frozenset(
         types.WrapperDescriptorType, types.ClassMethodDescriptorType,
     }
 )  # fmt: skip
-_TORCH = os.path.dirname(torch.__file__) + os.sep
 _HANDLING = handle_torch_function.__code__
 _DESCRIPTORS = (property, classmethod, staticmethod, types.GetSetDescriptorType)
 
@@ -50,7 +49,7 @@ def _is_torchs(function: Any) -> bool:
     if type(function) in _NATIVE or isinstance(function, _DESCRIPTORS):
         return True
     code = getattr(function, "__code__", None)
-    return code is not None and code.co_filename.startswith(_TORCH)
+    return code is not None and code.co_filename.startswith(TORCH)
 
 
 class _StandIn(NamedTuple):
@@ -192,7 +191,7 @@ def asked(function: Any, frame: types.FrameType) -> Any:
                 raise InputError(f"{function!r} {_UNTOLD}: put a plain function in its place")
         return function if original is None else original
     code = asking.f_code
-    if not code.co_filename.startswith(_TORCH):
+    if not code.co_filename.startswith(TORCH):
         return function  # it asks for itself, as functions outside of torch may
     original = _original_of(function, code)
     if original is None and asking.f_globals.get(code.co_name) is function:

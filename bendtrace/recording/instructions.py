@@ -7,6 +7,7 @@ exceptions, which nobody asks for here.
 from __future__ import annotations
 
 import dis
+import functools
 import sys
 from collections.abc import Iterator
 from types import CodeType
@@ -20,6 +21,7 @@ __all__ = [
     "constant_of",
     "has",
     "named_in",
+    "passed_on",
     "single_steps",
     "steps_of",
 ]
@@ -71,6 +73,21 @@ def named_in(code: CodeType) -> Iterator[tuple[str, str]]:
             index = argument >> 1 if number == _LOAD_GLOBAL else argument
             yield dis.opname[number], names[index]
         extended = (extended | argument) << 8 if number == _EXTENDED else 0
+
+
+@functools.lru_cache(maxsize=8192)
+def passed_on(code: CodeType) -> frozenset[str]:
+    """Return the globals that code does more with than take attributes of them."""
+    found: set[str] = set()
+    name = ""
+    for step in single_steps(code):
+        if name and step.name not in ("LOAD_ATTR", "LOAD_METHOD"):
+            found.add(name)
+        name = step.value if step.name == "LOAD_GLOBAL" else ""
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            found |= passed_on(constant)
+    return frozenset(found)
 
 
 def constant_of(code: CodeType, name: str, argument: int) -> Any:

@@ -12,7 +12,6 @@ things, only the records tell when an outer one goes on.
 from __future__ import annotations
 
 import dis
-import os
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +19,7 @@ from types import CodeType
 
 from bendtrace.recording.functions import is_gate, name_of
 from bendtrace.recording.instructions import has, single_steps
+from bendtrace.recording.places import PACKAGE
 from bendtrace.recording.sites import Place, Site, Span, first_offset
 from bendtrace.recording.statements import (
     Role,
@@ -43,7 +43,6 @@ __all__ = [
 ]
 
 Order = tuple[int, int]
-_PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _OF_RESULTS = ("", "metadata")  # guards on what an op gives, not on what was asked of it
 _ASKED = (Test.TRUTH, Test.VALUE)
 _COMPREHENSIONS = frozenset({"<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>"})
@@ -128,7 +127,7 @@ def _user_site(scope: ModuleCall, site: Site) -> tuple[Site, int, ModuleCall]:
 
 def _is_users(place: Place) -> bool:
     # The tracer itself runs those of torch's functions that it looks inside of.
-    return not place.in_torch and not place.file.startswith(_PACKAGE)
+    return not place.in_torch and not place.file.startswith(PACKAGE)
 
 
 def running_code(scope: ModuleCall, site: Site) -> Iterator[tuple[Place, object]]:

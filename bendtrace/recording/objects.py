@@ -14,6 +14,7 @@ import torch
 __all__ = [
     "build",
     "can_build",
+    "entries_of",
     "held_by",
     "kept_in",
     "make_function",
@@ -58,7 +59,7 @@ def build(cls: type, items: Any, attributes: dict[Any, Any]) -> Any:
     elif issubclass(cls, (set, frozenset)):
         made = cls(items)
     else:
-        made = cls.__new__(cls)
+        made = next(base for base in cls.__mro__ if base in _BASES).__new__(cls)
         if issubclass(cls, dict):
             refill(made, items)
         elif issubclass(cls, list):
@@ -106,6 +107,18 @@ def held_by(function: Any) -> Iterator[Any]:
 
 def kept_in(cache: functools._lru_cache_wrapper[Any]) -> Iterator[Any]:
     """Yield the results that a `functools.lru_cache` keeps, and what containers among them hold."""
+    waiting = [result for _, result in entries_of(cache)]
+    while waiting:
+        held = waiting.pop()
+        yield held
+        if type(held) in (tuple, list):
+            waiting += held
+        elif type(held) is dict:
+            waiting += held.values()
+
+
+def entries_of(cache: functools._lru_cache_wrapper[Any]) -> list[tuple[Any, Any]]:
+    """Return the keys and results that a `functools.lru_cache` keeps."""
     own = getattr(cache, "__dict__", None)
     waiting = [
         held
@@ -114,19 +127,26 @@ def kept_in(cache: functools._lru_cache_wrapper[Any]) -> Iterator[Any]:
         and type(held) is not object
         and not (isinstance(held, type) and held.__module__ == "functools")
     ]
-    entries = next((held for held in waiting if type(held) is dict), {})
+    tables = [held for held in waiting if type(held) is dict]
     if cache.cache_parameters()["maxsize"] is None:
-        waiting = list(entries.values())
-    else:  # keys and results by turns, and other things (CPython 3.11 to 3.14)
-        keys = {id(key) for key in entries} | {id(entries), id(cache.__wrapped__)}
-        waiting = [held for held in waiting if id(held) not in keys]
-    while waiting:
-        held = waiting.pop()
-        yield held
-        if type(held) in (tuple, list):
-            waiting += held
-        elif type(held) is dict:
-            waiting += held.values()
+        return list(tables[0].items())
+    # Each key is followed by its result, among other things (CPython 3.11 to 3.14).
+    table = next((t for t in tables if _LINK in map(_kind_name, t.values())), {})
+    keys = {id(key) for key in table}
+    found = []
+    steps = iter(waiting)
+    for held in steps:
+        if id(held) in keys:
+            found.append((held, next(steps)))
+            keys.remove(id(held))
+    return found
+
+
+_LINK = "_lru_list_elem"
+
+
+def _kind_name(value: Any) -> str:
+    return type(value).__name__
 
 
 def make_partial(

@@ -16,6 +16,9 @@ from torch import nn
 
 __all__ = [
     "BEHIND",
+    "PACKAGE",
+    "TORCH",
+    "TRACER",
     "definition",
     "is_users_file",
     "outside_scalars",
@@ -25,9 +28,13 @@ __all__ = [
     "users_level",
 ]
 
-_TRACER = os.path.dirname(__file__) + os.sep
-_PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
-_TORCH = os.path.dirname(torch.__file__) + os.sep
+PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
+# The folders whose code runs while a model is recorded.
+TRACER = tuple(
+    os.path.join(PACKAGE, name, "")
+    for name in ("environment", "recording", "source", "tape", "torch_rules")
+)
+TORCH = os.path.dirname(torch.__file__) + os.sep
 _STDLIB = sysconfig.get_paths()["stdlib"] + os.sep
 # Seen from inside, what lies behind this code is not the model: the run itself.
 BEHIND: set[types.CodeType] = set()
@@ -36,7 +43,7 @@ BEHIND: set[types.CodeType] = set()
 def outside_scalars() -> FrameType:
     """The frame that did something with a traced scalar, also where the tracer did it for it."""
     frame = sys._getframe(2)
-    while frame.f_code.co_filename.startswith(_TRACER) and frame.f_back is not None:
+    while frame.f_code.co_filename.startswith(TRACER) and frame.f_back is not None:
         frame = frame.f_back
     return frame
 
@@ -44,7 +51,7 @@ def outside_scalars() -> FrameType:
 def users_level() -> int:
     """The `stacklevel` by which a warning of our caller names the line of the user."""
     frame, level = sys._getframe(1), 1
-    while frame.f_back is not None and frame.f_code.co_filename.startswith((_PACKAGE, _TORCH)):
+    while frame.f_back is not None and frame.f_code.co_filename.startswith((PACKAGE, TORCH)):
         frame, level = frame.f_back, level + 1
     return level
 
@@ -52,7 +59,7 @@ def users_level() -> int:
 def users_frame(frame: FrameType) -> FrameType:
     """The innermost frame that is not torch's own."""
     found: FrameType | None = frame
-    while found is not None and found.f_code.co_filename.startswith(_TORCH):
+    while found is not None and found.f_code.co_filename.startswith(TORCH):
         found = found.f_back
     return found or frame
 
@@ -66,7 +73,7 @@ def user_place(frame: FrameType | None) -> str:
     """Where the nearest code is that is the model's; "" once the model has returned."""
     while frame is not None and frame.f_code not in BEHIND:
         file = frame.f_code.co_filename
-        if not file.startswith((_PACKAGE, _TORCH)) and not _is_stdlibs(file):
+        if not file.startswith((PACKAGE, TORCH)) and not _is_stdlibs(file):
             return f"{file}:{frame.f_lineno}"
         frame = frame.f_back
     return ""
@@ -75,7 +82,7 @@ def user_place(frame: FrameType | None) -> str:
 @functools.lru_cache(maxsize=4096)
 def is_users_file(file: str) -> bool:
     """Whether code in a file may be the model's: it is not torch's, Python's or ours."""
-    return not file.startswith((_PACKAGE, _TORCH, "<")) and not _is_stdlibs(file)
+    return not file.startswith((PACKAGE, TORCH, "<")) and not _is_stdlibs(file)
 
 
 def _is_stdlibs(file: str) -> bool:

@@ -18,10 +18,9 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-import torch
-
-from bendtrace.recording.instructions import computes_names, named_in
+from bendtrace.recording.instructions import computes_names, named_in, passed_on
 from bendtrace.recording.parts import module_of
+from bendtrace.recording.places import TORCH
 from bendtrace.recording.stamps import Depends, Named, Stamp
 from bendtrace.recording.usage import needs_plain_numbers
 from bendtrace.recording.versions import TELLS_CHANGES, version_of
@@ -63,6 +62,7 @@ class Reach(NamedTuple):
         globals: (namespace, name) of the globals that these name, also in other modules.
         owners: the namespaces of the classes that it looks for members in.
         members: (class namespace, name) of the class attributes and methods that they name.
+        modules: modules that it hands on, so that other code may name what is in them.
         names: all names of globals and attributes in it.
         stores: names of attributes that it assigns.
         tells_numbers: whether some of it asks for the exact type of a number.
@@ -75,6 +75,7 @@ class Reach(NamedTuple):
     globals: tuple[Named, ...]
     owners: tuple[Mapping[str, Any], ...]
     members: tuple[Named, ...]
+    modules: tuple[types.ModuleType, ...]
     names: frozenset[str]
     stores: frozenset[str]
     tells_numbers: bool
@@ -119,6 +120,7 @@ def _search(subject: type | types.FunctionType, entries: frozenset[str]) -> Reac
         tuple(search.globals.values()),
         tuple(search.owners.values()),
         tuple(search.members.values()),
+        tuple(search.modules.values()),
         frozenset(search.names),
         frozenset(name for code in codes for name in _facts_of(code).stores),
         any(_facts_of(code).tells_numbers for code in codes)
@@ -150,6 +152,7 @@ class _Search:
         self.opaque: dict[int, types.FunctionType] = {}
         self.globals: dict[tuple[int, str], Named] = {}
         self.members: dict[tuple[int, str], Named] = {}
+        self.modules: dict[int, types.ModuleType] = {}
         self.names: set[str] = set()
         self.owners: dict[int, Mapping[str, Any]] = {}
         self.depends = Depends(functions=self.functions)
@@ -184,9 +187,27 @@ class _Search:
             for full in (name, f"{package}.{name}"):
                 if isinstance(self._look(sys.modules, full), types.ModuleType):
                     modules.append(sys.modules[full])
-        others = [vars(module) for module in modules if is_users_module(module)]
-        self.depends.sized |= {id(space): space for space in others}
-        spaces += others
+        others = {id(module): vars(module) for module in modules if is_users_module(module)}
+        waiting = [space for space in others.values() if not is_installed_space(space)]
+        while waiting:  # what is in a package is named by way of it
+            held = waiting.pop()
+            for name in names & held.keys():
+                inner = self._look(held, name)
+                if (
+                    isinstance(inner, types.ModuleType)
+                    and id(inner) not in others
+                    and is_users_module(inner)
+                    and not is_installed_space(vars(inner))
+                ):
+                    others[id(inner)] = vars(inner)
+                    waiting.append(vars(inner))
+        self.depends.sized |= {id(space): space for space in others.values()}
+        spaces += others.values()
+        if others and not is_finished(function):
+            for name in passed_on(function.__code__):
+                value = function.__globals__.get(name)
+                if isinstance(value, types.ModuleType) and id(value) in others:
+                    self.modules[id(value)] = value
         computes = not is_finished(function) and _facts_of(function.__code__).computes
         standard = [] if is_finished(function) else [vars(m) for m in modules if _is_standard(m)]
         for owner in tuple(self.owners.values()):
@@ -310,10 +331,9 @@ def is_installed_file(file: str) -> bool:
     return "site-packages" in file or "dist-packages" in file
 
 
-_TORCH = os.path.dirname(torch.__file__) + os.sep
 _FINISHED = (
     sysconfig.get_path("stdlib") + os.sep,
-    _TORCH,
+    TORCH,
     os.path.dirname(os.path.dirname(__file__)) + os.sep,
 )
 
@@ -356,7 +376,7 @@ def is_finished(function: types.FunctionType) -> bool:
 
 def is_torchs_function(function: types.FunctionType) -> bool:
     """Whether a function is torch's, and none that torch has wrapped around one of the user's."""
-    return is_torchs(function.__module__) and function.__code__.co_filename.startswith(_TORCH)
+    return is_torchs(function.__module__) and function.__code__.co_filename.startswith(TORCH)
 
 
 class _Facts(NamedTuple):

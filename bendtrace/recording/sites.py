@@ -15,18 +15,17 @@ from typing import NamedTuple
 import torch
 
 from bendtrace.recording.features import is_off
+from bendtrace.recording.places import TORCH, TRACER
 
 __all__ = ["Place", "Site", "SiteTable", "Span", "first_offset", "is_covered", "place_at"]
 
-_TORCH = os.path.dirname(torch.__file__) + os.sep
 _OVERRIDES = torch.overrides.__file__
-_TRACER = os.path.dirname(__file__) + os.sep
 # Functions of torch's in Python hand their calls to the tracer as their first act.
 _HANDING = (
-    _TRACER,
+    *TRACER,
     _OVERRIDES,
     *(
-        os.path.join(_TORCH, *names)
+        os.path.join(TORCH, *names)
         for names in (
             ("nn", "functional.py"), ("functional.py",), ("_tensor.py",), ("_jit_internal.py",),
         )
@@ -72,7 +71,7 @@ class Place(NamedTuple):
     @property
     def in_torch(self) -> bool:
         """Whether the code is torch's own, or the tracer's where it enters torch's."""
-        return self.file.startswith((_TORCH, _TRACER))
+        return self.file.startswith((TORCH, *TRACER))
 
     @property
     def text(self) -> str:

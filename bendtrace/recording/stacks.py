@@ -18,6 +18,7 @@ import functools
 import gc
 import sys
 import weakref
+from collections.abc import Iterator
 from types import CellType, CodeType, FrameType
 from typing import Any, NamedTuple
 
@@ -143,12 +144,13 @@ def suspended(frame: FrameType, places: Layout) -> Stack | None:
     """Read what the frame of a generator holds that waits at a `yield`."""
     code = frame.f_code
     instruction = _instructions(code).get(frame.f_lasti)
-    if instruction is None or instruction.name != "YIELD_VALUE":
+    if instruction is None or instruction.name not in _WAITS or not instruction.depth:
         return None
     first = _word(id(frame) + places.inner) + places.slots
     variables = _variables(code)
     slots = [_value(first + _WORD * k) for k in range(variables + instruction.depth - 1)]
-    return Stack(code, frame.f_lasti, slots[:variables], slots[variables:], None, "YIELD_VALUE")
+    below = slots[variables:]
+    return Stack(code, frame.f_lasti, slots[:variables], below, None, instruction.name)
 
 
 def _word(address: int) -> int:
@@ -210,6 +212,7 @@ def _interrupts(frame: FrameType, places: Layout) -> bool:
 _OPTIMIZED = 1  # CO_OPTIMIZED: variables are in slots, and not in a dict
 _VARARGS, _SUSPENDS = 4, 0x20 | 0x80 | 0x200
 _RESUMES = frozenset({"FOR_ITER", "SEND"})
+_WAITS = frozenset({"YIELD_VALUE", "RESUME"})  # in 3.13 it is at the instruction after
 _ENDS = frozenset(
     {
         "RETURN_VALUE", "RETURN_CONST", "RAISE_VARARGS", "RERAISE", "JUMP_FORWARD",
@@ -259,6 +262,8 @@ def _instructions(code: CodeType) -> dict[int, _Instruction]:
 
 
 def _effect(step: dis.Instruction, jump: bool) -> int:
+    if step.opname == "RETURN_GENERATOR":
+        return 1  # what a generator is first sent, which `dis` counts from 3.13 on only
     argument = step.arg if step.opcode >= dis.HAVE_ARGUMENT else None
     return dis.stack_effect(step.opcode, argument, jump=jump)
 
@@ -391,6 +396,11 @@ def _leaves(places: Layout) -> bool:
     return bool(compared.is_left if compared > places else False)
 
 
+def _looping(asked: _Asked, one: object) -> Iterator[bool]:
+    for _ in (one,):
+        yield asked.step()
+
+
 def _fits(places: Layout) -> bool:
     """Whether a layout gives what is known to be in some frames."""
     asked, first, second = _Asked(places), object(), object()
@@ -399,7 +409,12 @@ def _fits(places: Layout) -> bool:
         for two, _ in zip((second,), (first,), strict=True):
             made = [one, two, 1 if asked else 0, asked.step()]
     made.append([*map(_Asked.step, (asked,))])
-    in_condition, in_call, in_map = asked.seen
+    generator: Any = _looping(asked, first)
+    next(generator)
+    in_condition, in_call, in_map, in_generator = asked.seen
+    for seen in in_generator, suspended(generator.gi_frame, places):
+        if seen is None or [*map(type, seen.below)] not in ([type(iter(()))], [tuple, Number]):
+            return False
     for seen, pushed in (in_condition, [first, second]), (in_call, [first, second, 1]):
         if seen is None or seen.code is not _fits.__code__ or seen.slots[1] is not asked:
             return False

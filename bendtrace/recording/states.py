@@ -17,9 +17,9 @@ import enum
 import functools
 import hashlib
 import operator
-import os
 import sys
 import types
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from types import CodeType, FrameType
 from typing import Any
@@ -43,6 +43,7 @@ from bendtrace.recording.parts import (
     is_array,
     requires_grad,
 )
+from bendtrace.recording.places import PACKAGE
 from bendtrace.recording.scalars import RETIRED, TRACED
 from bendtrace.recording.surroundings import Surroundings
 from bendtrace.recording.tape import OpKind, Ref, State, Test, map_refs
@@ -139,7 +140,7 @@ class States:
         frame: FrameType | None = sys._getframe(1)
         near = _NEAR
         while frame is not None and frame.f_code is not self._outermost:
-            near -= not frame.f_code.co_filename.startswith(_OWN)
+            near -= not frame.f_code.co_filename.startswith(PACKAGE)
             if not near:
                 return False
             frame = frame.f_back
@@ -224,7 +225,7 @@ class _Reader:
     ) -> Iterator[Any]:
         callee, is_asking = None, True
         for frame in chain:
-            if not frame.f_code.co_filename.startswith(_OWN):
+            if not frame.f_code.co_filename.startswith(PACKAGE):
                 given = compared if is_asking else frozenset()
                 stack = stacks.read(frame, callee, places, given)
                 if stack is None:
@@ -352,15 +353,16 @@ class _Reader:
             return self._by_identity(value)
         if is_constant(value, kind):
             return self._by_identity(kind), str(value)
-        if is_array(value):
-            return "array", str(value.dtype), value.shape, value.tobytes()
+        if is_array(value) and not value.dtype.hasobject and not hasattr(value, "__dict__"):
+            return self._array(value)
         if isinstance(value, TorchFunctionMode) and kind.__module__.startswith("bendtrace."):
             return "recorder"
         if kind.__module__.startswith("bendtrace.") or not can_build(kind):
             raise _Unreadable(f"a {kind.__qualname__} cannot be read")
         items: Any = ()
         if isinstance(value, dict):
-            items = self.values_of(part for pair in dict.items(value) for part in pair)
+            ordered: Any = OrderedDict if isinstance(value, OrderedDict) else dict
+            items = self.values_of(part for pair in ordered.items(value) for part in pair)
         elif isinstance(value, (tuple, list)):
             base: Any = tuple if isinstance(value, tuple) else list
             items = self.values_of(base.__iter__(value))
@@ -369,6 +371,15 @@ class _Reader:
         own = attributes_of(value)
         found = tuple((key.name, self.value(item)) for key, item in own.items())
         return self._by_identity(kind), items, found
+
+    def _array(self, array: Any) -> Any:
+        base, place = array.base, 0
+        if base is not None:
+            if not is_array(base):
+                raise _Unreadable("an array shares memory that is not numpy's")
+            place = _address(array) - _address(base)
+        content = str(array.dtype), array.shape, array.strides, array.tobytes()
+        return "array", content, place, self.value(base)
 
     def _by_identity(self, value: Any) -> int:
         self.kept.append(value)
@@ -458,7 +469,7 @@ class _Reader:
 
     def _function(self, function: types.FunctionType) -> Any:
         cells = function.__closure__
-        if function.__code__.co_filename.startswith(_OWN):
+        if function.__code__.co_filename.startswith(PACKAGE):
             return self._by_identity(function.__code__)  # stands in for one of torch's
         if cells is None and "<" not in function.__qualname__:
             return self._by_identity(function)
@@ -534,6 +545,10 @@ def _plain(value: Any, kind: type) -> Any:
     return value
 
 
+def _address(array: Any) -> int:
+    return int(array.__array_interface__["data"][0])
+
+
 def _numbers_in(values: Iterable[Any]) -> int:
     """Count the traced scalars that a call is given."""
     count = 0
@@ -579,7 +594,6 @@ _HEAP_TYPE = 1 << 9
 _DEEPEST = 16
 _NUMBERS = frozenset({int, float, bool, complex, type(None)})
 _CONTAINERS = (tuple, list, dict, set, frozenset, str, bytes)
-_OWN = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _CALLS = frozenset({"CALL", "CALL_KW", "CALL_FUNCTION_EX"})
 # Functions in C that ask one question, and keep nothing of it.
 _SINGLE: frozenset[Any] = frozenset(

@@ -148,8 +148,10 @@ class Walk:
         for function in learned_of(found.function):
             found.names |= {function.__name__}
             self._walk_code(function)
-        self._walk_helpers()
-        self._walk_modules()
+        known: tuple[int, ...] = ()
+        while known != (known := (len(found.parts), len(found.names), len(found.helpers))):
+            self._walk_helpers()
+            self._walk_modules()
         self._walk_settings()
         for part, route in self._tagged:
             for key, item in found.held[part.index].items():
@@ -167,7 +169,7 @@ class Walk:
         for label, kind in self._unwatched:
             # What nothing in the code names is not looked at.
             name = label.partition("[")[0].rpartition(".")[2]
-            if name in found.names or not name.isidentifier():
+            if name in found.names or found.computes or not name.isidentifier():
                 what = f"{label} is a {kind.__qualname__}"
                 found.block(f"{what}, whose content cannot be guarded", name)
         found.world.close()
@@ -314,22 +316,29 @@ class Walk:
             if not isinstance(inner, types.FunctionType) or not is_finished(inner):
                 # It would take a traced scalar for another key than the number that this is.
                 found.tells_numbers = True
+                found.world.add_cache(value, route.label)
             for kept in kept_in(value):
                 if not isinstance(kept, torch.Tensor):
                     found.world.add(kept, f"{route.label}(...)")
         elif isinstance(value, (types.MethodType, functools.partial)):
             self._walk_callable(value)
         elif isinstance(value, types.ModuleType):
-            if is_users_module(value):
-                self._modules.append(value)
+            self._meet_module(value)
         elif type(value) is inspect.Signature:  # nothing changes in it but what defaults hold
             defaults = (parameter.default for parameter in value.parameters.values())
             self._walk_defaults(defaults, route.label)
         elif route.is_argument and not isinstance(value, Enum):
             if type(value) is not torch.Generator and (not callable(value) or self._holds(value)):
                 self._unguarded.append(part)
+            elif callable(value):
+                found.world.add(value, route.label)
         elif not isinstance(value, (torch.Tensor, torch.Generator, type)):
-            found.world.add(value, route.label)
+            label, holder = route.label, route.parent
+            while holder is not None:
+                if holder.kind is PartKind.OBJECT and not is_users_class(holder.type):
+                    label = f"{holder.label}[...]"  # nobody has to name what is in it
+                holder = holder.parent
+            found.world.add(value, label)
 
     def _holds(self, value: Any) -> bool:
         """Whether a thing that can be called holds something."""
@@ -475,13 +484,25 @@ class Walk:
             self.found.helpers[cls] = frozenset()
             self._meet_helper(type(cls))
 
+    def _meet_module(self, module: types.ModuleType) -> None:
+        if is_users_module(module) and all(module is not known for known in self._modules):
+            self._modules.append(module)
+
     def _walk_modules(self) -> None:
         """Walk the names that are used of Python modules held as values."""
         for module in self._modules:
-            names = vars(module).keys()
-            for name in [*names] if self.found.computes else self.found.names & names:
-                if not isinstance(vars(module)[name], types.ModuleType):
-                    self._walk_name(vars(module), name, is_watched(vars(module)[name]))
+            space = vars(module)
+            installed = is_installed_space(space)
+            for name in [*space] if self.found.computes else self.found.names & space.keys():
+                value = space[name]
+                if isinstance(value, types.ModuleType):
+                    self._meet_module(value)
+                    continue
+                self._walk_name(space, name, not installed or is_watched(value))
+                if isinstance(value, type):
+                    self._meet_helper(value)
+                elif isinstance(value, types.FunctionType) and not installed:
+                    self._walk_code(value)
 
     def _walk_helpers(self) -> None:
         """Walk the members of classes, those whose names code of other classes uses."""
@@ -489,6 +510,9 @@ class Walk:
         progress = True
         while progress:
             progress = False
+            if found.computes:  # also those that code only names
+                for cls in [*found.depends.classes.values()]:
+                    self._meet_helper(cls)
             for cls, known in tuple(found.helpers.items()):
                 members = members_of(cls)
                 named = members & found.names | {m for m in members if m[:2] == "__"} - _MAKING
@@ -529,6 +553,8 @@ class Walk:
         for owner in reach.owners:
             found.namespaces[id(owner)] = (owner, tuple(owner))
         notes = self.notes
+        for module in reach.modules:
+            self._meet_module(module)
         for namespace, name in reach.globals:
             if name in namespace:
                 value = namespace[name]
@@ -547,6 +573,8 @@ class Walk:
             else:
                 notes.absent.append((namespace, name))
         for namespace, name in reach.depends.absent.values():
+            if name in vars(builtins) and name not in _BUILTINS:
+                self._walk_name(vars(builtins), name)  # somebody has put it there
             if namespace is not sys.modules and not (
                 hasattr(builtins, name) and is_installed_space(namespace)
             ):
@@ -607,7 +635,10 @@ class Walk:
         named: set[str] = set()
         for function in found.functions:
             if not is_finished(function):
-                named |= names_in(function.__code__)
+                names = names_in(function.__code__)
+                named |= names
+                if _SPACES & names or _LOADED <= names:
+                    found.block(f"{function.__qualname__} reads globals past their names", "")
         found.world.add_settings(named)
         if found.caches and "cache_info" in named:
             found.block("the model asks a cache how often it was asked", "cache_info")
@@ -618,6 +649,10 @@ class Walk:
         if not named.isdisjoint(PYTHONS):
             own = [function for function in found.functions if not is_finished(function)]
             found.world.add_names({id(one): one for one in (*own, *classes)}.values())
+        for name, asked in _TABLES.items():
+            if not named.isdisjoint(asked):
+                for one in (*filterfalse(is_finished, found.functions), *classes):
+                    found.world.add_attribute(one, name)
         found.world.add_bases(found.depends.classes.values())
         for cls in {base for kind in self._kinds | self._met for base in kind.__mro__}:
             if is_installed_file(_file_of(cls)):
@@ -728,6 +763,15 @@ _MORE = (
     functools._lru_cache_wrapper, contextvars.ContextVar,
 )  # fmt: skip
 _MADE = frozenset({"__init__", "__new__", "__post_init__"})
+_BUILTINS = frozenset(vars(builtins))
+# What gives the globals of a function, and of a module that is looked up.
+_SPACES = frozenset({"__globals__", "f_globals"})
+_LOADED = frozenset({"sys", "modules"})
+# Tables that Python keeps of functions and classes, and names in code that asks for them.
+_TABLES = {
+    "__annotations__": frozenset({"__annotations__", "get_type_hints", "get_annotations"}),
+    "__dataclass_fields__": frozenset({"__dataclass_fields__", "fields"}),
+}
 _OF_FILES = frozenset(
     {
         *PYTHONS, "__annotations__", "__annotate__", "__annotate_func__", "__builtins__",

@@ -37,6 +37,7 @@ from typing import Any, Protocol
 
 import torch
 
+from bendtrace.recording.objects import entries_of
 from bendtrace.recording.parts import PLAIN_TYPES, identical, is_array, module_of, slots_of
 from bendtrace.recording.reach import is_torchs, is_users_class
 from bendtrace.recording.versions import version_of
@@ -121,6 +122,17 @@ class World:
         """Watch the names and texts that Python keeps of functions and classes."""
         for thing in things:
             self._add_content(thing, _named, getattr(thing, "__qualname__", ""))
+
+    def add_attribute(self, thing: Any, name: str) -> None:
+        """Watch one attribute of a function or class, and all that it holds."""
+        label = f"{thing.__qualname__}.{name}"
+        content = self._add_content(thing, functools.partial(_slots, (name,)), label)
+        for held in content.held():
+            self.add(held, label)
+
+    def add_cache(self, cache: functools._lru_cache_wrapper[Any], label: str) -> None:
+        """Watch that a cache still gives what it gave."""
+        self._whole.append(_Kept(cache, entries_of, label))
 
     def same(self) -> bool:
         """Whether everything holds what it held."""
@@ -268,6 +280,16 @@ class _Content:
         return self._was if type(self._was) is tuple else ()
 
 
+class _Kept(_Content):
+    """The entries of a cache, to which others may come."""
+
+    __slots__ = ()
+
+    def same(self) -> bool:
+        now = {id(key): result for key, result in self._read(self.value)}
+        return all(now.get(id(key), now) is result for key, result in self._was)
+
+
 def _alike(a: Any, b: Any) -> bool:
     return a is b or (type(a) in PLAIN_TYPES and identical(a, b))
 
@@ -289,7 +311,7 @@ def _members(table: dict[str, Any]) -> tuple[Any, ...]:
     )
 
 
-_ASKED = frozenset({"__getattr__", "__setattr__", "__getitem__", "__iter__", "__len__"})
+_ASKED = frozenset({"__call__", "__getattr__", "__setattr__", "__getitem__", "__iter__", "__len__"})
 
 
 def _ordered(value: Any) -> tuple[Any, ...]:
@@ -383,6 +405,8 @@ _BUILTIN_READERS: tuple[tuple[type, Callable[[Any], Any]], ...] = (
     (types.MethodWrapperType, lambda value: (value.__self__,)),
     (types.CellType, lambda value: tuple(_of_cell(value))),
     (slice, attrgetter("start", "stop", "step")),
+    (type(threading.Lock()), lambda value: [value.locked()]),
+    (BaseException, lambda value: (value.args,)),
     (random.SystemRandom, lambda value: [object()]),
     (random.Random, lambda value: [random.Random.getstate(value)]),
     (staticmethod, lambda value: (value.__func__,)),
@@ -445,7 +469,7 @@ def is_opaque(value: Any) -> bool:
     kind = type(value)
     if isinstance(value, _STEADY_KINDS) or kind is object:
         return False
-    if isinstance(value, weakref.ref):
+    if isinstance(value, (weakref.ref, weakref.finalize)):
         return True
     if hasattr(kind, "__get__") and not kind.__flags__ & _HEAP_TYPE:
         return False  # what a class has instead of an attribute

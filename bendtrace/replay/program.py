@@ -175,8 +175,10 @@ class Divergence:
 
     Attributes:
         stretch: the code that was running.
-        number: the guard on the tape of `stretch.recording`; -1 - i where op i raised, or
-            did not raise although it had when recorded.
+        recording: the run that was being replayed. (That of `stretch` may be another by now:
+            threads grow the graph.)
+        number: the guard on the tape of `recording`; -1 - i where op i raised, or did not raise
+            although it had when recorded.
         outcome: what the test gave.
         values: the variables of the run so far: `v<op>`, and others.
         hold: on autocast's cache; released by who goes on.
@@ -185,17 +187,13 @@ class Divergence:
     """
 
     stretch: Stretch
+    recording: Recording
     number: int
     outcome: Any
     values: dict[str, Any]
     hold: AutocastHold
     is_anew: bool = False
     random_states: tuple[tuple[torch.Generator, torch.Tensor], ...] = ()
-
-    @property
-    def recording(self) -> Recording:
-        """The run that was being replayed."""
-        return self.stretch.recording
 
     @property
     def guard(self) -> Guard | None:
@@ -385,7 +383,7 @@ class Program:
         try:
             result = root.code.function(arguments, values)
         except Exception as error:
-            result = _raised(error, root, root.code)
+            result = _raised(error, root, root.recording, root.code)
             if result is None:
                 raise
         else:
@@ -411,7 +409,7 @@ class Program:
             try:
                 result = code.function(arguments, held)
             except Exception as error:
-                departure = _raised(error, piece.owner, code)
+                departure = _raised(error, piece.owner, piece.recording, code)
                 if departure is None:
                     _count_raised(trips, piece, entered, error, code)
                     raise
@@ -438,7 +436,10 @@ class Program:
                 if node is not None:
                     piece, number = node.piece, node.number
             held.clear()
-            return Divergence(piece.owner, number, answer, {}, AutocastHold(), True, random_states)
+            return Divergence(
+                piece.owner, piece.recording, number, answer, {}, AutocastHold(), True,
+                random_states,
+            )  # fmt: skip
 
     def go_on(self, divergence: Divergence, arguments: tuple[Any, ...]) -> Finished | Divergence:
         """Continue a replay whose other side has become known since it diverged."""
@@ -500,7 +501,7 @@ class Program:
                 try:
                     result = stretch.code.function(arguments, values)
                 except Exception as error:
-                    departure = _raised(error, stretch, stretch.code)
+                    departure = _raised(error, stretch, stretch.recording, stretch.code)
                     if departure is None:
                         hold.release()
                         raise
@@ -523,7 +524,7 @@ class Program:
             result = departure = None
             side = stretch.side(number, outcome)
             if side is None or side.target is None:
-                return Divergence(stretch, number, outcome, values, hold)
+                return Divergence(stretch, stretch.recording, number, outcome, values, hold)
             stretch = side.target
 
     def stretches(self) -> Iterator[tuple[Stretch, Stretch | None]]:
@@ -639,14 +640,16 @@ def _sides(stretch: Stretch) -> list[Side]:
     return [side for sides in list(stretch.sides.values()) for side in sides]
 
 
-def _raised(error: Exception, stretch: Stretch, code: Code) -> Departure | None:
+def _raised(
+    error: Exception, stretch: Stretch, recording: Recording, code: Code
+) -> Departure | None:
     """Turn what an op raised into a departure, if the model could go on from there."""
     place = _place_of(error, code)
     if place is None:
         return None
     index, frame = place
-    op = stretch.recording.tape.ops[index]
-    if not may_be_caught(op, stretch.recording):
+    op = recording.tape.ops[index]
+    if not may_be_caught(op, recording):
         stretch.failures[index, type(error).__name__] += 1
         if op.site is not None:
             error.add_note(f"raised in a replay of {op.site.place}: {op.site.place.text}")

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import bendtrace as bt
 from bendtrace.errors import InterjectionError
+from tests.past_joins import past_joins
 from tests.promise import bits, footprint, random_states, seed_everything
 
 Inputs = dict[str, Any]
@@ -145,6 +146,7 @@ def check(
         ("looking", lambda: _looking(eager, bended, inputs)),
         ("zero", lambda: _zero(eager, bended, inputs, checked)),
         ("afterwards", lambda: _calls(eager, bended, inputs, others, None)),
+        ("past joins", lambda: _past_joins(eager, bended, inputs, others)),
     ]
     for step, act in steps:
         try:
@@ -177,6 +179,13 @@ def _calls(
         checked.replays, checked.live = bended.stats.replays, bended.why_live
         checked.ops = len(bended.traces[0].ops) if bended.traces else 0
     return None
+
+
+def _past_joins(
+    eager: Any, bended: bt.BendedModule, inputs: Inputs, others: tuple[Inputs, ...]
+) -> str | None:
+    with past_joins():
+        return _calls(eager, bended, inputs, others, None)
 
 
 def _log(eager: Any, inputs: Inputs, checked: Checked) -> str | None:

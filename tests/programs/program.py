@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 import bendtrace as bt
+from bendtrace.errors import NondeterminismError
+from tests.past_joins import past_joins
 from tests.promise import bits, footprint, state
 
 __all__ = ["Call", "Program", "Unlike", "check"]
@@ -141,17 +143,22 @@ def check(program: Program) -> Counts:
         Unlike: naming the first thing that differs.
     """
     # Of torch's warnings some come only once in a process.
-    with warnings.catch_warnings(action="ignore"), program.modules(2) as modules:
-        _seed(0)
-        eager = modules[0].Model()
-        _seed(0)
-        model = modules[1].Model()
-        bended = bt.BendedModule(model)
+    with warnings.catch_warnings(action="ignore"), program.modules(3) as modules:
+        made = []
+        for module in modules:
+            _seed(0)
+            made.append(module.Model())
+        eager, model, recorded = made
+        bended, compared = bt.BendedModule(model), bt.BendedModule(recorded)
         kept: list[tuple[Any, Any]] = []
         for seed, call in enumerate(program.calls):
             where = f"call {seed}"
             wanted = _one(eager, eager, call, seed, modules[0])
             before = footprint()
+            with past_joins():
+                same = _one(compared, recorded, call, seed, modules[2])
+            if isinstance(same.error, NondeterminismError):
+                raise Unlike(f"{where}: past a join, {same.error}") from same.error
             given = _one(bended, model, call, seed, modules[1])
             _same(footprint() == before, where, "something left behind")
             if type(given.error) is not type(wanted.error) or str(given.error) != str(wanted.error):
@@ -161,7 +168,7 @@ def check(program: Program) -> Counts:
                 _same(getattr(given, name) == getattr(wanted, name), where, f"other {name}")
             _same(_globals(modules[0]) == _globals(modules[1]), where, "other globals")
             for text in program.told:
-                told = [_read(_told, _about(text, module)) for module in modules]
+                told = [_read(_told, _about(text, module)) for module in modules[:2]]
                 _same(told[0] == told[1], where, f"other {text}")
             kept.append((given.output, wanted.output))
             for of_given, of_wanted in kept:

@@ -87,8 +87,11 @@ def figure(scene: Scene) -> Figure:
             text = texts.get(node, "")
             label = width(text, SMALL)
             several = len(ports.get(node, ()))
+            is_wide = several <= 4 or node.kind == "decision"  # each line has room for its text
             if several > 1:
-                wide = max(wide, 2.0 * ceil(several * (label + 14 if several <= 4 else 12) / 2))
+                wide = max(wide, 2.0 * ceil(several * (label + 14 if is_wide else 12) / 2))
+            if several > 1 and node.kind == "decision":  # the rightmost text reaches out
+                label += (several - 1) / 2 * wide / several
             made = Shape(node.key, wide, high, _LABEL if text else 0.0, label)
         shapes[node] = made
         return made

@@ -275,6 +275,8 @@ _add("conv_forward", "WAS = nn.Conv1d._conv_forward\nclass W(nn.Module):\n    de
      "nn.Conv1d._conv_forward = lambda self, i, w, b: i * 2", "", "nn.Conv1d._conv_forward = WAS", "")  # fmt: skip
 _add("linear_forward", "WAS = nn.Linear.forward\nmodel = nn.Sequential(nn.Linear(3, 3))\n",
      "nn.Linear.forward = lambda self, i: i * 2", "", "nn.Linear.forward = WAS", "")  # fmt: skip
+_add("linear_call", "WAS = nn.Module.__call__\nmodel = nn.Sequential(nn.Linear(3, 3))\n",
+     "nn.Linear.__call__ = lambda self, i: WAS(self, i) * 2", "", "del nn.Linear.__call__", "")  # fmt: skip
 _add("module_property", "WAS = nn.Linear.__dict__.get('extra_repr')\nclass W(nn.Linear):\n    def forward(self, x): return x * len(self.extra_repr())\nmodel = W(3, 3)\n",
      "nn.Linear.extra_repr = lambda self: 'a'", "", "nn.Linear.extra_repr = WAS", "")  # fmt: skip
 _add("bases", "class A:\n    v = 1\nclass B:\n    v = 2\nclass C(A): pass\nC_ = C()\ndef model(x): return x * C_.v\n",
@@ -433,5 +435,78 @@ _add(
     "G.add_edge(2, 3)",
     "",
 )
+# Things of a helper file that is handed about as a value
+_HELD = "K = [1]\nclass C:\n    v = 1\nO = C()\n@dataclasses.dataclass(slots=True)\nclass D:\n    v: int = 1\nD_ = D()\nclass P:\n    one = [1]\n    def __new__(cls): return cls\ndef read(): return K[0]\n"
+_HELD_STEPS = (
+    "helper.O.v += 1",
+    "helper.D_.v += 1",
+    "helper.K[0] += 1",
+    "helper.O = helper.C(); helper.O.v = 9",
+    "helper.P.one[0] += 1",
+    "read = helper.read; read.__annotations__['v'] = 7",
+)
+_HELD_READS = (
+    "{h}.O.v * {h}.D_.v * {h}.read() * {h}.P().one[0] * {h}.read.__annotations__.get('v', 1)"
+)
+for _name, (_define, _how) in {
+    "in_list": ("__H = [helper]\n", "__H[0]"),
+    "returned": ("def get(): return helper\n", "get()"),
+    "default": ("def get(h=helper): return h\n", "get()"),
+    "of_module": ("HERE = types.ModuleType('outer')\nHERE.inner = helper\n", "HERE.inner"),
+    "class_attribute": ("class C:\n    h = helper\n", "C.h"),
+}.items():
+    _add(f"module_{_name}", f"{_define}def model(x): return x * {_HELD_READS.format(h=_how)}\n",
+         *_HELD_STEPS, helper=_HELD)  # fmt: skip
+_add("module_argument", f"def go(x, m): return x * {_HELD_READS.format(h='m')}\ndef model(x): return go(x, helper)\n",
+     *_HELD_STEPS, helper=_HELD)  # fmt: skip
+_add("module_on_self", _MODULE + f"        self.h = helper\n    def forward(self, x): return x * {_HELD_READS.format(h='self.h')}\nmodel = M()\n",
+     *_HELD_STEPS, helper=_HELD)  # fmt: skip
+
+# What is found by computed names, in classes and in objects
+for _name, (_make, _read, _step) in {
+    "list": ("[1]", "S[0]", "S[0] += 1"),
+    "counter": ("Counter(a=1)", "S['a']", "S['a'] += 1"),
+    "islice": ("itertools.islice(itertools.count(1), 50)", "next(S)", "next(S)"),
+    "bytes": ("__import__('io').BytesIO(b'abcdefgh')", "S.tell()", "S.read(1)"),
+    "lock": (
+        "__import__('threading').Lock()",
+        "(2 if S.locked() else 1)",
+        "S.release() if S.locked() else S.acquire()",
+    ),
+    "error": ("ValueError([1])", "S.args[0][0]", "S.args[0][0] += 1"),
+}.items():
+    for _owner, _at in {"class": "Box", "object": "Box()"}.items():
+        _add(f"computed_{_name}_of_{_owner}", f"class Box:\n    k_a = {_make}\nB = {_at}\nN = 'a'\ndef model(x):\n    S = getattr(B, 'k_' + N)\n    return x * {_read}\n",
+             f"S = Box.k_a\n{_step}", "", f"S = Box.k_a\n{_step}", "")  # fmt: skip
+
+# What Python, or installed packages, keep to themselves
+_add("lock", "import threading\nL = threading.Lock()\ndef model(x): return x * 2 if L.locked() else x\n",
+     "L.acquire()", "", "L.release()", "")  # fmt: skip
+_add("finalizer", "class O: pass\nKEPT = [O()]\nEND = weakref.finalize(KEPT[0], print)\ndef model(x): return x * 2 if END.alive else x\n",
+     "KEPT.clear()", "")  # fmt: skip
+_add("own_error", "class E(Exception): pass\nE_ = E([1])\ndef model(x): return x * E_.args[0][0]\n",
+     "E_.args[0][0] += 1", "", "E_.args = ([7],)", "")  # fmt: skip
+_add("annotations", "class C:\n    a: 1\ndef model(x): return x * C.__annotations__['a']\n",
+     "C.__annotations__['a'] += 1", "", "C.__annotations__ = {'a': 9}", "")  # fmt: skip
+_add("dataclass_fields", "@dataclasses.dataclass\nclass D:\n    a: int = dataclasses.field(default=1, metadata={'m': [1]})\ndef model(x): return x * dataclasses.fields(D)[0].metadata['m'][0]\n",
+     "dataclasses.fields(D)[0].metadata['m'][0] += 1", "")  # fmt: skip
+_add("in_builtins", "import builtins\nbuiltins.put_there = [1]\ndef model(x): return x * put_there[0]\n",
+     "builtins.put_there[0] += 1", "", "builtins.put_there = [8]", "")  # fmt: skip
+_add("globals_of_function", "def model(x): return x * helper.f.__globals__['V'][0]\n", "helper.V[0] += 1", "",
+     helper="V = [1]\ndef f(): pass\n", reason="reads globals past their names")  # fmt: skip
+_add("loaded_module", "import sys\nNAME = helper.__name__\ndef model(x): return x * sys.modules[NAME].V[0]\n", "helper.V[0] += 1", "",
+     helper="V = [1]\n", reason="reads globals past their names")  # fmt: skip
+_add("array_like_argument", "P = np.poly1d([1, 2])\ndef arguments(x): return x, P\ndef model(x, p): return x * float(p(2))\n",
+     "P[0] = 5", "", "P[0] = 6", "")  # fmt: skip
+_add("series", "import pandas\nS = pandas.Series([1.0, 2.0])\ndef model(x): return x * float(S.iloc[0])\n",
+     "S.iloc[0] += 1", "", "S.iloc[0] += 1", "")  # fmt: skip
+_add("columns", "import pandas\nS = pandas.DataFrame({'a': [1.0]})\ndef model(x): return x * S.shape[1]\n",
+     "S['b'] = 1", "", "S['c'] = 1", "")  # fmt: skip
+_add("cache_of_dicts", "class C:\n    v = 1\n@functools.lru_cache(maxsize=2)\ndef get(n=0): return {'a': C()}\ndef model(x): return x * get(n=3)['a'].v\n",
+     "get(n=3)['a'].v += 1", "", "get(n=3)['a'].v += 1", "")  # fmt: skip
+_add("cache_cleared", "S = [2]\n@functools.lru_cache\ndef get(n): return n * S[0]\nclass O:\n    @functools.cache\n    def list(self): return [S[0]]\nO_ = O()\ndef model(x): return x * get(int(x.sum())) * O_.list()[0]\n",
+     "S[0] += 1", "get.cache_clear()", "", "O.list.cache_clear()", "O_.list()[0] += 1", "", replays=1)  # fmt: skip
+_add("singletons_by_name", "class C:\n    known = {}\n    def __new__(cls, k):\n        if k not in cls.known:\n            cls.known[k] = super().__new__(cls)\n            cls.known[k].v = k\n        return cls.known[k]\ndef model(x): return x * C(2).v\n",
+     "C(2).v += 1", "", "C.known.clear()", "")  # fmt: skip
 _add("spread_kwargs", "K = {'m': 2, 'k': 3}\ndef inner(x, **k):\n    for n, v in k.items(): x = x * v if n == 'm' else x + v\n    return x\ndef model(x): return inner(x, **K)\n",
      "v = K.pop('m'); K['m'] = v", "", "")  # fmt: skip
