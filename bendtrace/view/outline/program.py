@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable, Mapping
 from functools import cached_property
 from typing import Any
@@ -150,6 +150,7 @@ def _described(recording: Recording, number: int, event: Event | None) -> str:
 
 _WIDEST = 64  # letters of a line
 _FACTS = 4
+_OUTCOMES = 6  # of a branch that start side by side
 _KINDS = {"start": "input", "return": "output", "live": "live", "raise": "raise"}
 
 
@@ -164,7 +165,7 @@ class Chart:
     def __init__(self, title: str, note: str = "") -> None:
         self._scene = Scene(Node("root", "root", "", children=[]), [], title, note, {})
         self._nodes: dict[Hashable, Node] = {}
-        self._hits: Counter[tuple[Node, str]] = Counter()
+        self._hits: Counter[tuple[Node, Node, str]] = Counter()
 
     def begin(self, key: Hashable, title: str, counts: str, facts: Iterable[str]) -> None:
         """Begin the chart of another program.
@@ -196,14 +197,25 @@ class Chart:
 
     def link(self, source: Hashable, target: Hashable, outcome: str, hits: int) -> None:
         """Lead from one node to another, by an outcome that calls left it by so often."""
-        edge = Edge(self._nodes[source], self._nodes[target], [], port=outcome)
-        self._scene.edges.append(edge)
-        self._hits[edge.source, outcome] += hits
+        self._hits[self._nodes[source], self._nodes[target], outcome] += hits
 
     def picture(self) -> Picture:
         """Return the picture."""
-        for edge in self._scene.edges:  # lines with one outcome start together, under one text
-            edge.text = f"{edge.port} {self._hits[edge.source, edge.port]}x".strip()
+        outcomes: dict[Node, Counter[str]] = defaultdict(Counter)
+        for (source, _, outcome), hits in self._hits.items():
+            outcomes[source][outcome] += hits
+        texts: dict[tuple[Node, Node, str], list[str]] = defaultdict(list)
+        for (source, target, outcome), hits in self._hits.items():
+            port = outcome
+            if len(outcomes[source]) <= _OUTCOMES:  # what starts together stands under one text
+                hits = outcomes[source][outcome]
+            else:  # too many to start side by side: those that lead to one node share a line
+                port = f"to {target.key}"
+            texts[source, target, port].append(f"{outcome} {hits}x".strip())
+        self._scene.edges = [
+            Edge(source, target, [], ", ".join(found), port=port)
+            for (source, target, port), found in texts.items()
+        ]
         return Picture(paint(figure(self._scene)), self._scene)
 
 
