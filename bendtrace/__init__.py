@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from bendtrace._trace import Trace, trace
     from bendtrace.compat.graphpatch import PatchableGraph
     from bendtrace.compat.torchlens import log_forward_pass, show_model_graph
-    from bendtrace.differences.difference import Difference, diff
     from bendtrace.errors import BendtraceError
     from bendtrace.harvesting.harvest import harvest
     from bendtrace.history.entries import LayerEntry
@@ -42,6 +41,7 @@ if TYPE_CHECKING:
     from bendtrace.module import BendedModule
     from bendtrace.recording.boundaries import opaque
     from bendtrace.served import Explanation, Stats
+    from bendtrace.view.diff.difference import Difference, diff
 
 __all__ = [
     "Activations",

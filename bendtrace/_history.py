@@ -13,14 +13,14 @@ from bendtrace.history.run_log import RunLog
 
 if TYPE_CHECKING:
     from bendtrace import storage
-    from bendtrace.drawing.picture import Picture, draw
-    from bendtrace.drawing.viewer import viewer_html
     from bendtrace.storage import save
+    from bendtrace.view.drawing.picture import Picture, draw
+    from bendtrace.view.viewer import viewer_html
 else:
     storage = Later("bendtrace.storage")
-    draw = LaterMethod("bendtrace.drawing.picture", "draw")
+    draw = LaterMethod("bendtrace.view.drawing.picture", "draw")
     save = LaterMethod("bendtrace.storage", "save")
-    viewer_html = LaterMethod("bendtrace.drawing.viewer", "viewer_html")
+    viewer_html = LaterMethod("bendtrace.view.viewer", "viewer_html")
 
 __all__ = ["ModelHistory", "load"]
 

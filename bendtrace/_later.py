@@ -5,9 +5,9 @@ graph. So it, and what only looks at finished runs, stands here and in the modul
 a stand-in, which imports the module at the first attribute:
 
     if TYPE_CHECKING:
-        from bendtrace.drawing import viewer
+        from bendtrace.view import viewer
     else:
-        viewer = Later("bendtrace.drawing.viewer")
+        viewer = Later("bendtrace.view.viewer")
 
 That is the only way of importing later in this package, besides the public names themselves
 (`_public.py`). It is for what takes time, never to break a cycle.

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-__all__ = ["DEVICE", "DTYPE", "TUPLE", "Codec", "Form", "Remembered", "text_of"]
+__all__ = ["DEVICE", "DTYPE", "TUPLE", "Codec", "Form", "Remembered", "fields_of", "text_of"]
 
 _EXACT = 1 << 53  # JSON readers of other languages keep integers up to this
 _DEEPEST = 100
@@ -88,7 +88,7 @@ class Codec:
         | None = None,
     ) -> None:
         special = special or {}
-        self._fields = {cls: _fields_of(cls) for cls in records}
+        self._fields = {cls: fields_of(cls) for cls in records}
         self._special = {cls: (f"${name}", out) for name, (cls, out, _) in special.items()}
         self._decoders: dict[str, Callable[[Any], Any]] = {
             **_DECODERS,
@@ -253,8 +253,8 @@ def _is_tagged(data: dict[str, Any]) -> bool:
 _MISSING = object()
 
 
-def _fields_of(cls: type[Any]) -> dict[str, Any]:
-    """Return the default of each field; dataclasses and named tuples."""
+def fields_of(cls: type[Any]) -> dict[str, Any]:
+    """Return the default of each field of a dataclass or a named tuple."""
     if dataclasses.is_dataclass(cls):
         return {
             f.name: f.default_factory()

@@ -53,6 +53,9 @@ def one_line(error: BaseException) -> str:
     return f"{name}: {message}" if message else name
 
 
+_EXAMPLE = os.path.join("cli", "example.py")
+
+
 def _keep_theirs(told: traceback.TracebackException) -> bool:
     """Drop the frames that led to the user's code; return whether there is any of it."""
     frames = [frame for frame in told.stack if not _is_machinery(frame.filename)]
@@ -66,6 +69,6 @@ def _keep_theirs(told: traceback.TracebackException) -> bool:
 
 
 def _is_machinery(filename: str) -> bool:
-    if os.path.basename(filename) == "_example.py":
+    if filename.endswith(_EXAMPLE):
         return False
     return filename.startswith((_OWN, _IMPORTLIB, "<frozen importlib", "<frozen runpy"))

@@ -40,21 +40,21 @@ if TYPE_CHECKING:
     from bendtrace.compiled import speculation as compiled_speculation
     from bendtrace.compiled.report import CompiledReport
     from bendtrace.compiled.speculation import Speculation
-    from bendtrace.drawing.picture import Format, Picture
-    from bendtrace.outline import coverage as outline_coverage
-    from bendtrace.outline import graph as outline_graph
-    from bendtrace.outline import program as outline_program
-    from bendtrace.outline.coverage import Coverage
-    from bendtrace.outline.graph import StateGraph
-    from bendtrace.outline.program import Outline
+    from bendtrace.view.drawing.picture import Format, Picture
+    from bendtrace.view.outline import coverage as outline_coverage
+    from bendtrace.view.outline import graph as outline_graph
+    from bendtrace.view.outline import program as outline_program
+    from bendtrace.view.outline.coverage import Coverage
+    from bendtrace.view.outline.graph import StateGraph
+    from bendtrace.view.outline.program import Outline
 else:
     auditing = Later("bendtrace.auditing")
     compiled_report = Later("bendtrace.compiled.report")
     compiled_settings = Later("bendtrace.compiled.settings")
     compiled_speculation = Later("bendtrace.compiled.speculation")
-    outline_coverage = Later("bendtrace.outline.coverage")
-    outline_graph = Later("bendtrace.outline.graph")
-    outline_program = Later("bendtrace.outline.program")
+    outline_coverage = Later("bendtrace.view.outline.coverage")
+    outline_graph = Later("bendtrace.view.outline.graph")
+    outline_program = Later("bendtrace.view.outline.program")
 
 __all__ = ["ReplayingModule"]
 

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 import bendtrace
-from bendtrace import _runs
-from bendtrace._cli import main
+from bendtrace.cli import runs
+from bendtrace.cli.main import main
 
 MODELS = """\
 from __future__ import annotations
@@ -107,7 +107,7 @@ class Result:
         assert self.out == ""
         last = self.err.splitlines()[-1]
         assert last.startswith("bendtrace: error: ")
-        assert "bendtrace/" not in self.err.replace("bendtrace/_example.py", "")
+        assert "bendtrace/" not in self.err.replace("bendtrace/cli/example.py", "")
         return last.removeprefix("bendtrace: error: ")
 
 
@@ -159,7 +159,7 @@ def test_the_example_shows_everything(run: Run) -> None:
     assert heads == ["Model", "Result", "Flow: 7 steps", "Calls", "torch.fx"]
     assert "while   torch.dist(new, x, inf) > self.tolerance  False" in result.out
     assert "while   torch.dist(new, x, inf) > self.tolerance  2 times" in result.out
-    assert "if `x.max() > self.limit` at _example.py:" in result.out
+    assert "if `x.max() > self.limit` at example.py:" in result.out
     assert "was False when traced and is True now" in result.out
     how = [line.split("] ")[1].split() for line in lines if " float32[" in line and "] " in line]
     assert how == [
@@ -183,7 +183,7 @@ def test_tables_fit_the_terminal(run: Run, monkeypatch: pytest.MonkeyPatch, colu
 
 
 def test_a_difference_is_shown_and_fails(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_runs, "same_bits", lambda a, b: False)
+    monkeypatch.setattr(runs, "same_bits", lambda a, b: False)
     result = run()
     assert result.status == 1
     assert result.out.count("DIFFERENT") == 6
@@ -482,7 +482,7 @@ def test_what_only_fails_under_bendtrace_is_called_a_bug(
     def trace(*args: Any, **kwargs: Any) -> Any:
         raise IndexError("oh")
 
-    monkeypatch.setattr(_runs.BendedModule, "trace", trace)
+    monkeypatch.setattr(runs.BendedModule, "trace", trace)
     message = run("trace", "models.py:double", "--input", "ones(2)").error
     assert message.startswith("models.py:double runs, but not under bendtrace, which is a bug in")
     assert "IndexError: oh (test_cli.py:" in message

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 import bendtrace as bt
-from bendtrace.differences.sequences import align, match
-from bendtrace.differences.values import compare_numbers, compare_tensors
 from bendtrace.errors import InputError
+from bendtrace.view.diff.changes import compare_numbers, compare_tensors
+from bendtrace.view.diff.matching import align, match
 from tests.corpus import CASES
 from tests.corpus._case import Case
 from tests.shares import some

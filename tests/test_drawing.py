@@ -17,12 +17,12 @@ from hypothesis import strategies as st
 from torch import nn
 
 import bendtrace as bt
-from bendtrace.drawing.measure import cut, width
-from bendtrace.drawing.overlay import color, contrast, ink
-from bendtrace.drawing.paint import _BOXES, _FILLS, FAINT, INK, figure
-from bendtrace.drawing.picture import draw
-from bendtrace.drawing.scene import Node, Scene, scene
 from bendtrace.errors import InputError
+from bendtrace.view.drawing.canvas import cut, width
+from bendtrace.view.drawing.overlay import color, contrast, ink
+from bendtrace.view.drawing.paint import _BOXES, FAINT, FILLS, INK, figure
+from bendtrace.view.drawing.picture import draw
+from bendtrace.view.drawing.scene import Node, Scene, scene
 from tests.corpus import CASES
 
 DOCS = Path(__file__).parent.parent / "docs"
@@ -542,7 +542,7 @@ def test_wide_letters_take_more_room() -> None:
     assert width("ii", 10, mono=True) == width("mm", 10, mono=True)
 
 
-@pytest.mark.parametrize("fill", [*_FILLS.values(), *_BOXES, "#ffffff"])
+@pytest.mark.parametrize("fill", [*FILLS.values(), *_BOXES, "#ffffff"])
 @pytest.mark.parametrize("text", [INK, FAINT])
 def test_text_can_be_read_on_every_colour(fill: str, text: str) -> None:
     assert contrast(text, fill) >= 4.5

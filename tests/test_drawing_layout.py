@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bendtrace.drawing.channels import Run, heights
-from bendtrace.drawing.layout import Net, Shape, Wire, place
+from bendtrace.view.drawing.layout import Crossing, Net, Shape, Wire, heights, place
 
 
 @st.composite
@@ -192,19 +191,19 @@ def test_a_skip_leaves_the_main_way_straight() -> None:
 
 
 def test_lines_that_run_across_one_after_the_other_share_a_height() -> None:
-    runs = [Run([0.0], [40.0]), Run([100.0], [140.0])]
+    runs = [Crossing([0.0], [40.0]), Crossing([100.0], [140.0])]
     assert heights(runs) == 1
     assert [run.track for run in runs] == [0, 0]
 
 
 def test_lines_to_the_right_are_stacked_without_crossings() -> None:
-    runs = [Run([0.0], [100.0]), Run([50.0], [150.0])]
+    runs = [Crossing([0.0], [100.0]), Crossing([50.0], [150.0])]
     assert heights(runs) == 2
     assert [run.track for run in runs] == [1, 0]
 
 
 def test_a_line_that_ends_where_another_begins_runs_above_it() -> None:
-    above, below = Run([100.0], [50.0]), Run([50.0], [0.0])
+    above, below = Crossing([100.0], [50.0]), Crossing([50.0], [0.0])
     heights([below, above])
     # The second leaves the upper rank where the first meets the lower one.
     assert below.track < above.track

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from bendtrace._compare import same_bits
-from bendtrace._expressions import Inputs, read
+from bendtrace.cli.inputs import Inputs, read
 from bendtrace.errors import InputError
 
 

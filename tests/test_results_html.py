@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 import bendtrace as bt
-from bendtrace.drawing.heat_map import heat_map
+from bendtrace.view.heat_map import heat_map
 
 
 def model(x: torch.Tensor) -> torch.Tensor:

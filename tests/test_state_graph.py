@@ -6,7 +6,6 @@ import json
 import pickle
 from collections.abc import Callable
 from html import escape
-from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +17,10 @@ from torch import Tensor, nn
 import bendtrace as bt
 from bendtrace.errors import InputError
 from bendtrace.graph import NodeRef, StateGraph
-from bendtrace.outline.picture import Edge, in_a_column
-from bendtrace.outline.structure import Branch
 from bendtrace.recording import stacks
+from bendtrace.view.drawing.paint import figure
+from bendtrace.view.outline.structure import Branch
+from tests.pictures import apart
 
 reads_stacks = pytest.mark.skipif(
     stacks.layout() is None, reason="the frames of this Python cannot be read: paths do not join"
@@ -227,38 +227,32 @@ def test_each_set_of_inputs_is_a_program_of_its_own() -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_is_drawn_with_no_text_over_another(name: str) -> None:
     graph = called(name).graph
-    at = {node: i for i, node in enumerate(graph)}
-    ends = dict.fromkeys((at[a], at[b]) for a, b in graph.edges())
-    nodes = [("branch", [(data["text"], "plain")]) for _, data in graph.nodes(data=True)]
-    drawing = in_a_column(nodes, [Edge(*pair, "True 71x, False 29x") for pair in ends])
-    texts = [box for box in drawing.boxes if box.role == "text"]
-    solid = [box for box in drawing.boxes if box.role != "text"]
-    assert len(solid) == len(graph)
-    for a, b in [*combinations(solid, 2), *combinations(texts, 2)]:
-        apart = a.x + a.width <= b.x or b.x + b.width <= a.x
-        assert apart or a.y + a.height <= b.y or b.y + b.height <= a.y, (a, b)
-    assert all(0 <= box.x and box.x + box.width <= drawing.width for box in drawing.boxes)
-    for line in drawing.lines:
-        assert all(0 <= x <= drawing.width and 0 <= y <= drawing.height for x, y in line.points)
-    assert len(drawing.lines) == len(ends)
-    written = graph.draw().svg
-    assert all(escape(data["text"]) in written for _, data in graph.nodes(data=True))
+    picture = graph.draw()
+    apart(picture.canvas)
+    assert len(picture.scene.nodes()) == len(graph)
+    assert len(picture.scene.edges) == graph.number_of_edges()
+    assert all(escape(data["text"]) in picture.svg for _, data in graph.nodes(data=True))
 
 
-def test_what_stands_beside_a_short_column_is_not_cut_off() -> None:
-    drawing = in_a_column([("branch", [("if", "plain")])] * 2, [Edge(0, 1, "True 71x, False 29x")])
-    assert all(box.x + box.width <= drawing.width for box in drawing.boxes)
+def test_what_stands_beside_the_lines_of_many_answers_is_not_cut_off() -> None:
+    bended = bt.BendedModule(lambda x: x * int(x.sum()))
+    for value in range(9):
+        bended(torch.tensor([10_000.0 + value]))
+        canvas = bended.graph.draw().canvas
+        texts = apart(canvas)
+        if value < 6:
+            assert {f"{10_000 + i} 1x" for i in range(value + 1)} <= set(texts)
+        assert canvas.width < 800
+    assert apart(bended.tree.draw().canvas)
 
 
 def test_the_picture_of_a_loop_leads_back() -> None:
     graph = called("halved").graph
     back = [(a, b) for a, b in graph.edges() if list(graph).index(b) <= list(graph).index(a)]
     assert back
-    drawing = in_a_column([("branch", [("one", "plain")])] * 3, [Edge(2, 1, "again")])
-    (line,) = drawing.lines
-    first, *_, last = line.points
-    assert last[1] < first[1]
-    assert min(x for x, _ in line.points) < drawing.spine < drawing.width
+    wires = [wire for wire in figure(graph.draw().scene).wires if wire.is_back]
+    assert wires
+    assert all(wire.points[-1][1] < wire.points[0][1] for wire in wires)
 
 
 def test_is_saved_as_what_is_asked_for(tmp_path: Path) -> None:

@@ -20,8 +20,8 @@ from bendtrace.storage import (
     SaveError,
     ShardWriter,
     StoredTensor,
-    files,
     read_stream,
+    tensors,
 )
 from bendtrace.storage.tensors import bits_of, layout_of
 from tests.stored import FullDisk, assert_same, of_bits, raw
@@ -156,7 +156,7 @@ def test_large_tensors_are_written_and_read_in_pieces(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("bendtrace.storage.tensors._CHUNK", 64)
-    monkeypatch.setattr(files, "_LARGEST_READ", 48)
+    monkeypatch.setattr(tensors, "_LARGEST_READ", 48)
     tensor = of_bits(torch.float32, 7, 31)
     pieces = [bytes(piece) for piece in bits_of(tensor.t(), layout_of(tensor.t()))]
     assert [len(piece) for piece in pieces] == [64] * 13 + [36]
@@ -191,7 +191,7 @@ def test_a_shard_is_closed_when_it_is_full(tmp_path: Path, monkeypatch: pytest.M
         for number in range(5):
             writer.add(str(number), torch.zeros(100))
     assert len(list((tmp_path / "bytes").glob("*.safetensors"))) == 3
-    monkeypatch.setattr("bendtrace.storage.shards._HEADER", 512)
+    monkeypatch.setattr("bendtrace.storage.streams._HEADER", 512)
     names = ["x" * 400, "\udead" * 300, "é\n\t", "", "__metadata__", *map(str, range(20))]
     with ShardWriter(tmp_path / "header") as writer:
         for number, name in enumerate(names):

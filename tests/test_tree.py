@@ -11,7 +11,6 @@ import threading
 import warnings
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable
-from itertools import combinations
 from typing import Any
 
 import networkx as nx
@@ -21,7 +20,7 @@ from torch import nn
 
 import bendtrace as bt
 from bendtrace.errors import InputError, TraceLimitWarning
-from bendtrace.outline.picture import draw
+from tests.pictures import apart
 from tests.promise import bits
 from tests.tree_models import EarlyExit, Refine, covers, halve, sorts
 
@@ -325,20 +324,12 @@ def test_is_a_graph_and_json(name: str, tmp_path: Any) -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_is_drawn_with_no_text_over_another(name: str) -> None:
     tree = MODELS[name]().tree
-    drawing = draw(tree.headline, tree.programs)
-    solid = [box for box in drawing.boxes if box.role not in ("text", "frame")]
-    texts = [box for box in drawing.boxes if box.role == "text"]
-    assert texts
-    for a, b in [*combinations(solid, 2), *combinations(texts, 2)]:
-        apart = a.x + a.width <= b.x or b.x + b.width <= a.x
-        assert apart or a.y + a.height <= b.y or b.y + b.height <= a.y, (a, b)
-    for box in drawing.boxes:
-        assert box.x >= 0
-        assert box.x + box.width <= drawing.width
-        assert box.y + box.height <= drawing.height
+    picture = tree.draw()
+    texts = apart(picture.canvas)
     root = ElementTree.fromstring(tree.to_svg())
     written = [element.text for element in root.iter("{http://www.w3.org/2000/svg}text")]
-    assert written == [box.text for box in texts]
+    assert written == texts
+    assert len(picture.scene.nodes()) == len(tree.to_networkx())
 
 
 def test_what_is_drawn_is_escaped() -> None:
@@ -377,6 +368,51 @@ def test_code_without_source_prints_too() -> None:
 
 def seen(bended: bt.BendedModule) -> dict[str, tuple[str, int, int | None]]:
     return {branch.text: (branch.kind, branch.true, branch.false) for branch in bended.coverage()}
+
+
+class Experts(nn.Module):
+    """Asks in each iteration whether anything goes to an expert."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for number in range(2):
+            if (x > number).any():
+                x = x + 0.0
+        return x
+
+
+def test_counts_each_iteration_of_a_loop_over_things() -> None:
+    bended = called(Experts(), *(numbers(v) for v in (0.5, 1.5, 2.0, 0.5, 0.5, -1.0)))
+    assert "iteration 0: 5 of 6, 1: 2 of 6" in str(bended.tree)
+    (branch,) = branches_of(bended).values()
+    assert [(turn["iteration"], turn["true"]) for turn in branch["turns"]] == [([0], 5), ([1], 2)]
+    assert not bended.coverage().uneven
+
+
+def test_counts_each_module_that_runs_the_same_code() -> None:
+    class Block(nn.Module):
+        def __init__(self, least: float) -> None:
+            super().__init__()
+            self.register_buffer("least", torch.tensor(least))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + 0.0 if x.sum() > self.least else x
+
+    bended = called(nn.Sequential(Block(0.0), Block(1.0)), numbers(0.5), numbers(2.0))
+    assert "0: 2 of 2, 1: 1 of 2" in str(bended.tree)
+    coverage = bended.coverage()
+    assert not coverage
+    assert coverage.uneven[0].seen == "True in 0: 2 of 2, 1: 1 of 2"
+    assert "one side only in some iterations or modules" in str(coverage)
+
+
+def test_does_not_tell_iterations_of_a_while_apart_in_which_paths_join() -> None:
+    def model(x: torch.Tensor) -> torch.Tensor:
+        while x.sum() < 10:
+            x = x * 2 if x.sum() > 3 else x + 1
+        return x
+
+    bended = called(model, numbers(1.0), numbers(4.0))
+    assert "iteration 0" not in str(bended.tree)
 
 
 def test_lists_the_branches_that_were_seen_on_one_side_only() -> None:

@@ -16,9 +16,8 @@ import torch
 from torch import Tensor, nn
 
 import bendtrace as bt
-from bendtrace.drawing.viewer import viewer_frame, viewer_html
-from bendtrace.drawing.viewer.activation import activation_data
-from bendtrace.drawing.viewer.data import viewer_data
+from bendtrace.view.viewer import viewer_frame, viewer_html
+from bendtrace.view.viewer.data import activation_data, viewer_data
 from tests.browser import Browser, browser, chromium
 
 HOSTILE = '</script><script>hurt = 1</script><img src=x onerror="hurt = 2">&\u2028\'"`${1}'
@@ -391,7 +390,7 @@ def test_it_opens_with_modules_values_and_decisions(page: Page) -> None:
     captions = page.captions()
     assert any(caption.startswith("cell") and "\u00d75" in caption for caption in captions)
     assert "x for: 5 iterations" in captions
-    assert any(re.fullmatch(r"state.sum\(\) > 0 if: (True|False)", c) for c in captions)
+    assert any(re.fullmatch(r"state.sum\(\) > 0 if → (True|False)", c) for c in captions)
     assert page.driver.requests() == [page("location.href")]
 
 

@@ -21,7 +21,7 @@ from bendtrace.errors import InputError
 from bendtrace.history.capture import SaveOptions
 
 if TYPE_CHECKING:
-    from bendtrace.drawing.picture import Picture
+    from bendtrace.view.drawing.picture import Picture
 
 __all__ = ["ModelHistory", "log_forward_pass", "show_model_graph"]
 

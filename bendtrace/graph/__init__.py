@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from bendtrace.graph.export import to_dot, to_graphml, to_node_link
     from bendtrace.graph.fx import from_fx, to_fx
     from bendtrace.graph.mirror import Graph
-    from bendtrace.outline.graph import StateGraph
     from bendtrace.recording.names import NodeRef
+    from bendtrace.view.outline.graph import StateGraph
 
 __all__ = [
     "Graph",
@@ -34,7 +34,7 @@ if not TYPE_CHECKING:  # what only tracing needs of this package comes without n
         {
             "Graph": "bendtrace.graph.mirror",
             "NodeRef": "bendtrace.recording.names",
-            "StateGraph": "bendtrace.outline.graph",
+            "StateGraph": "bendtrace.view.outline.graph",
             "from_fx": "bendtrace.graph.fx",
             "to_dot": "bendtrace.graph.export",
             "to_fx": "bendtrace.graph.fx",

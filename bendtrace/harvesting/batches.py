@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from bendtrace.calls import Call
 from bendtrace.errors import InputError
-from bendtrace.storage.files import crc32
+from bendtrace.storage.tensors import crc32
 
 __all__ = ["Batch", "Ids", "batches_of", "ids_of", "mark_of", "part_of", "size_of", "versions_of"]
 

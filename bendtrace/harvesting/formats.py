@@ -13,15 +13,15 @@ import torch
 from torch import Tensor
 
 from bendtrace.errors import InputError, LoadError
-from bendtrace.storage.files import (
+from bendtrace.storage.tensors import (
     BINARY,
     crc32,
+    layout_of,
     packed_header,
     sync_directory,
     tensor_row,
     write_all,
 )
-from bendtrace.storage.tensors import layout_of
 
 __all__ = ["Form", "Held", "checksum", "form_of"]
 

@@ -32,8 +32,8 @@ from bendtrace.harvesting.shards import (
 )
 from bendtrace.harvesting.workers import Progress, Workers, Writer
 from bendtrace.module import BendedModule
-from bendtrace.storage.files import sync_directory, writing
-from bendtrace.storage.locks import DirectoryLock
+from bendtrace.storage.sealed import DirectoryLock, writing
+from bendtrace.storage.tensors import sync_directory
 
 __all__ = ["harvest"]
 

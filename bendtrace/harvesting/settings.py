@@ -22,7 +22,7 @@ from bendtrace.interject.insertion import Insertion
 from bendtrace.interject.passes import Passes
 from bendtrace.interject.resolver import describe_where
 from bendtrace.recording.places import is_users_file
-from bendtrace.storage.files import crc32
+from bendtrace.storage.tensors import crc32
 
 __all__ = [
     "STACK",

@@ -19,8 +19,8 @@ from bendtrace.errors import LoadError
 from bendtrace.harvesting.filling import Filling, Record
 from bendtrace.harvesting.formats import Form
 from bendtrace.harvesting.paths import Condition, Path
-from bendtrace.storage.files import sync_directory, writing
-from bendtrace.storage.sealed import read_sealed, replace_sealed
+from bendtrace.storage.sealed import read_sealed, replace_sealed, writing
+from bendtrace.storage.tensors import sync_directory
 
 __all__ = [
     "HARVEST",

@@ -1,8 +1,10 @@
-"""Sizes, counts and times as a person reads them."""
+"""Sizes, counts, times and places as a person reads them."""
 
 from __future__ import annotations
 
-__all__ = ["counted", "listed", "size_text", "time_text"]
+import os
+
+__all__ = ["counted", "listed", "number_text", "place_text", "size_text", "time_text"]
 
 
 def size_text(nbytes: int) -> str:
@@ -20,6 +22,22 @@ def size_text(nbytes: int) -> str:
 def time_text(seconds: float) -> str:
     """Say how long something took."""
     return f"{seconds:.3f}s"
+
+
+def number_text(value: object) -> str:
+    """Return a value as Python prints it, long floats with six digits.
+
+    Example:
+        >>> number_text(0.30000001192092896), number_text(0.5), number_text("a")
+        ('0.3', '0.5', "'a'")
+    """
+    text = repr(value)
+    return f"{value:.6g}" if isinstance(value, float) and len(text) > 8 else text
+
+
+def place_text(file: str, line: int | None) -> str:
+    """Return the file's own name and the line: `model.py:12`."""
+    return f"{os.path.basename(file)}:{line}"
 
 
 def counted(number: int, noun: str) -> str:

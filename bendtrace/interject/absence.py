@@ -22,7 +22,7 @@ from bendtrace.recording.syntax import (
 from bendtrace.recording.tape import Guard
 
 if TYPE_CHECKING:
-    from bendtrace.outline.coverage import BranchCoverage
+    from bendtrace.view.outline.coverage import BranchCoverage
 
 __all__ = ["unseen", "why_past"]
 

@@ -34,7 +34,7 @@ from bendtrace.run import Run
 if TYPE_CHECKING:
     from bendtrace.interject import absence
     from bendtrace.interject.selectors import naming
-    from bendtrace.outline.coverage import Coverage
+    from bendtrace.view.outline.coverage import Coverage
 else:
     absence = Later("bendtrace.interject.absence")
     naming = Later("bendtrace.interject.selectors.naming")

@@ -13,9 +13,9 @@ from bendtrace.recording.recorder import Recording
 from bendtrace.replay.tree import TraceTree
 
 if TYPE_CHECKING:
-    from bendtrace.outline import folding
+    from bendtrace.view.outline import program as outlines
 else:
-    folding = Later("bendtrace.outline.folding")
+    outlines = Later("bendtrace.view.outline.program")
 
 __all__ = ["Trees"]
 
@@ -71,7 +71,7 @@ class Trees:
 
 
 def _reason(tree: TraceTree) -> str | None:
-    return folding.most_divergent(tree)
+    return outlines.most_divergent(tree)
 
 
 def _runs(tree: TraceTree) -> list[Recording]:

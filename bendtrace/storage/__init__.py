@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 from bendtrace.errors import LoadError, SaveError
-from bendtrace.storage.handles import NotSaved, StoredTensor
-from bendtrace.storage.loading import load
-from bendtrace.storage.saving import save
-from bendtrace.storage.shards import ShardWriter
-from bendtrace.storage.streams import read_stream
+from bendtrace.storage.log import load, save
+from bendtrace.storage.streams import NotSaved, ShardWriter, StoredTensor, read_stream
 
 __all__ = [
     "LoadError",

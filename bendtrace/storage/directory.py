@@ -12,15 +12,21 @@ import re
 import secrets
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from difflib import get_close_matches
 from typing import Any
 
 from bendtrace.errors import LoadError, SaveError
-from bendtrace.storage.files import sync_directory
-from bendtrace.storage.locks import DirectoryLock
-from bendtrace.storage.sealed import read_json, read_sealed, replace_sealed, write_json
-from bendtrace.storage.shards import STREAM, STREAM_FORMAT, is_streamed, is_unfinished
+from bendtrace.storage.sealed import (
+    DirectoryLock,
+    read_json,
+    read_sealed,
+    replace_sealed,
+    write_json,
+    writing,
+)
+from bendtrace.storage.streams import STREAM, STREAM_FORMAT, is_streamed, is_unfinished
+from bendtrace.storage.tensors import sync_directory
 
 __all__ = ["FORMAT", "MANIFEST", "VERSION", "Draft", "draft_in", "open_manifest"]
 
@@ -76,7 +82,7 @@ def draft_in(directory: str, about: dict[str, Any]) -> Iterator[Draft]:
         SaveError: if the directory holds other things, somebody else saves there, or it cannot
             be written to.
     """
-    try:
+    with writing(directory):
         _require_ours(directory)
         made = _made(directory)
         lock = DirectoryLock(directory)
@@ -92,15 +98,12 @@ def draft_in(directory: str, about: dict[str, Any]) -> Iterator[Draft]:
                 if not _is_current(directory, draft):
                     shutil.rmtree(draft.folder, ignore_errors=True)
                     for path in made:
-                        _remove_empty(path)
+                        with suppress(OSError):  # somebody put something there
+                            os.rmdir(path)
                 raise
             _clean(directory)
         finally:
             lock.release()
-    except OSError as error:
-        if isinstance(error, SaveError):
-            raise
-        raise SaveError(directory, error.strerror or str(error)) from error
 
 
 def _commit(directory: str, draft: Draft, about: dict[str, Any]) -> None:
@@ -126,13 +129,6 @@ def _made(directory: str) -> list[str]:
         os.mkdir(path)
         sync_directory(os.path.dirname(path))
     return missing
-
-
-def _remove_empty(path: str) -> None:
-    try:
-        os.rmdir(path)
-    except OSError:  # somebody put something there
-        pass
 
 
 def _require_ours(directory: str) -> None:

@@ -1,16 +1,65 @@
-"""JSON files that notice when they were changed."""
+"""JSON files that notice when they were changed, and directories that only one writer holds."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import os
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import ModuleType
 from typing import Any
 
-from bendtrace.errors import LoadError
-from bendtrace.storage.files import BINARY, sync_directory, write_all
+from bendtrace.errors import LoadError, SaveError
+from bendtrace.storage.tensors import BINARY, sync_directory, write_all
 
-__all__ = ["read_json", "read_sealed", "replace_sealed", "write_file", "write_json"]
+__all__ = [
+    "DirectoryLock",
+    "read_json",
+    "read_sealed",
+    "replace_sealed",
+    "write_file",
+    "write_json",
+    "writing",
+]
+
+
+try:
+    import fcntl as _fcntl
+
+    _locks: ModuleType | None = _fcntl
+except ImportError:  # Windows has no such locks: two writers at once are not noticed there
+    _locks = None
+
+
+class DirectoryLock:
+    """A lock on a directory. The system takes it back when the process dies.
+
+    Args:
+        directory: which one.
+
+    Raises:
+        SaveError: if another writer, of this process or another one, holds it.
+    """
+
+    def __init__(self, directory: str) -> None:
+        if _locks is None:
+            return
+        fd = os.open(directory, os.O_RDONLY)
+        self._close = weakref.finalize(self, os.close, fd)
+        try:
+            _locks.flock(fd, _locks.LOCK_EX | _locks.LOCK_NB)
+        except BlockingIOError:
+            self.release()
+            raise SaveError(directory, "something else is being saved there right now") from None
+        except OSError:  # a file system without locks
+            pass
+
+    def release(self) -> None:
+        """Let others in; a second call does nothing."""
+        if _locks is not None:
+            self._close()
 
 
 def write_file(path: str, content: bytes) -> None:
@@ -103,3 +152,14 @@ def _read(path: str) -> bytes:
     except OSError as error:
         reason = "the file is missing" if isinstance(error, FileNotFoundError) else error.strerror
         raise LoadError(path, f"{reason}") from None
+
+
+@contextmanager
+def writing(directory: str) -> Iterator[None]:
+    """Tell of files that cannot be written as of a save that fails."""
+    try:
+        yield
+    except OSError as error:
+        if isinstance(error, SaveError):
+            raise
+        raise SaveError(directory, error.strerror or str(error)) from error

@@ -1,19 +1,55 @@
-"""A tensor as bytes: which tensors can be stored, in which form, and how they come back.
+"""Tensors as bytes, and files of tensors in the format of safetensors, piece by piece.
 
 The bits of a tensor are stored, never converted: the payload of a NaN, the sign of a zero and
 types that torch can hardly compute with come back as they were.
+
+The format is: the length of the header (8 bytes, little endian), the header (JSON: for each key
+the type, the shape and where its bytes begin and end), the bytes, row-major and without gaps. It
+is written here, not by the safetensors package, because that takes all tensors of a file at once,
+and writes through pointers that turn copy-on-write tensors into copies.
 """
 
 from __future__ import annotations
 
 import ctypes
+import hashlib
+import json
+import os
+import re
+import threading
+import weakref
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Layout", "bits_of", "code_of", "layout_of", "stored_shape", "tensor_of", "why_not"]
+from bendtrace.errors import LoadError
+
+__all__ = [
+    "BINARY",
+    "DataFile",
+    "Extent",
+    "Header",
+    "Layout",
+    "TensorFile",
+    "bits_of",
+    "code_of",
+    "free_key",
+    "header_size",
+    "layout_of",
+    "packed_header",
+    "row_size",
+    "stored_shape",
+    "sync_directory",
+    "tensor_of",
+    "tensor_row",
+    "why_not",
+    "write_all",
+]
+
 
 # The types that every version of the safetensors package knows. Complex numbers are stored as
 # pairs of what they consist of, all others as bytes.
@@ -157,3 +193,305 @@ def tensor_of(layout: Layout, stored: Tensor) -> Tensor:
         strided = torch.empty_strided(kept, strides, dtype=integer, device="cpu")
         plain = strided.copy_(plain.view(integer)).view(layout.dtype)
     return plain.expand(layout.shape)
+
+
+_METADATA = {"__metadata__": {"format": "pt", "written_by": "bendtrace"}}
+_ALIGNMENT = 64
+_LARGEST_HEADER = 100_000_000  # what the safetensors package accepts
+_LARGEST_READ = 1 << 30
+BINARY: int = getattr(os, "O_BINARY", 0)  # Windows would write line ends its own way
+
+
+class Extent(NamedTuple):
+    """Where the bytes of one tensor are.
+
+    Attributes:
+        key: what the file calls it.
+        start: where its bytes begin, counted from the beginning of the file.
+        nbytes: how many there are.
+        checksum: their CRC-32.
+    """
+
+    key: str
+    start: int
+    nbytes: int
+    checksum: int
+
+
+class Header(NamedTuple):
+    """What a file says about itself.
+
+    Attributes:
+        sha256: checksum of the file up to the first tensor, in hexadecimal.
+        extents: for each key its type, its shape, and where its bytes begin and end in the file.
+        size: the size that the file has by this.
+    """
+
+    sha256: str
+    extents: dict[str, tuple[str, tuple[int, ...], int, int]]
+    size: int
+
+
+class DataFile:
+    """A file that stays open for reading, so that what it holds cannot be exchanged.
+
+    Args:
+        path: the file.
+
+    Raises:
+        LoadError: if it cannot be opened.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        try:
+            self._file = open(path, "rb", buffering=0)
+        except OSError as error:
+            raise LoadError(path, f"the file cannot be opened: {error.strerror}") from None
+        weakref.finalize(self, self._file.close)
+
+    @property
+    def size(self) -> int:
+        """Its size in bytes."""
+        return os.fstat(self._file.fileno()).st_size
+
+    def read(self, start: int, nbytes: int) -> Tensor:
+        """Return some bytes as a tensor of uint8 with memory of its own.
+
+        Raises:
+            LoadError: if the file is shorter, or cannot be read.
+        """
+        buffer = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+        if not nbytes:
+            return buffer
+        raw = memoryview((ctypes.c_char * nbytes).from_address(buffer.data_ptr())).cast("B")
+        done = 0
+        while done < nbytes:
+            piece = raw[done : done + _LARGEST_READ]
+            try:
+                count = _read_at(self._file.fileno(), piece, start + done)
+            except OSError as error:
+                raise LoadError(self.path, f"the file cannot be read: {error.strerror}") from None
+            if not count:
+                raise LoadError(self.path, "the file is truncated")
+            done += count
+        return buffer
+
+    def tensor(self, extent: Extent, layout: Layout) -> Tensor:
+        """Return a tensor, after a look at its checksum.
+
+        Raises:
+            LoadError: if its bytes are not those that were written.
+        """
+        stored = self.read(extent.start, extent.nbytes)
+        if crc32(stored) != extent.checksum:
+            raise LoadError(
+                self.path, f"the file is damaged: the content of {extent.key!r} has changed"
+            )
+        return tensor_of(layout, stored)
+
+    def header(self) -> Header:
+        """Read and examine the header.
+
+        Raises:
+            LoadError: if the file is not what it should be.
+        """
+        size = self.size
+        if size < 8:
+            raise LoadError(self.path, "the file is truncated")
+        length = int.from_bytes(bytes_of(self.read(0, 8)), "little")
+        if length == 0:
+            raise LoadError(self.path, "it was not finished: writing was interrupted")
+        if length > _LARGEST_HEADER:
+            raise LoadError(self.path, "it is no safetensors file")
+        if size < 8 + length:
+            raise LoadError(self.path, "the file is truncated")
+        raw = bytes_of(self.read(0, 8 + length))
+        try:
+            extents = dict(_extents(json.loads(raw[8:]), 8 + length))
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+            raise LoadError(self.path, "the file is damaged: its header makes no sense") from None
+        stop = max((stop for *_, stop in extents.values()), default=8 + length)
+        if size != stop:
+            how = "truncated" if size < stop else "damaged: something was added"
+            raise LoadError(self.path, f"the file is {how} ({size} bytes instead of {stop})")
+        return Header(hashlib.sha256(raw).hexdigest(), extents, stop)
+
+    def __repr__(self) -> str:
+        return f"DataFile({self.path!r})"
+
+
+if hasattr(os, "preadv"):
+
+    def _read_at(fd: int, piece: memoryview, start: int) -> int:
+        # Processes that were forked share the position in a file: none is used.
+        return os.preadv(fd, [piece], start)
+
+else:  # Windows, where nothing is forked
+    _reading = threading.Lock()
+
+    def _read_at(fd: int, piece: memoryview, start: int) -> int:
+        with _reading:
+            os.lseek(fd, start, os.SEEK_SET)
+            content = os.read(fd, len(piece))
+        piece[: len(content)] = content
+        return len(content)
+
+
+def _extents(header: dict[str, Any], base: int) -> list[tuple[str, Any]]:
+    found = []
+    for key, row in header.items():
+        if key != "__metadata__":
+            start, stop = row["data_offsets"]
+            shape = tuple(row["shape"])
+            if not all(type(number) is int for number in (start, stop, *shape)) or start > stop:
+                raise ValueError(key)
+            found.append((key, (row["dtype"], shape, base + start, base + stop)))
+    return found
+
+
+class TensorFile:
+    """A file that tensors are written to, one after the other.
+
+    Args:
+        path: the file, which must not exist.
+        reserve: bytes kept free for the header.
+    """
+
+    def __init__(self, path: str, reserve: int) -> None:
+        self.path = path
+        self.size = self._base = reserve
+        self._reserve = reserve
+        self._rows: dict[str, Any] = {}
+        self._used = len(_dump(_METADATA)) + 8
+        self._fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | BINARY, 0o666)
+        self._close = weakref.finalize(self, os.close, self._fd)
+        os.lseek(self._fd, reserve, os.SEEK_SET)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._rows
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def takes(self, key: str, layout: Layout) -> bool:
+        """Whether there is room for one more in the header."""
+        return self._used + row_size(key, layout) <= self._reserve
+
+    def add(self, key: str, layout: Layout, tensor: Tensor) -> Extent:
+        """Write a tensor.
+
+        Raises:
+            OSError: if that fails. The file stays usable: what was written of it is forgotten.
+        """
+        start = self.size
+        checksum = 0
+        try:
+            for piece in bits_of(tensor, layout):
+                checksum = zlib.crc32(piece, checksum)
+                write_all(self._fd, piece)
+        except BaseException:
+            os.lseek(self._fd, start, os.SEEK_SET)
+            os.ftruncate(self._fd, start)
+            raise
+        self.size = start + layout.nbytes
+        row = tensor_row(layout, start - self._base, self.size - self._base)
+        self._rows[key] = row
+        self._used += row_size(key, layout)
+        return Extent(key, start, layout.nbytes, checksum)
+
+    def close(self) -> str:
+        """Write the header and bring everything to the disk.
+
+        Returns:
+            The checksum of the header.
+        """
+        raw = packed_header(self._rows, self._reserve)
+        os.fsync(self._fd)  # only a file whose bytes are all there has a header
+        os.lseek(self._fd, 0, os.SEEK_SET)
+        write_all(self._fd, memoryview(raw))
+        os.fsync(self._fd)
+        self._close()
+        return hashlib.sha256(raw).hexdigest()
+
+
+def write_all(fd: int, content: memoryview) -> None:
+    """Write bytes to an open file, however many the system takes at a time."""
+    done = 0
+    while done < len(content):
+        done += os.write(fd, content[done : done + _LARGEST_READ])
+
+
+def row_size(key: str, layout: Layout) -> int:
+    """Return an upper bound of what one tensor takes in a header, in bytes."""
+    return len(_dump({key: tensor_row(layout, 10**18, 10**18)})) + 1
+
+
+def header_size(rows: list[tuple[str, Layout]]) -> int:
+    """Return how much to reserve for a file whose tensors are known."""
+    size = 8 + len(_dump(_METADATA)) + sum(row_size(key, layout) for key, layout in rows)
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
+
+
+def packed_header(rows: dict[str, Any], size: int = 0) -> bytes:
+    """Return a header with its length, of a size that is reserved, or of its own.
+
+    Args:
+        rows: what `tensor_row` returned, by key.
+        size: the reserved bytes; 0 for as many as it needs.
+    """
+    header = _dump({**_METADATA, **rows})
+    size = size or -(-(len(header) + 8) // _ALIGNMENT) * _ALIGNMENT
+    header = header.ljust(size - 8)
+    return len(header).to_bytes(8, "little") + header
+
+
+def tensor_row(layout: Layout, start: int, stop: int) -> dict[str, Any]:
+    """Return the entry of a tensor in a header."""
+    shape = list(stored_shape(layout))
+    return {"dtype": code_of(layout.dtype), "shape": shape, "data_offsets": [start, stop]}
+
+
+def _dump(value: Any) -> bytes:
+    return json.dumps(value, separators=(",", ":"), ensure_ascii=False).encode()
+
+
+def free_key(name: str, taken: TensorFile | set[str]) -> str:
+    """Return a key for a name: the name itself, if JSON readers of every kind can take it."""
+    key = re.sub(r"[^\x20-\x7e\xa0-\ud7ff\ue000-\U0010ffff]", _escaped, name) or "_"
+    base, number = key, 1
+    while key in taken or key == "__metadata__":
+        number += 1
+        key = f"{base}#{number}"
+    return key
+
+
+def _escaped(match: re.Match[str]) -> str:
+    return f"\\u{ord(match[0]):04x}"
+
+
+def bytes_of(tensor: Tensor) -> bytes:
+    """Return the content of a tensor of uint8."""
+    if not tensor.numel():
+        return b""
+    return ctypes.string_at(tensor.data_ptr(), tensor.numel())
+
+
+def crc32(tensor: Tensor) -> int:
+    """Return the CRC-32 of a contiguous tensor of uint8."""
+    if not tensor.numel():
+        return 0
+    raw = (ctypes.c_char * tensor.numel()).from_address(tensor.data_ptr())
+    return zlib.crc32(memoryview(raw).cast("B"))
+
+
+def sync_directory(path: str) -> None:
+    """Bring the names in a directory, or a file, to the disk, where the system can do that."""
+    try:
+        fd = os.open(path, os.O_RDONLY)
+    except OSError:  # Windows opens no directories
+        return
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from bendtrace._checks import required_choice, required_int
 from bendtrace._later import required_pandas
-from bendtrace.drawing.heat_map import heat_map, text_table
 from bendtrace.errors import InputError, SiteError
+from bendtrace.view.heat_map import heat_map, text_table
 
 if TYPE_CHECKING:
     import pandas

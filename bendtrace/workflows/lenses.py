@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from bendtrace._later import required_pandas
 from bendtrace.calls import Call, bended_of, seen_in
-from bendtrace.drawing.heat_map import heat_map
 from bendtrace.errors import InputError
 from bendtrace.interject.structure import describe
 from bendtrace.module import BendedModule
+from bendtrace.view.heat_map import heat_map
 
 if TYPE_CHECKING:
     import pandas as pd

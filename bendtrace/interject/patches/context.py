@@ -16,6 +16,7 @@ from bendtrace.paths.candidates import NodeSelector
 from bendtrace.paths.nodes import NodePath, TreeNode
 from bendtrace.paths.text import Chosen
 from bendtrace.paths.view import Node, Tree, find, require_leaf
+from bendtrace.recording.owners import module_of
 
 __all__ = ["PatchContext", "Patches", "Where"]
 

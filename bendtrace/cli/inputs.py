@@ -1,0 +1,361 @@
+"""Inputs written as small expressions, `x=randn(2, 3)`, or in files. Nothing of them is run."""
+
+from __future__ import annotations
+
+import ast
+import keyword
+import math
+import operator
+import os
+import pickle
+import re
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from textwrap import shorten
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bendtrace.errors import InputError
+
+__all__ = ["DTYPES", "MAKERS", "Inputs", "is_tensor_file", "load", "read"]
+
+
+_TORCH_FILES = (".pt", ".pth", ".bin", ".ckpt")
+_SAFETENSORS = ".safetensors"
+
+
+def is_tensor_file(text: str) -> bool:
+    """Whether a text is the name of a file that `load` would take."""
+    return text.endswith((*_TORCH_FILES, _SAFETENSORS))
+
+
+def load(path: str) -> Any:
+    """Read a file of tensors onto the CPU.
+
+    Args:
+        path: a file of `torch.save`, or a safetensors file, read as a dict of tensors.
+
+    Raises:
+        InputError: if there is no such file, or it holds more than tensors and plain values.
+    """
+    path = os.path.expanduser(path)
+    if not is_tensor_file(path):
+        kinds = ", ".join((*_TORCH_FILES, _SAFETENSORS))
+        raise InputError(f"cannot load {path!r}: its name has to end in one of {kinds}")
+    if not os.path.isfile(path):
+        raise InputError(f"there is no file {path!r}{_hint(path)}")
+    return _load_safetensors(path) if path.endswith(_SAFETENSORS) else _load_torch(path)
+
+
+def _hint(path: str) -> str:
+    folder, name = os.path.split(path)
+    if not os.path.isdir(folder or "."):
+        return f": there is no folder {folder!r}"
+    near = get_close_matches(name, filter(is_tensor_file, os.listdir(folder or ".")), n=3)
+    return f"; did you mean {', '.join(os.path.join(folder, n) for n in near)}?" if near else ""
+
+
+def _load_torch(path: str) -> Any:
+    try:
+        with warnings.catch_warnings(action="ignore"):  # about other versions of pickle
+            return torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError:
+        raise InputError(
+            f"{path!r} was not loaded: it holds more than tensors and plain values, or is damaged,"
+            " and loading it could run code; save the tensors alone, with torch.save"
+        ) from None
+    except Exception as error:
+        reason = shorten(str(error), 200, placeholder=" ...") or type(error).__name__
+        raise InputError(f"cannot load {path!r}, it may be damaged: {reason}") from None
+
+
+def _load_safetensors(path: str) -> dict[str, torch.Tensor]:
+    try:
+        from safetensors import SafetensorError
+        from safetensors.torch import load_file
+    except ImportError:
+        raise InputError(
+            f"reading {path!r} takes the safetensors package: pip install bendtrace[safetensors]"
+        ) from None
+    try:
+        tensors: dict[str, torch.Tensor] = load_file(path)
+    except SafetensorError as error:
+        raise InputError(f"cannot load {path!r}, it may be damaged: {error}") from None
+    return tensors
+
+
+@dataclass(frozen=True)
+class Maker:
+    """A function that an expression may call.
+
+    Attributes:
+        function: the function.
+        names: names of its parameters; the first may stand for all positional ones (`*size`).
+    """
+
+    function: Callable[..., Any]
+    names: tuple[str, ...]
+
+    def allows(self, name: str) -> bool:
+        """Whether the function has a parameter of this name."""
+        return name in (*(n.lstrip("*") for n in self.names), "dtype", "requires_grad")
+
+
+MAKERS = {
+    "arange": Maker(torch.arange, ("start", "end", "step")),
+    "eye": Maker(torch.eye, ("n", "m")),
+    "full": Maker(torch.full, ("size", "fill_value")),
+    "linspace": Maker(torch.linspace, ("start", "end", "steps")),
+    "ones": Maker(torch.ones, ("*size",)),
+    "rand": Maker(torch.rand, ("*size",)),
+    "randint": Maker(torch.randint, ("low", "high", "size")),
+    "randn": Maker(torch.randn, ("*size",)),
+    "tensor": Maker(torch.tensor, ("data",)),
+    "zeros": Maker(torch.zeros, ("*size",)),
+}
+
+DTYPES = {name: v for name, v in sorted(vars(torch).items()) if isinstance(v, torch.dtype)}
+
+_CONSTANTS = {"inf": math.inf, "nan": math.nan}
+
+_OPERATORS: dict[type, Callable[..., Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.USub: operator.neg,
+    ast.UAdd: operator.pos,
+}
+
+_KNOWN = f"known are {', '.join(MAKERS)}, load, inf, nan and torch's dtypes"
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """The arguments of one call, as written.
+
+    Attributes:
+        texts: an expression, or a file of tensors, for each; positional unless `name=` leads.
+    """
+
+    texts: tuple[str, ...]
+
+    @classmethod
+    def split(cls, text: str) -> Inputs:
+        """Take apart the arguments of one call, written as `x=randn(2, 3); n=3`.
+
+        Example:
+            >>> Inputs.split("x=randn(2); mode='a;b'").texts
+            ('x=randn(2)', "mode='a;b'")
+        """
+        parts = re.findall(r"""(?:"(?:\\.|[^"\\])*"|'(?:\\.|[^'\\])*'|[^;])+""", text)
+        return cls(tuple(part.strip() for part in parts if part.strip()))
+
+    def make(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return new positional and keyword arguments.
+
+        Raises:
+            InputError: something is written wrong, or cannot be made.
+        """
+        args: list[Any] = []
+        kwargs: dict[str, Any] = {}
+        for text in self.texts:
+            for name, value in _arguments(text):
+                if name is None:
+                    args.append(value)
+                elif name in kwargs:
+                    raise InputError(f"there are two inputs called {name!r}")
+                else:
+                    kwargs[name] = value
+        return tuple(args), kwargs
+
+    def __str__(self) -> str:
+        return "; ".join(self.texts)
+
+
+def _arguments(text: str) -> Iterator[tuple[str | None, Any]]:
+    """Yield (name or None, value) of the arguments that one text stands for."""
+    named = re.match(r"\s*([^\W\d]\w*)\s*=(?!=)\s*(.*)", text, re.DOTALL)
+    if named is not None and not keyword.iskeyword(named[1]):
+        content = named[2].strip()
+        yield named[1], load(content) if is_tensor_file(content) else read(content)
+        return
+    text = text.strip()
+    if not text:
+        raise InputError("an input is empty")
+    if not is_tensor_file(text):
+        yield None, read(text)
+        return
+    content = load(text)
+    if isinstance(content, Tensor):
+        yield None, content
+    elif isinstance(content, dict) and all(isinstance(key, str) for key in content):
+        yield from content.items()
+    else:
+        raise InputError(
+            f"{text!r} holds a {type(content).__name__}; to be the inputs it has to hold a tensor"
+            f" or a dict with names as keys. For one input, name it: `x={text}`"
+        )
+
+
+def read(text: str) -> Any:
+    """Return the value of an expression, made of literals, arithmetic and known functions.
+
+    Args:
+        text: such as `randn(2, 3)`, `[1, 2.5]`, `4 * ones(2, dtype=int64)`,
+            `load("batch.pt")["x"]`.
+
+    Raises:
+        InputError: it is not such an expression, or torch cannot make what it says.
+
+    Example:
+        >>> read("full((2, 2), 1.5, dtype=float64)")
+        tensor([[1.5000, 1.5000],
+                [1.5000, 1.5000]], dtype=torch.float64)
+    """
+    try:
+        with warnings.catch_warnings(action="ignore"):  # of the parser, on strings like "\d"
+            tree = ast.parse(text.strip(), mode="eval")
+        return _Reader(text.strip()).value(tree.body)
+    except SyntaxError as error:
+        raise InputError(f"`{text}` is not an expression: {error.msg}") from None
+    except (RecursionError, MemoryError):
+        raise InputError(f"`{text[:40]}...` is nested too deeply") from None
+    except ValueError as error:
+        if isinstance(error, InputError):
+            raise
+        raise InputError(f"`{text}` is not an expression: {error}") from None
+
+
+class _Reader:
+    """Gives the value of each kind of node; what is not listed here is refused."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+    def value(self, node: ast.expr) -> Any:
+        match node:
+            case ast.Constant(value=bool() | int() | float() | str() | None as value):
+                return value
+            case ast.Tuple(elts=items):
+                return tuple(map(self.value, items))
+            case ast.List(elts=items):
+                return list(map(self.value, items))
+            case ast.Dict(keys=keys, values=values):
+                return self._dict(node, keys, values)
+            case ast.UnaryOp(op=op, operand=operand) if type(op) in _OPERATORS:
+                return self._computed(node, op, operand)
+            case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATORS:
+                return self._computed(node, op, left, right)
+            case ast.Subscript(value=ast.Call() | ast.Subscript() as holder, slice=key):
+                return self._item(node, holder, key)
+            case ast.Call(func=function):
+                return self._called(node, self._name(function))
+            case ast.Name() | ast.Attribute():
+                return self._named(node)
+        raise self._refused(node)
+
+    def _dict(self, node: ast.Dict, keys: Sequence[ast.expr | None], values: list[ast.expr]) -> Any:
+        made = {}
+        for key, value in zip(keys, values, strict=True):
+            if not isinstance(key, ast.Constant):
+                raise self._refused(node if key is None else key)
+            made[self.value(key)] = self.value(value)
+        return made
+
+    def _computed(self, node: ast.expr, op: ast.AST, *operands: ast.expr) -> Any:
+        values = [self.value(operand) for operand in operands]
+        for operand, value in zip(operands, values, strict=True):
+            if not isinstance(value, (int, float, Tensor)):
+                raise InputError(f"{self._where(operand)} is not a number or a tensor")
+        return self._tried(node, lambda: _OPERATORS[type(op)](*values))
+
+    def _item(self, node: ast.expr, holder: ast.expr, key: ast.expr) -> Any:
+        inner = holder
+        while isinstance(inner, ast.Subscript):
+            inner = inner.value
+        if not isinstance(inner, ast.Call) or self._name(inner.func) != "load":
+            raise self._refused(node)
+        content, wanted = self.value(holder), self.value(key)
+        try:
+            return content[wanted]
+        except (LookupError, TypeError):
+            keys = f"; it has {', '.join(map(repr, content))}" if isinstance(content, dict) else ""
+            raise InputError(f"`{self._piece(holder)}` has no item {wanted!r}{keys}") from None
+
+    def _called(self, node: ast.Call, name: str) -> Any:
+        if name == "load":
+            match node:
+                case ast.Call(args=[ast.Constant(value=str() as path)], keywords=[]):
+                    return load(path)
+            raise InputError(f'`{self._piece(node)}`: it is written load("file.pt")')
+        if name not in MAKERS:
+            raise self._unknown(node.func)
+        maker = MAKERS[name]
+        form = f"{name}({', '.join(maker.names)}, dtype=..., requires_grad=...)"
+        args = [self._plain(argument) for argument in node.args]
+        kwargs = {}
+        for argument in node.keywords:
+            if argument.arg is None or not maker.allows(argument.arg):
+                raise InputError(f"{self._where(argument)}: it is written {form}")
+            kwargs[argument.arg] = self._plain(argument.value)
+        return self._tried(node, lambda: maker.function(*args, **kwargs), form)
+
+    def _plain(self, node: ast.expr) -> Any:
+        """Return the value of an argument: numbers, dtypes and lists of them."""
+        value = self.value(node)
+        todo = [value]
+        while todo:
+            item = todo.pop()
+            if isinstance(item, (list, tuple)):
+                todo += item
+            elif not isinstance(item, (int, float, torch.dtype)):
+                raise InputError(f"{self._where(node)}: it takes numbers, and lists of them")
+        return value
+
+    def _tried(self, node: ast.expr, make: Callable[[], Any], form: str = "") -> Any:
+        try:
+            return make()
+        except Exception as error:
+            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            if isinstance(error, TypeError) and form:
+                reason = f"it is written {form}"
+            raise InputError(f"cannot make `{self._piece(node)}`: {reason}") from None
+
+    def _named(self, node: ast.expr) -> Any:
+        name = self._name(node)
+        if name in _CONSTANTS:
+            return _CONSTANTS[name]
+        if name in DTYPES:
+            return DTYPES[name]
+        raise self._unknown(node)
+
+    def _name(self, node: ast.expr) -> str:
+        """Return a name; one of torch's may say so (`torch.randn`)."""
+        match node:
+            case ast.Name(id=name) | ast.Attribute(value=ast.Name(id="torch"), attr=name):
+                return name
+        raise self._refused(node)
+
+    def _unknown(self, node: ast.expr) -> InputError:
+        known = [*MAKERS, "load", *_CONSTANTS, *DTYPES]
+        near = get_close_matches(self._name(node), known, n=3)
+        hint = f"did you mean {' or '.join(near)}? " if near else ""
+        return InputError(f"{self._where(node)} is not known: {hint}{_KNOWN}")
+
+    def _refused(self, node: ast.expr) -> InputError:
+        return InputError(
+            f"{self._where(node)} is not allowed: inputs are made of literals, lists, tuples,"
+            f" dicts, + - * / and calls; {_KNOWN}"
+        )
+
+    def _where(self, node: ast.AST) -> str:
+        piece = self._piece(node)
+        return f"`{piece}`" if piece == self.text else f"`{piece}` in `{self.text}`"
+
+    def _piece(self, node: ast.AST) -> str:
+        return ast.get_source_segment(self.text, node) or self.text

@@ -1,0 +1,483 @@
+"""Logs on disk: entries as rows of JSON, saved values as files of tensors; saving and loading."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+import bendtrace
+from bendtrace._plain import DEVICE, DTYPE, TUPLE, Codec, Form, fields_of
+from bendtrace.errors import BendtraceError, InputError, LoadError
+from bendtrace.graph.export import (
+    GRAPH_CODEC,
+    flow_rows,
+    flow_steps_of,
+    from_node_link,
+    to_node_link,
+)
+from bendtrace.history.building import Log
+from bendtrace.history.entries import LayerEntry, ModuleEntry, ParameterUse, Source
+from bendtrace.history.run_log import RunLog
+from bendtrace.history.text import Facts
+from bendtrace.paths.view import Tree
+from bendtrace.storage.directory import Draft, Opened, draft_in, open_manifest
+from bendtrace.storage.streams import (
+    NotSaved,
+    StoredTensor,
+    open_files,
+    row_of,
+    stored_of,
+    undisturbed,
+)
+from bendtrace.storage.tensors import (
+    DataFile,
+    Header,
+    Layout,
+    TensorFile,
+    free_key,
+    header_size,
+    layout_of,
+    why_not,
+)
+
+__all__ = [
+    "FACTS",
+    "LAYERS",
+    "MODULES",
+    "Rows",
+    "StoredValue",
+    "load",
+    "read_values",
+    "save",
+    "write_values",
+]
+
+
+T = TypeVar("T")
+
+
+class Rows(Generic[T]):
+    """Writes instances of one class as rows: an object each, with a key for each field.
+
+    Fields that have their default are left out.
+
+    Args:
+        cls: a dataclass or named tuple.
+        forms: fields that are written in a plainer way than values of any type.
+        codec: what the rest is written with.
+        without: fields that are not written.
+    """
+
+    def __init__(
+        self,
+        cls: type[T],
+        forms: Mapping[str, Form],
+        codec: Codec,
+        without: Collection[str] = (),
+    ) -> None:
+        self._cls = cls
+        self._codec = codec
+        self._defaults = {k: v for k, v in fields_of(cls).items() if k not in without}
+        self._forms = {name: forms.get(name) for name in self._defaults}
+
+    def write(self, record: T) -> dict[str, Any]:
+        """Return a row."""
+        row = {}
+        for name, default in self._defaults.items():
+            value = getattr(record, name)
+            if type(value) is not type(default) or value != default:
+                row[name] = self._codec.write(self._forms[name], value)
+        return row
+
+    def read(self, row: Mapping[str, Any]) -> T:
+        """Return the instance that a row describes.
+
+        Raises:
+            ValueError: if a value makes no sense.
+            LookupError: if there is a field that the class does not have.
+            TypeError: if one is missing.
+        """
+        read, forms = self._codec.read, self._forms
+        return self._cls(**{name: read(forms[name], data) for name, data in row.items()})
+
+    def read_all(self, rows: Iterable[Mapping[str, Any]]) -> list[T]:
+        """Return the instances that rows describe."""
+        return [self.read(row) for row in rows]
+
+
+def _nested(rows: Rows[Any], cls: type[Any]) -> Form:
+    return Form(cls, lambda codec, value: rows.write(value), lambda codec, row: rows.read(row))
+
+
+def _several(rows: Rows[Any]) -> Form:
+    return Form(
+        list,
+        lambda codec, values: [rows.write(value) for value in values],
+        lambda codec, data: rows.read_all(data),
+    )
+
+
+_SOURCE = _nested(Rows(Source, {}, GRAPH_CODEC), Source)
+_PARAMETERS = _several(Rows(ParameterUse, {"shape": TUPLE}, GRAPH_CODEC))
+LAYERS = Rows(
+    LayerEntry,
+    {
+        "element": TUPLE,
+        "shape": TUPLE,
+        "dtype": DTYPE,
+        "device": DEVICE,
+        "state": _PARAMETERS,
+        "scopes": TUPLE,
+        "output_of": TUPLE,
+        "source": _SOURCE,
+        "flow": TUPLE,
+    },
+    GRAPH_CODEC,
+    without=("saved", "gradient"),
+)
+MODULES = Rows(ModuleEntry, {"source": _SOURCE, "flow": TUPLE}, GRAPH_CODEC)
+FACTS = Rows(Facts, {}, GRAPH_CODEC)
+
+
+_SHARD_BYTES = 1 << 32
+
+
+class _Slot:
+    """Stands in a value for tensor number `number`."""
+
+    __slots__ = ("number",)
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+
+_CODEC = Codec((), {"tensor": (_Slot, lambda slot: slot.number, _Slot)})
+
+
+def write_values(draft: Draft, kind: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Write values by name: tensors, handles of such, or containers with some inside.
+
+    Args:
+        draft: the save.
+        kind: what they are, which names the files: "activations".
+        values: the values.
+
+    Returns:
+        What is where, ready for JSON.
+    """
+    found: list[tuple[str, Tensor | StoredTensor]] = []
+    rows: list[dict[str, Any]] = []
+    written = []
+    for name, value in values.items():
+        slots: list[tuple[str, Tensor | StoredTensor | NotSaved]] = []
+        plain = _take_out(value, name, slots, len(rows), ())
+        for inner, tensor in slots:
+            reason = _reason(tensor)
+            rows.append({} if reason is None else {"not_saved": reason, **_about(tensor)})
+            if reason is None and not isinstance(tensor, NotSaved):
+                found.append((inner, tensor))
+        written.append([_CODEC.encode(name), _CODEC.encode(plain)])
+    stored = _write(draft, kind, found)
+    for row in rows:
+        if not row:
+            row.update(next(stored))
+    return {"tensors": rows, "values": written}
+
+
+def _take_out(value: Any, name: str, slots: list[Any], first: int, around: tuple[int, ...]) -> Any:
+    """Replace each tensor of a value by a slot. What contains itself is left to the codec."""
+    if isinstance(value, StoredValue):
+        value = value.value
+    if isinstance(value, (Tensor, StoredTensor, NotSaved)):
+        slots.append((name, value))
+        return _Slot(first + len(slots) - 1)
+    if type(value) not in (tuple, list, dict) or id(value) in around or len(around) > 50:
+        return value
+    around = (*around, id(value))
+    if type(value) is dict:
+        return {
+            key: _take_out(item, f"{name}[{key!r}]", slots, first, around)
+            for key, item in value.items()
+        }
+    return type(value)(
+        _take_out(item, f"{name}[{position}]", slots, first, around)
+        for position, item in enumerate(value)
+    )
+
+
+def _reason(tensor: Tensor | StoredTensor | NotSaved) -> str | None:
+    if isinstance(tensor, NotSaved):
+        return tensor.reason
+    return None if isinstance(tensor, StoredTensor) else why_not(tensor)
+
+
+def _about(tensor: Tensor | StoredTensor | NotSaved) -> dict[str, Any]:
+    if isinstance(tensor, NotSaved):
+        return {}
+    return {"dtype": str(tensor.dtype).removeprefix("torch."), "device": str(tensor.device)}
+
+
+def _write(
+    draft: Draft, kind: str, tensors: list[tuple[str, Tensor | StoredTensor]]
+) -> Iterator[dict[str, Any]]:
+    """Write tensors to as many files as it takes; yield a row for each."""
+    with undisturbed():
+        shards: list[list[tuple[str, Layout, Tensor | StoredTensor]]] = []
+        size = _SHARD_BYTES
+        taken: set[str] = set()
+        for name, tensor in tensors:
+            layout = tensor.layout if isinstance(tensor, StoredTensor) else layout_of(tensor)
+            if not shards or size + layout.nbytes > _SHARD_BYTES:
+                shards.append([])
+                size = 0
+                taken = set()
+            key = free_key(name, taken)
+            taken.add(key)
+            size += layout.nbytes
+            shards[-1].append((key, layout, tensor))
+        rows = []
+        for number, shard in enumerate(shards, 1):
+            file_name = f"{kind}-{number:05d}.safetensors"
+            path = draft.path(file_name)
+            file = TensorFile(path, header_size([(key, layout) for key, layout, _ in shard]))
+            for key, layout, tensor in shard:
+                content = tensor.read() if isinstance(tensor, StoredTensor) else tensor
+                extent = file.add(key, layout, content)
+                rows.append(row_of(path, extent, layout, tensor.device))
+            draft.add_tensors(file_name, file.close())
+    return iter(rows)
+
+
+def read_values(
+    index: Mapping[str, Any],
+    files: Mapping[str, tuple[DataFile, Header]],
+    device: torch.device | None = None,
+) -> dict[str, Any]:
+    """Return what `write_values` wrote, by name.
+
+    Args:
+        index: what it returned.
+        files: the files that it wrote.
+        device: where tensors are to be read to; None for the CPU.
+
+    Returns:
+        For each name a `StoredTensor`, a `NotSaved`, a `StoredValue`, or a plain value.
+
+    Raises:
+        LookupError: if something is missing.
+        ValueError: if it makes no sense.
+        TypeError: if a value is of the wrong type.
+    """
+    values = {}
+    rows = index["tensors"]
+    for name, data in index["values"]:
+        name, value = _CODEC.decode(name), _CODEC.decode(data)
+        slots: list[_Slot] = []
+        stored = _replaced(value, _Slot, partial(_handle, name, rows, files, device, slots))
+        is_inside = bool(slots) and not isinstance(value, _Slot)
+        values[name] = StoredValue(stored) if is_inside else stored
+    return values
+
+
+def _handle(
+    name: str,
+    rows: Sequence[Mapping[str, Any]],
+    files: Mapping[str, tuple[DataFile, Header]],
+    device: torch.device | None,
+    slots: list[_Slot],
+    slot: _Slot,
+) -> StoredTensor | NotSaved:
+    slots.append(slot)
+    return stored_of(name, rows[slot.number], files, device)
+
+
+@dataclass(frozen=True, eq=False)
+class StoredValue:
+    """A container with tensors on disk.
+
+    Attributes:
+        value: the container, with handles in place of the tensors.
+    """
+
+    value: Any
+
+    def read(self) -> Any:
+        """Read it: each call gives new tensors.
+
+        Raises:
+            LoadError: if a file was damaged since.
+        """
+        return _replaced(self.value, StoredTensor, StoredTensor.read)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> StoredValue:
+        return self
+
+
+def _replaced(value: Any, kind: type[T], replacement: Callable[[T], Any]) -> Any:
+    """Return a value with something else for each thing of a kind in it."""
+    if isinstance(value, kind):
+        return replacement(value)
+    if type(value) is dict:
+        return {key: _replaced(item, kind, replacement) for key, item in value.items()}
+    if type(value) in (tuple, list):
+        return type(value)(_replaced(item, kind, replacement) for item in value)
+    return value
+
+
+def save(history: RunLog, directory: str | os.PathLike[str]) -> None:
+    """Write a log to disk: all of it, with the activations and gradients that it holds.
+
+    Args:
+        history: a log, or a trace.
+        directory: where to. It is made if there is none. A save that is there is replaced in one
+            step, when the new one is complete: whatever happens before, it stays as it was.
+
+    Raises:
+        SaveError: if the directory holds something that is no save, another save to it is going
+            on, or it cannot be written to.
+        LoadError: if the log was loaded, and an activation of it cannot be read any more.
+
+    Example:
+        >>> import tempfile, torch, bendtrace as bt
+        >>> history = bt.trace(torch.nn.ReLU(), torch.tensor([-1.0, 1.0]), save="all")
+        >>> with tempfile.TemporaryDirectory() as directory:
+        ...     history.save(directory)
+        ...     bt.load(directory)["relu_1"].tensor_contents
+        tensor([0., 1.])
+    """
+    encode = GRAPH_CODEC.encode
+    history.count_flops()  # without the run, nobody can
+    log, entries = history._log, history.entries
+    about = {"bendtrace": bendtrace.__version__, "torch": str(torch.__version__)}
+    with draft_in(os.path.abspath(os.fspath(directory)), about) as draft:
+        content = {
+            "name": encode(log.name),
+            "parameters": log.parameters,
+            "parameter_bytes": log.parameter_bytes,
+            "facts": FACTS.write(history._facts),
+            "entries": list(map(LAYERS.write, entries)),
+            "modules": list(map(MODULES.write, history.modules)),
+        }
+        draft.write_json("log.json", content)
+        flow = {
+            "steps": flow_rows(history.flow_steps, GRAPH_CODEC),
+            "labels": encode(list(history.step_labels)),
+            "guards": encode(history.guard_rows()),
+        }
+        draft.write_json("flow.json", flow)
+        draft.write_json("graph.json", to_node_link(history.graph))
+        draft.write_json("tree.json", encode(_flat(history._tree)))
+        activations = {e.label: e.saved for e in entries if e.saved is not None}
+        gradients = {e.label: e.gradient for e in entries if e.gradient is not None}
+        values = {
+            "activations": write_values(draft, "activations", activations),
+            "gradients": write_values(draft, "gradients", gradients),
+        }
+        draft.write_json("tensors.json", values)
+
+
+def _flat(tree: Tree) -> dict[str, Any]:
+    """Return a tree with its nodes as a list, each with the number of the node it belongs to.
+
+    A model that calls itself can have a tree deeper than JSON can be nested.
+    """
+    nested = tree.to_dict()
+    rows: list[list[Any]] = []
+    waiting: list[tuple[int | None, dict[str, Any]]] = [(None, nested["root"])]
+    while waiting:
+        holder, row = waiting.pop()
+        waiting.extend((len(rows), child) for child in reversed(row.pop("children", ())))
+        rows.append([holder, row])
+    return nested | {"root": rows}
+
+
+def load(directory: str | os.PathLike[str], *, device: torch.device | str | None = None) -> RunLog:
+    """Read a log that was saved. The model is not needed, and no code of its is run.
+
+    Activations and gradients stay on disk: each `entry.tensor_contents` reads one anew. What
+    could not be stored is None, and `entry.unsaved` says why.
+
+    Args:
+        directory: where it was saved to.
+        device: where tensors are read to; None for the CPU, wherever they were.
+
+    Raises:
+        LoadError: if there is no save, or it is damaged, unfinished, of another program, or of a
+            newer version of the format. A damaged activation is noticed when it is read.
+
+    Example:
+        >>> import tempfile, torch, bendtrace as bt
+        >>> from bendtrace.storage import load, save
+        >>> history = bt.trace(torch.nn.ReLU(), torch.tensor([-1.0, 1.0]), save="all")
+        >>> with tempfile.TemporaryDirectory() as directory:
+        ...     save(history, directory)
+        ...     loaded = load(directory)
+        >>> str(loaded) == str(history)
+        True
+    """
+    try:
+        to = None if device is None else torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise InputError(f"{device!r} is no device: {error}") from None
+    directory = os.path.abspath(os.fspath(directory))
+    while True:
+        opened = open_manifest(directory)
+        try:
+            return _load(opened, to)
+        except LoadError:
+            # Another save may have taken its place, and deleted it, while it was being read.
+            if open_manifest(directory).manifest == opened.manifest:
+                raise
+
+
+def _load(opened: Opened, device: torch.device | None) -> RunLog:
+    decode = GRAPH_CODEC.decode
+    contents, flow, graph, tree, tensors = (
+        opened.read_json(f"{name}.json") for name in ("log", "flow", "graph", "tree", "tensors")
+    )
+    files = open_files(opened.folder, opened.headers)
+    try:
+        log = Log(
+            decode(contents["name"]),
+            LAYERS.read_all(contents["entries"]),
+            MODULES.read_all(contents["modules"]),
+            flow_steps_of(flow["steps"], GRAPH_CODEC),
+            decode(flow["labels"]),
+            contents["parameters"],
+            contents["parameter_bytes"],
+        )
+        entries: dict[str, LayerEntry] = {}
+        for entry in log.entries:
+            entries[entry.label] = entry
+            if entry.index is not None:
+                log.places.setdefault((entry.index, entry.element), entry)
+        for label, value in read_values(tensors["activations"], files, device).items():
+            if isinstance(value, NotSaved):
+                entries[label].unsaved = value.reason
+            else:
+                entries[label].saved = value
+        for label, value in read_values(tensors["gradients"], files, device).items():
+            entries[label].gradient = value
+        facts = FACTS.read(contents["facts"])
+        rows = decode(flow["guards"])
+        return RunLog(log, _tree_of(decode(tree)), from_node_link(graph), facts, rows)
+    except (BendtraceError, LookupError, ValueError, TypeError, AttributeError) as error:
+        if isinstance(error, LoadError):
+            raise
+        # The checksums are right: it is as it was written, but not by this format's rules.
+        raise LoadError(opened.folder, f"what it says makes no sense: {error}") from error
+
+
+def _tree_of(flat: dict[str, Any]) -> Tree:
+    rows: list[dict[str, Any]] = []
+    for holder, row in flat["root"]:
+        if holder is not None:
+            rows[holder].setdefault("children", []).append(row)
+        rows.append(row)
+    return Tree.from_dict(flat | {"root": rows[0]})

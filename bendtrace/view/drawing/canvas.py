@@ -1,0 +1,313 @@
+"""Marks: what pictures are made of, how wide text is, and how they are written as SVG."""
+
+from __future__ import annotations
+
+import unicodedata
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from html import escape
+from typing import TypeAlias
+
+__all__ = [
+    "MONO",
+    "SANS",
+    "Canvas",
+    "Group",
+    "Line",
+    "Mark",
+    "Polygon",
+    "Rectangle",
+    "Text",
+    "cut",
+    "printable",
+    "rounded",
+    "svg",
+    "width",
+]
+
+
+SANS = "Helvetica, Arial, 'Liberation Sans', sans-serif"
+MONO = "Menlo, Consolas, 'DejaVu Sans Mono', monospace"
+
+# Advance widths of Helvetica, in thousandths of the font size, from the space (32) on. The fonts
+# that stand in for it elsewhere (Arial, Liberation Sans) have the same.
+_HELVETICA = (
+    "278 278 355 556 556 889 667 191 333 333 389 584 278 333 278 278 "
+    "556 556 556 556 556 556 556 556 556 556 278 278 584 584 584 556 "
+    "1015 667 667 722 722 667 611 778 722 278 500 667 556 833 722 778 "
+    "667 778 722 667 611 722 667 944 667 667 611 278 278 278 469 556 "
+    "333 556 556 500 556 556 278 556 556 222 222 500 222 833 556 556 "
+    "556 556 333 500 278 556 500 722 500 500 500 334 260 334 584"
+)
+_WIDTHS = {chr(32 + i): int(w) / 1000 for i, w in enumerate(_HELVETICA.split())}
+_WIDTHS |= {"\N{MULTIPLICATION SIGN}": 0.584, "\N{MIDDLE DOT}": 0.333}
+_MONO = 0.602
+_BOLD = 1.06
+_OTHER = 0.75  # letters that the table does not know; full-width ones take 1.05
+
+
+def width(text: str, size: float, *, mono: bool = False, bold: bool = False) -> float:
+    """Return the width of a line of text.
+
+    Args:
+        text: the line.
+        size: font size, in pixels.
+        mono: whether it is set in a monospace font.
+        bold: whether it is set in bold.
+
+    Returns:
+        Its width in pixels.
+
+    Example:
+        >>> width("conv2d", 10)
+        32.24
+    """
+    return round(_ems(text, mono) * size * (_BOLD if bold and not mono else 1.0), 2)
+
+
+@lru_cache(maxsize=20_000)
+def _ems(text: str, mono: bool) -> float:
+    total = 0.0
+    for letter in text:
+        if unicodedata.combining(letter):
+            continue
+        if unicodedata.east_asian_width(letter) in "WF":
+            total += 2 * _MONO if mono else 1.05
+        else:
+            total += _MONO if mono else _WIDTHS.get(letter, _OTHER)
+    return total
+
+
+def printable(text: str) -> str:
+    """Return a text on one line: white space folded, control characters replaced."""
+    text = " ".join(text.split())
+    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
+
+
+def cut(text: str, most: int) -> str:
+    """Return a text on one line, shortened in its middle to so many letters.
+
+    Names differ at their ends, and expressions at both: so the middle goes.
+
+    Example:
+        >>> cut("encoder.layers.0.attention", 16)
+        'encoder.…tention'
+    """
+    text = printable(text)
+    if len(text) <= most:
+        return text
+    tail = (most - 1) // 2
+    return f"{text[: most - 1 - tail]}\N{HORIZONTAL ELLIPSIS}{text[len(text) - tail :]}"
+
+
+Point: TypeAlias = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Rectangle:
+    """A rectangle with rounded corners.
+
+    Attributes:
+        x: left edge.
+        y: upper edge.
+        width: how wide.
+        height: how high.
+        fill: colour inside, "none" for none.
+        stroke: colour of the border.
+        radius: of the corners.
+        thick: width of the border.
+        dash: lengths of dashes and gaps; empty for a solid border.
+    """
+
+    x: float
+    y: float
+    width: float
+    height: float
+    fill: str = "none"
+    stroke: str = "none"
+    radius: float = 0.0
+    thick: float = 1.0
+    dash: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True)
+class Polygon:
+    """A closed shape along some points."""
+
+    points: tuple[Point, ...]
+    fill: str
+    stroke: str = "none"
+    thick: float = 1.0
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line along some points, its corners rounded."""
+
+    points: tuple[Point, ...]
+    stroke: str
+    thick: float = 1.2
+    dash: tuple[float, ...] = ()
+    radius: float = 6.0
+
+
+@dataclass(frozen=True)
+class Text:
+    """One line of text.
+
+    Attributes:
+        x: where it starts, or where its middle is if it is centred.
+        y: its base line.
+        text: what is written.
+        size: font size in pixels.
+        fill: its colour.
+        bold: whether it is bold.
+        mono: whether it is in a monospace font.
+        centred: whether `x` is its middle.
+    """
+
+    x: float
+    y: float
+    text: str
+    size: float
+    fill: str
+    bold: bool = False
+    mono: bool = False
+    centred: bool = False
+
+    @property
+    def width(self) -> float:
+        """How wide it is."""
+        return width(self.text, self.size, mono=self.mono, bold=self.bold)
+
+
+@dataclass(frozen=True)
+class Group:
+    """Marks that belong together.
+
+    Attributes:
+        marks: the marks.
+        title: the tooltip.
+        name: what they show, for those who read the file.
+    """
+
+    marks: tuple[Mark, ...]
+    title: str = ""
+    name: str = ""
+
+
+Mark: TypeAlias = Rectangle | Polygon | Line | Text | Group
+
+
+@dataclass
+class Canvas:
+    """A picture.
+
+    Attributes:
+        width: how wide.
+        height: how high.
+        marks: what is on it, from the back to the front.
+        title: what it shows.
+    """
+
+    width: float
+    height: float
+    marks: list[Mark] = field(default_factory=list)
+    title: str = ""
+
+
+def svg(canvas: Canvas) -> str:
+    """Return a picture as SVG."""
+    wide, high = _n(canvas.width), _n(canvas.height)
+    lines = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{wide}" height="{high}" '
+        f'viewBox="0 0 {wide} {high}" font-family="{SANS}" stroke-linejoin="round">',
+        f"<title>{_escaped(canvas.title)}</title>",
+        f'<rect width="{wide}" height="{high}" fill="#ffffff"/>',
+    ]
+    lines += [_mark(mark) for mark in canvas.marks]
+    return "\n".join([*lines, "</svg>\n"])
+
+
+def rounded(points: Sequence[Point], radius: float) -> list[tuple[Point, Point, Point]]:
+    """Round the corners of a line.
+
+    Returns:
+        For each corner: where the line leaves the old way, the corner, where it is on the new.
+    """
+    found = []
+    for before, here, after in zip(points, points[1:], points[2:], strict=False):
+        first = abs(here[0] - before[0]) + abs(here[1] - before[1])
+        second = abs(after[0] - here[0]) + abs(after[1] - here[1])
+        cut = min(radius, first / 2, second / 2)
+        found.append((_toward(here, before, cut, first), here, _toward(here, after, cut, second)))
+    return found
+
+
+def _toward(start: Point, stop: Point, far: float, whole: float) -> Point:
+    part = far / whole if whole else 0.0
+    return (start[0] + (stop[0] - start[0]) * part, start[1] + (stop[1] - start[1]) * part)
+
+
+def _mark(mark: Mark) -> str:
+    if isinstance(mark, Group):
+        name = f' data-name="{_escaped(mark.name)}"' if mark.name else ""
+        title = f"<title>{_escaped(mark.title, lines=True)}</title>" if mark.title else ""
+        return f"<g{name}>{title}" + "".join(map(_mark, mark.marks)) + "</g>"
+    if isinstance(mark, Rectangle):
+        radius = f' rx="{_n(mark.radius)}"' if mark.radius else ""
+        return (
+            f'<rect x="{_n(mark.x)}" y="{_n(mark.y)}" width="{_n(mark.width)}" '
+            f'height="{_n(mark.height)}"{radius} fill="{mark.fill}"{_stroke(mark)}/>'
+        )
+    if isinstance(mark, Polygon):
+        points = " ".join(f"{_n(x)},{_n(y)}" for x, y in mark.points)
+        return f'<polygon points="{points}" fill="{mark.fill}"{_stroke(mark)}/>'
+    if isinstance(mark, Line):
+        return f'<path d="{_path(mark)}" fill="none"{_stroke(mark)}/>'
+    return _text(mark)
+
+
+def _stroke(mark: Rectangle | Polygon | Line) -> str:
+    if mark.stroke == "none":
+        return ""
+    thick = f' stroke-width="{_n(mark.thick)}"' if mark.thick != 1 else ""
+    dash = () if isinstance(mark, Polygon) else mark.dash
+    dashes = f' stroke-dasharray="{" ".join(map(_n, dash))}"' if dash else ""
+    return f' stroke="{mark.stroke}"{thick}{dashes}'
+
+
+def _path(line: Line) -> str:
+    (x, y), (end_x, end_y) = line.points[0], line.points[-1]
+    parts = [f"M{_n(x)} {_n(y)}"]
+    for start, corner, stop in rounded(line.points, line.radius):
+        parts.append(f"L{_n(start[0])} {_n(start[1])}")
+        parts.append(f"Q{_n(corner[0])} {_n(corner[1])} {_n(stop[0])} {_n(stop[1])}")
+    return "".join([*parts, f"L{_n(end_x)} {_n(end_y)}"])
+
+
+def _text(text: Text) -> str:
+    if not text.text:
+        return ""
+    options = ' text-anchor="middle"' if text.centred else ""
+    options += ' font-weight="bold"' if text.bold else ""
+    options += f' font-family="{MONO}"' if text.mono else ""
+    # Fonts differ: the length makes the text as wide as the room that was left for it.
+    return (
+        f'<text x="{_n(text.x)}" y="{_n(text.y)}" font-size="{_n(text.size)}" '
+        f'fill="{text.fill}"{options} textLength="{_n(text.width)}" '
+        f'lengthAdjust="spacingAndGlyphs">{_escaped(text.text)}</text>'
+    )
+
+
+def _escaped(text: str, *, lines: bool = False) -> str:
+    if lines:
+        return "&#10;".join(_escaped(line) for line in text.splitlines())
+    return escape("".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text))
+
+
+def _n(number: float) -> str:
+    """Return a number with at most one decimal."""
+    text = f"{number:.1f}"
+    return "0" if text == "-0.0" else text.removesuffix(".0")

@@ -1,0 +1,228 @@
+"""Overlays: a number for each node, shown as its colour."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import TYPE_CHECKING, Literal, TypeAlias
+
+from bendtrace.errors import InputError
+from bendtrace.history.entries import LayerEntry
+from bendtrace.view.drawing.scene import Node, Scene
+
+if TYPE_CHECKING:
+    from bendtrace.history.run_log import RunLog
+
+__all__ = ["Overlay", "Scale", "color", "contrast", "ink", "lay_over"]
+
+Overlay: TypeAlias = (
+    Literal["time", "memory", "flops"] | Mapping[str, float] | Callable[[LayerEntry], float | None]
+)
+
+# The cividis scale, at equal steps: dark blue to yellow, and even for eyes that tell few colours.
+_CIVIDIS = ("#00224e", "#1a386f", "#434e6c", "#61656f", "#7d7c78", "#9b9476", "#bcaf6f",
+            "#dfcb5d", "#fee838")  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Scale:
+    """What the colours of a picture mean.
+
+    Attributes:
+        title: what is shown.
+        unit: of what, such as "s"; "" for plain numbers.
+        least: the number that has the first colour.
+        most: the number that has the last.
+    """
+
+    title: str
+    unit: str
+    least: float
+    most: float
+
+    def text(self, value: float) -> str:
+        """Return a number with its unit.
+
+        Example:
+            >>> Scale("time", "s", 0.0, 1.0).text(0.00125)
+            '1.25 ms'
+        """
+        for limit, prefix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+            if self.unit and abs(value) >= limit:
+                return f"{value / limit:.3g} {prefix}{self.unit}"
+        if self.unit == "s" and 0 < abs(value) < 1e-3:
+            return f"{value * 1e6:.3g} \N{MICRO SIGN}s"
+        if self.unit == "s" and 0 < abs(value) < 1:
+            return f"{value * 1e3:.3g} ms"
+        return f"{value:.3g} {self.unit}".rstrip()
+
+    def at(self, value: float) -> float:
+        """Return where between the least and the most a number is, from 0 to 1."""
+        return (value - self.least) / (self.most - self.least) if self.most > self.least else 0.5
+
+
+def lay_over(scene: Scene, overlay: Overlay, history: RunLog) -> Scale:
+    """Give the nodes of a scene their numbers.
+
+    A node that stands for several values has the sum of what they took, for "time", "memory" and
+    "flops"; otherwise the largest of their numbers, so that folding hides no peak.
+
+    Args:
+        scene: the scene.
+        overlay: "time" (seconds), "memory" (bytes of the values), "flops", a mapping from labels,
+            node paths or modules to numbers, or a function of the entry.
+        history: the log of the run.
+
+    Raises:
+        InputError: for a name that is none of these, for keys that nothing has, and where no
+            node has a number.
+    """
+    if isinstance(overlay, str):
+        if overlay not in _MEASURES:
+            raise InputError(
+                f'an overlay is "time", "memory", "flops", a mapping or a function, not {overlay!r}'
+            )
+        title, unit, measure = _MEASURES[overlay]
+        _fill(scene, measure, sum)
+    elif isinstance(overlay, Mapping):
+        title, unit = "overlay", ""
+        _fill_from(scene, overlay, history)
+    elif callable(overlay):
+        title, unit = getattr(overlay, "__name__", "overlay"), ""
+        title = "overlay" if title == "<lambda>" else title
+        _fill(scene, overlay, max)
+    else:
+        raise InputError(
+            f"an overlay is a name, a mapping or a function, not {type(overlay).__name__}"
+        )
+    values = [node.value for node in scene.root.walk() if node.value is not None]
+    if not values:
+        hint = ": the run was not timed, as log_forward_pass does" if overlay == "time" else ""
+        raise InputError(f"no node of the picture has a number for the overlay {title!r}{hint}")
+    return Scale(title, unit, min(values), max(values))
+
+
+def _time(entry: LayerEntry) -> float | None:
+    return entry.time if entry.kind == "op" else None
+
+
+def _memory(entry: LayerEntry) -> float | None:
+    return float(entry.nbytes) if entry.kind == "op" else None
+
+
+def _flops(entry: LayerEntry) -> float | None:
+    return entry.flops if entry.kind == "op" else None
+
+
+_MEASURES: dict[str, tuple[str, str, Callable[[LayerEntry], float | None]]] = {
+    "time": ("time", "s", _time),
+    "memory": ("memory", "B", _memory),
+    "flops": ("operations", "FLOP", _flops),
+}
+
+
+def _fill(
+    scene: Scene,
+    measure: Callable[[LayerEntry], float | None],
+    together: Callable[[Iterable[float]], float],
+) -> None:
+    for node in scene.nodes():
+        found = [_number(measure(entry), entry.label) for entry in node.entries]
+        numbers = [number for number in found if number is not None]
+        node.value = together(numbers) if numbers else None
+
+
+def _fill_from(scene: Scene, numbers: Mapping[str, float], history: RunLog) -> None:
+    """Give nodes and boxes the numbers given for their names."""
+    entries: dict[str, list[str]] = {}
+    for entry in history.entries:
+        for key in {entry.label, entry.name, entry.short_name, entry.node_path, entry.node} - {""}:
+            entries.setdefault(key, []).append(entry.label)
+    modules: dict[str, set[str]] = {}
+    for call in history.modules:
+        modules.setdefault(call.name, set()).add(call.label)
+        modules.setdefault(call.label, set()).add(call.label)
+    unknown = [key for key in numbers if key not in entries and key not in modules]
+    if unknown:
+        near = get_close_matches(str(unknown[0]), [*entries, *modules], n=3)
+        hint = f"; did you mean {', '.join(near)}?" if near else ""
+        more = f" (and {len(unknown) - 1} more keys)" if len(unknown) > 1 else ""
+        raise InputError(
+            f"the overlay names {unknown[0]!r}{more}, but this run has no value, node path or "
+            f"module of that name{hint}"
+        )
+    for key, told in numbers.items():
+        number = _number(told, key)
+        if number is None:
+            continue
+        for label in entries.get(key, ()):
+            if label in scene.node_of:
+                _raise(scene.node_of[label], number)
+        for node in scene.root.walk():
+            if not modules.get(key, set()).isdisjoint(node.modules):
+                _raise(node, number)
+
+
+def _raise(node: Node, number: float) -> None:
+    node.value = number if node.value is None else max(node.value, number)
+
+
+def _number(value: object, name: str) -> float | None:
+    if value is None:
+        return None
+    try:
+        number = float(value)  # type: ignore[arg-type]  # whatever is one
+    except (TypeError, ValueError):
+        raise InputError(f"the overlay says {value!r} for {name!r}, which is no number") from None
+    return number if math.isfinite(number) else None
+
+
+def color(part: float) -> str:
+    """Return the colour at a place of the scale, from 0 to 1.
+
+    Example:
+        >>> color(0.0), color(1.0)
+        ('#00224e', '#fee838')
+    """
+    at = min(max(part, 0.0), 1.0) * (len(_CIVIDIS) - 1)
+    place = min(int(at), len(_CIVIDIS) - 2)
+    mixed = (
+        round(a + (b - a) * (at - place))
+        for a, b in zip(_channels(_CIVIDIS[place]), _channels(_CIVIDIS[place + 1]), strict=True)
+    )
+    return "#" + "".join(f"{channel:02x}" for channel in mixed)
+
+
+def ink(fill: str) -> str:
+    """Return black or white, whichever reads better on a colour.
+
+    Example:
+        >>> ink("#00224e"), ink("#fee838")
+        ('#ffffff', '#000000')
+    """
+    return max(("#000000", "#ffffff"), key=lambda text: contrast(text, fill))
+
+
+def contrast(one: str, other: str) -> float:
+    """Return the contrast of two colours, from 1 to 21, as the web guidelines (WCAG 2) define it.
+
+    Example:
+        >>> contrast("#000000", "#ffffff")
+        21.0
+    """
+    light, dark = sorted((_luminance(one), _luminance(other)), reverse=True)
+    return (light + 0.05) / (dark + 0.05)
+
+
+def _luminance(text: str) -> float:
+    linear = [
+        c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4
+        for c in (channel / 255 for channel in _channels(text))
+    ]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def _channels(text: str) -> tuple[int, int, int]:
+    return int(text[1:3], 16), int(text[3:5], 16), int(text[5:7], 16)

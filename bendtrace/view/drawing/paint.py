@@ -1,0 +1,354 @@
+"""A scene as a picture: where everything stands, shapes, colours and text."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import ceil
+
+from bendtrace.view.drawing.canvas import (
+    Canvas,
+    Group,
+    Line,
+    Mark,
+    Polygon,
+    Rectangle,
+    Text,
+    cut,
+    width,
+)
+from bendtrace.view.drawing.layout import Net, Shape, Wire, place
+from bendtrace.view.drawing.overlay import Scale, color, ink
+from bendtrace.view.drawing.scene import Edge, Node, Scene
+
+__all__ = [
+    "BIG",
+    "LINE",
+    "PAD_Y",
+    "SMALL",
+    "TIP",
+    "Figure",
+    "figure",
+    "headline",
+    "net_text",
+    "paint",
+    "title_width",
+]
+
+
+BIG, SMALL = 11.0, 9.0  # font sizes
+LINE = 12.0  # from one line of text to the next
+TIP = 10.0  # how far the ends of a decision reach out
+PAD_Y = 4.0
+_PAD_X = 8.0
+_LABEL = 11.0  # how high the text beside a line is
+_TITLE = 20.0  # how high the title of a box is
+_LEAST = 46.0  # how wide a node is at least: lines end at it side by side
+_WIDEST = 44  # letters of a title
+
+
+@dataclass
+class Figure:
+    """A scene with places.
+
+    Attributes:
+        scene: the scene.
+        shapes: the place of each node and box.
+        wires: the lines.
+        edges: the edges that run along each net.
+    """
+
+    scene: Scene
+    shapes: dict[Node, Shape]
+    wires: list[Wire]
+    edges: dict[Net, list[Edge]]
+
+
+def figure(scene: Scene) -> Figure:
+    """Give everything in a scene its place."""
+    shapes: dict[Node, Shape] = {}
+    nets = _nets(scene)
+    texts: dict[Node, str] = {}
+    for (source, _, _), edges in nets.items():
+        text = net_text(edges)
+        if len(text) > len(texts.get(source, "")):
+            texts[source] = text
+    ports: dict[Node, dict[str, None]] = {}
+    for source, port, _ in nets:
+        ports.setdefault(source, {})[port] = None
+
+    def shape(node: Node) -> Shape:
+        if node.children is not None:
+            made = Shape(node.key)
+            if node is not scene.root:
+                made.title, made.head = title_width(node), _TITLE
+            made.children = [shape(child) for child in node.children]
+        else:
+            wide, high = _size(node)
+            text = texts.get(node, "")
+            label = width(text, SMALL)
+            several = len(ports.get(node, ()))
+            is_wide = several <= 4 or node.kind == "decision"  # each line has room for its text
+            if several > 1:
+                wide = max(wide, 2.0 * ceil(several * (label + 14 if is_wide else 12) / 2))
+            if several > 1 and node.kind == "decision":  # the rightmost text reaches out
+                label += (several - 1) / 2 * wide / several
+            made = Shape(node.key, wide, high, _LABEL if text else 0.0, label)
+        shapes[node] = made
+        return made
+
+    root = shape(scene.root)
+    made: dict[Net, list[Edge]] = {}
+    for (source, port, kind), edges in nets.items():
+        targets = list(dict.fromkeys(shapes[edge.target] for edge in edges))
+        made[Net(shapes[source], targets, port, kind)] = edges
+    _join(scene, shapes, made)
+    wires = place(root, list(made))
+    return Figure(scene, shapes, wires, made)
+
+
+def _join(scene: Scene, shapes: dict[Node, Shape], made: dict[Net, list[Edge]]) -> None:
+    """Let what a repetition hands to the next run to where that value came in at first."""
+    around: dict[Shape, list[Shape]] = {}  # the repeated boxes around each shape
+
+    def walk(node: Node, frames: list[Shape]) -> None:
+        around[shapes[node]] = frames
+        for child in node.children or ():
+            walk(child, [*frames, shapes[node]] if node.times else frames)
+
+    walk(scene.root, [])
+    for net, edges in made.items():
+        if net.kind != "repeat":
+            continue
+        at_first = {label for edge in edges for label in edge.instead}
+        frames = [f for f in around[net.source] if all(f in around[t] for t in net.targets)]
+        for other, its in made.items():
+            if other.kind == "repeat" or not frames or frames[-1] in around[other.source]:
+                continue
+            carried = {label for edge in its for label in edge.labels}
+            if at_first <= carried and at_first and set(net.targets) <= set(other.targets):
+                net.joins, net.frame = other, frames[-1]
+                break
+
+
+def _nets(scene: Scene) -> dict[tuple[Node, str, str], list[Edge]]:
+    """Put edges together that carry the same value of the same node."""
+    nets: dict[tuple[Node, str, str], list[Edge]] = {}
+    for edge in scene.edges:
+        nets.setdefault((edge.source, edge.port, edge.kind), []).append(edge)
+    return nets
+
+
+def net_text(edges: list[Edge]) -> str:
+    """Return what is written beside the edges of a net."""
+    texts = {edge.text for edge in edges}
+    return cut(texts.pop(), 28) if len(texts) == 1 else ""
+
+
+def _size(node: Node) -> tuple[float, float]:
+    is_code = node.kind == "decision"
+    title = headline(node)
+    wide = width(title, SMALL + 1 if is_code else BIG, mono=is_code, bold=not is_code)
+    wide = max([wide, *(width(line, SMALL) for line in node.lines)])
+    high = 2 * PAD_Y + LINE * (1 + len(node.lines))
+    wide += 2 * _PAD_X + (2 * TIP if is_code else 0)
+    return max(_LEAST, 2.0 * ceil(wide / 2)), high
+
+
+def headline(node: Node) -> str:
+    """Return the first line of a node, or the title of a box."""
+    text = f"{node.title} \N{MULTIPLICATION SIGN}{node.times}" if node.times else node.title
+    return cut(text, _WIDEST)
+
+
+def title_width(node: Node) -> float:
+    """Return how wide the title of an open box is."""
+    wide = width(headline(node), BIG, bold=True)
+    return wide + (8 + width(node.lines[0], SMALL) if node.lines else 0)
+
+
+_MARGIN = 16.0
+_STACK = 3.0  # how far repeated boxes stand behind each other
+_STEPS, _STEP = 16, 6.0  # of the legend
+
+INK, FAINT, WIRE, BACK = "#1f2328", "#57606a", "#6e7781", "#0969da"
+# Also those of the viewer.
+FILLS = {
+    "input": "#ddf4ff", "output": "#dafbe1", "op": "#ffffff", "state": "#fff1d6",
+    "number": "#f3effc", "decision": "#fff8c5", "module": "#e6ebf1", "repeat": "#e6ebf1",
+    "part": "#e6ebf1", "live": "#fff1e5", "raise": "#ffebe9",
+}  # fmt: skip
+STROKES = {
+    "input": "#54a3d8", "output": "#4aa564", "op": "#8c959f", "state": "#bf8700",
+    "number": "#8250df", "decision": "#9a6700", "module": "#57606a", "repeat": "#57606a",
+    "part": "#57606a", "live": "#bc4c00", "raise": "#cf222e",
+}  # fmt: skip
+_ROUND = ("input", "output", "live", "raise")
+_BOXES = ("#f6f8fa", "#eff2f6")  # of open boxes, by turns from the outside in
+
+
+def paint(drawn: Figure, scale: Scale | None = None) -> Canvas:
+    """Paint a scene that has places.
+
+    Args:
+        drawn: the scene.
+        scale: what the numbers of its nodes mean; None if they have none.
+    """
+    scene = drawn.scene
+    root = drawn.shapes[scene.root]
+    head = _head(scene, scale)
+    top = max((_bottom(mark) for mark in head), default=0.0) + 14
+    wide = max([root.width, *(_right(mark) - _MARGIN for mark in head)])
+    canvas = Canvas(wide + 2 * _MARGIN, top + root.height + _MARGIN, title=scene.title)
+    canvas.marks += head
+    depth = {scene.root: 0}
+    for node in scene.root.walk():
+        for child in node.children or ():
+            depth[child] = depth[node] + 1
+    inner: list[Mark] = [
+        _box(node, drawn.shapes[node], depth[node], scale) for node in scene.boxes()
+    ]
+    inner += [_wire(wire) for wire in drawn.wires]
+    ends = (wire for wire in drawn.wires if wire.target is not None)
+    inner += [_arrow(wire) for wire in ends if wire.target and wire.target.children is None]
+    inner += [_arrow(wire) for wire in drawn.wires if wire.joins]
+    inner += [_node(node, drawn.shapes[node], scale) for node in scene.nodes()]
+    inner += _labels(drawn)
+    left = _MARGIN + (wide - root.width) / 2
+    canvas.marks += [_moved(mark, left, top) for mark in inner]
+    return canvas
+
+
+def _head(scene: Scene, scale: Scale | None) -> list[Mark]:
+    """Write what the picture shows, what is missing in it, and what its colours mean."""
+    y = _MARGIN + 10
+    marks: list[Mark] = [Text(_MARGIN, y, cut(scene.title, 80), 13, INK, bold=True)]
+    for line in scene.note.splitlines():
+        y += 14
+        marks.append(Text(_MARGIN, y, line, SMALL, FAINT))
+    if scale is not None:
+        y += 10
+        texts = (f"{scale.title}:", scale.text(scale.least), scale.text(scale.most))
+        title, least, most = (Text(0, y + 9, text, SMALL, FAINT) for text in texts)
+        x = _MARGIN
+        marks.append(_moved(title, x, 0))
+        x += title.width + 8
+        marks.append(_moved(least, x, 0))
+        x += least.width + 6
+        for step in range(_STEPS):
+            marks.append(Rectangle(x, y, _STEP, 11, color((step + 0.5) / _STEPS)))
+            x += _STEP
+        marks.append(_moved(most, x + 6, 0))
+    return marks
+
+
+def _bottom(mark: Mark) -> float:
+    return mark.y + (mark.height if isinstance(mark, Rectangle) else 4)  # type: ignore[union-attr]
+
+
+def _right(mark: Mark) -> float:
+    return mark.x + mark.width  # type: ignore[union-attr]
+
+
+def _box(node: Node, shape: Shape, depth: int, scale: Scale | None) -> Mark:
+    marks: list[Mark] = []
+    if node.times:
+        for step in (2, 1):
+            off = step * _STACK
+            marks.append(Rectangle(shape.x + off, shape.y + off, shape.width, shape.height,
+                                   "#ffffff", "#afb8c1", 6))  # fmt: skip
+    dash = (5.0, 3.0) if node.kind == "repeat" else ()
+    marks.append(Rectangle(shape.x, shape.y, shape.width, shape.height,
+                           _BOXES[depth % 2], "#8c959f", 6, 1, dash))  # fmt: skip
+    x, y = shape.x + shape.title_x, shape.y + 14
+    name = headline(node)
+    fill, text, faint, tooltip = _shade(node, "", scale)
+    if fill:
+        marks.append(Rectangle(x - 4, shape.y + 3, title_width(node) + 8, 15, fill, radius=3))
+    marks.append(Text(x, y, name, BIG, text, bold=True))
+    if node.lines:
+        x += width(name, BIG, bold=True) + 8
+        marks.append(Text(x, y, node.lines[0], SMALL, faint))
+    return Group(tuple(marks), tooltip, node.title)
+
+
+def _shade(node: Node, fill: str, scale: Scale | None) -> tuple[str, str, str, str]:
+    """Return the fill, the colours of its texts and the tooltip, with what an overlay says."""
+    if scale is None or node.value is None:
+        return fill, INK, FAINT, node.tooltip
+    fill = color(scale.at(node.value))
+    return fill, ink(fill), ink(fill), f"{scale.title}: {scale.text(node.value)}\n{node.tooltip}"
+
+
+def _node(node: Node, shape: Shape, scale: Scale | None) -> Mark:
+    kind = "state" if node.kind == "op" and node.has_parameters else node.kind
+    fill, stroke = FILLS[kind], STROKES[kind]
+    if scale is not None and node.kind != "decision":
+        fill, stroke = FILLS["op"], STROKES["op"]
+    fill, text, faint, tooltip = _shade(node, fill, scale)
+    x, y, wide, high = shape.x, shape.y, shape.width, shape.height
+    marks: list[Mark] = []
+    if node.kind == "decision":
+        left, right, low, half = x + TIP, x + wide - TIP, y + high, y + high / 2
+        points = ((x, half), (left, y), (right, y), (x + wide, half), (right, low), (left, low))
+        marks.append(Polygon(points, fill, stroke))
+    else:
+        radius = high / 2 if node.kind in _ROUND else 8 if kind == "number" else 4
+        if node.times:
+            off = _STACK
+            marks.append(Rectangle(x + off, y + off, wide, high, "#ffffff", stroke, radius))
+        thick = 1.8 if node.is_folded else 1.0
+        marks.append(Rectangle(x, y, wide, high, fill, stroke, min(radius, 14), thick))
+    middle = x + wide / 2
+    is_code = node.kind == "decision"
+    at = y + PAD_Y + 9.5
+    title = headline(node)
+    size = SMALL + 1 if is_code else BIG
+    marks.append(Text(middle, at, title, size, text, not is_code, is_code, True))
+    for line in node.lines:
+        at += LINE
+        marks.append(Text(middle, at, line, SMALL, faint, centred=True))
+    return Group(tuple(marks), tooltip, node.labels[0] if node.entries else node.title)
+
+
+def _labels(drawn: Figure) -> list[Mark]:
+    marks: list[Mark] = []
+    done: set[tuple[float, float]] = set()
+    for wire in drawn.wires:
+        x, y = wire.points[0]
+        shape = wire.net.source
+        if y != shape.y + shape.height or (x, y) in done or not shape.below:
+            continue
+        done.add((x, y))
+        text = net_text(drawn.edges[wire.net])
+        marks.append(Text(x + 4, y + 9, text, SMALL, FAINT))
+    return marks
+
+
+_DASHES = {"number": (2.0, 2.0), "control": (4.0, 3.0), "repeat": (4.0, 3.0)}
+
+
+def _wire_color(wire: Wire) -> str:
+    if wire.net.kind == "repeat" or wire.is_back:
+        return BACK
+    return STROKES["decision"] if wire.net.kind == "control" else WIRE
+
+
+def _wire(wire: Wire) -> Mark:
+    return Line(tuple(wire.points), _wire_color(wire), 1.2, _DASHES.get(wire.net.kind, ()))
+
+
+def _arrow(wire: Wire) -> Mark:
+    x, y = wire.points[-1]
+    if wire.joins:
+        back = 6.5 if wire.points[-2][0] > x else -6.5
+        return Polygon(((x, y), (x + back, y - 3.2), (x + back, y + 3.2)), _wire_color(wire))
+    return Polygon(((x, y), (x - 3.2, y - 6.5), (x + 3.2, y - 6.5)), _wire_color(wire))
+
+
+def _moved(mark: Mark, x: float, y: float) -> Mark:
+    if isinstance(mark, Group):
+        return Group(tuple(_moved(m, x, y) for m in mark.marks), mark.title, mark.name)
+    if isinstance(mark, (Polygon, Line)):
+        points = tuple((px + x, py + y) for px, py in mark.points)
+        return type(mark)(**{**vars(mark), "points": points})
+    return type(mark)(**{**vars(mark), "x": mark.x + x, "y": mark.y + y})

@@ -1,0 +1,451 @@
+"""Nodes and edges: what a picture of a run shows, before anything has a place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from typing import TYPE_CHECKING, TypeAlias
+
+from bendtrace.errors import InputError
+from bendtrace.flow import FlowStep, IndexFlowStep, LoopFlowStep
+from bendtrace.history.entries import LayerEntry
+from bendtrace.view.drawing.items import (
+    Box,
+    Item,
+    Leaf,
+    Numbers,
+    Units,
+    absorb,
+    collapse,
+    fold,
+    nest,
+    origins,
+    roll,
+    step_name,
+    visible,
+)
+from bendtrace.view.drawing.wording import (
+    box_lines,
+    box_title,
+    decision_lines,
+    leaf_lines,
+    leaf_title,
+    shape_text,
+    tooltip,
+)
+
+if TYPE_CHECKING:
+    from bendtrace.history.run_log import RunLog
+
+__all__ = ["Edge", "Emitter", "Node", "Scene", "scene"]
+
+
+@dataclass(eq=False)
+class Node:
+    """A node of a picture, or a box with nodes in it.
+
+    Attributes:
+        key: its name in the picture.
+        kind: "input", "op", "number", "output", "decision", "module", "repeat", "part" or "root";
+            in a chart of programs also "live" and "raise" for how runs end.
+        title: its first line.
+        lines: what is written below it.
+        tooltip: what is said where there is room: paths and places in the source.
+        labels: labels of the entries that it stands for by itself.
+        entries: those entries.
+        modules: labels of the module calls that it stands for.
+        times: how often it was repeated, as text: "3", "3-5"; "" if it was not.
+        has_parameters: whether it computes with parameters or buffers.
+        is_folded: whether it is a box that is drawn closed.
+        children: what is in a box that is drawn open; None otherwise.
+        value: what an overlay says about it.
+    """
+
+    key: str
+    kind: str
+    title: str
+    lines: list[str] = field(default_factory=list)
+    tooltip: str = ""
+    entries: list[LayerEntry] = field(default_factory=list)
+    modules: list[str] = field(default_factory=list)
+    times: str = ""
+    has_parameters: bool = False
+    is_folded: bool = False
+    children: list[Node] | None = None
+    value: float | None = None
+
+    @property
+    def labels(self) -> list[str]:
+        """Labels of the entries that it stands for by itself."""
+        return [entry.label for entry in self.entries]
+
+    def walk(self) -> Iterator[Node]:
+        """Yield it and all nodes in it."""
+        yield self
+        for child in self.children or ():
+            yield from child.walk()
+
+
+@dataclass(eq=False)
+class Edge:
+    """A value, or several alike, that goes from one node to another.
+
+    Attributes:
+        source: the node it comes from.
+        target: the node it goes to.
+        labels: labels of the entries that go there.
+        text: what is written beside it: the shape, or the side of a decision.
+        instead: for edges from one repetition to the next, labels of what came there at first.
+        port: which of its values the source gives: edges with the same start together.
+        kind: "data"; "number" if numbers that are not shown are between; "control" from a
+            decision to what ran under it; "repeat" from one repetition to the next.
+    """
+
+    source: Node
+    target: Node
+    labels: list[str]
+    text: str = ""
+    kind: str = "data"
+    instead: list[str] = field(default_factory=list)
+    port: str = ""
+
+
+@dataclass(eq=False)
+class Scene:
+    """What a picture shows.
+
+    Attributes:
+        root: the box around everything.
+        edges: what connects the nodes.
+        title: the first line of the picture.
+        note: lines that say how to see more, if not everything is shown; "" otherwise.
+        node_of: the node that stands for each entry, by label.
+    """
+
+    root: Node
+    edges: list[Edge]
+    title: str
+    note: str
+    node_of: dict[str, Node]
+
+    def nodes(self) -> list[Node]:
+        """Return all nodes that are no open boxes."""
+        return [node for node in self.root.walk() if node.children is None]
+
+    def boxes(self) -> list[Node]:
+        """Return all open boxes, outer ones first, without the one around everything."""
+        return [n for n in self.root.walk() if n.children is not None and n is not self.root]
+
+
+_Ends: TypeAlias = tuple[Node, Node, str, str]
+
+
+class Emitter:
+    """Turns items into nodes, and finds their edges."""
+
+    def __init__(
+        self,
+        history: RunLog,
+        entries: Sequence[LayerEntry],
+        units: Units,
+        shown: set[str],
+    ) -> None:
+        self.history = history
+        self.entries = entries
+        self.units = units
+        self.shown = shown
+        self.node_of: dict[str, Node] = {}
+        self.step_nodes: dict[int, Node] = {}
+        self.count = 0
+
+    def emit(self, root: Box, all_nodes: int, capped: bool, within: str | None) -> Scene:
+        """Return the scene.
+
+        Args:
+            root: the items.
+            all_nodes: how many nodes there would be with all boxes open.
+            capped: whether boxes were closed because there would be too many.
+            within: the module that is drawn; None for all.
+        """
+        node = Node("root", "root", "")
+        node.children = [self.node(item, within or "") for item in root.items]
+        outside = self._outside(node) if within is not None else {}
+        edges = self.edges(outside)
+        title = within if within is not None else self.history.name
+        drawn = sum(1 for n in node.walk() if n.children is None)
+        note = ""
+        if capped:
+            note = (
+                f"{drawn} of {all_nodes} nodes are drawn: boxes were closed.\n"
+                f"draw(max_nodes={all_nodes}) opens all, draw(within=...) one of them"
+            )
+        return Scene(node, edges, title or "", note, self.node_of)
+
+    def _key(self) -> str:
+        self.count += 1
+        return f"n{self.count}"
+
+    def node(self, item: Item, parent: str, around: int = 1, named: bool = False) -> Node:
+        """Return the node for an item, with those in it.
+
+        Args:
+            item: the item.
+            parent: name of the module around it.
+            around: how often the boxes around it are repeated, which says so for it too.
+            named: whether the name of one of them tells of several modules.
+        """
+        steps = self.history.flow_steps
+        if isinstance(item, Leaf):
+            if item.kind == "decision":
+                its = [steps[number] for number in item.steps]
+                node = Node(self._key(), "decision", its[0].text or its[0].kind)
+                node.lines = decision_lines(its[:1] if around > 1 and _agree(its) else its)
+                node.tooltip = tooltip([], [], its)
+                self.step_nodes.update((number, node) for number in item.steps)
+                return node
+            node = Node(self._key(), item.kind, leaf_title(item))
+            node.lines = leaf_lines(item, parent, named)
+            node.entries = item.entries
+            node.times = str(item.times) if item.times > around else ""
+            node.has_parameters = any(entry.state for entry in item.entries)
+            calls = item.box.calls if item.box else []
+            node.modules = [call.label for call in calls]
+            node.tooltip = tooltip(item.entries, calls, [])
+            self.node_of.update((entry.label, node) for entry in item.entries)
+            return node
+        node = Node(self._key(), item.kind, box_title(item, parent, named))
+        node.modules = [call.label for call in item.calls]
+        if max(item.times) > 1:
+            node.times = "\N{EN DASH}".join(map(str, sorted({min(item.times), max(item.times)})))
+        node.lines = box_lines(item)
+        if not item.is_folded:
+            node.tooltip = tooltip([], item.calls, [])
+            around *= max(item.times)
+            named = named or len(item.names) > 1
+            name = item.name or parent
+            node.children = [self.node(inner, name, around, named) for inner in item.items]
+            return node
+        node.is_folded = True
+        for leaf in item.leaves():
+            node.entries += leaf.entries
+            self.node_of.update((entry.label, node) for entry in leaf.entries)
+            self.step_nodes.update((number, node) for number in leaf.steps)
+        node.has_parameters = any(entry.state for entry in node.entries)
+        node.tooltip = tooltip([], item.calls, [])
+        return node
+
+    def _outside(self, root: Node) -> dict[str, Node]:
+        """Add nodes for what comes in from outside, and what goes out."""
+        inside = {entry.label for entry in self.entries}
+        by_label = {entry.label: entry for entry in self.history.entries}
+        outside: dict[str, Node] = {}
+        first: list[Node] = []
+        for entry in self.entries:
+            for label in entry.parents:
+                origin = by_label.get(label)
+                if label in inside or label in outside or origin is None:
+                    continue
+                if origin.kind not in ("input", "op"):
+                    continue
+                node = outside[label] = Node(self._key(), "input", origin.label)
+                node.entries = []
+                node.tooltip = tooltip([origin], [], [])
+                first.append(node)
+        last: list[Node] = []
+        for entry in self.entries:
+            if entry.label in self.shown and any(c not in inside for c in entry.children):
+                node = Node(self._key(), "output", "to " + ", ".join(entry.children[:2]))
+                last.append(node)
+                outside[">" + entry.label] = node
+        root.children = [*first, *(root.children or []), *last]
+        return outside
+
+    def edges(self, outside: Mapping[str, Node]) -> list[Edge]:
+        """Find what connects the nodes."""
+        found: dict[_Ends, Edge] = {}
+        by_label = {entry.label: entry for entry in self.history.entries}
+        known: dict[str, Node] = {**outside, **self.node_of}
+        for entry in self.entries:
+            target = self.node_of.get(entry.label)
+            if target is None:
+                continue
+            for place, parent in enumerate(entry.parents):
+                for label in origins(parent, by_label, known, sizes=False):
+                    kind = "data" if label == parent else "number"
+                    self._join(found, known[label], target, by_label[label], kind, entry, place)
+            if ">" + entry.label in outside:
+                self._join(found, target, outside[">" + entry.label], entry, "data")
+        for number, label in enumerate(self.history.step_labels):
+            node = self.step_nodes.get(number)
+            if node is None or not label:
+                continue
+            for origin in origins(label, by_label, known, sizes=True):
+                self._join(found, known[origin], node, by_label[origin], "data", step=number)
+        self._control(found)
+        direct = {(edge.source, edge.target) for edge in found.values() if edge.kind == "data"}
+        return [
+            edge
+            for edge in found.values()
+            if edge.kind != "number" or (edge.source, edge.target) not in direct
+        ]
+
+    def _control(self, found: dict[_Ends, Edge]) -> None:
+        done: set[int] = set()
+        for entry in self.entries:
+            target = self.node_of.get(entry.label)
+            for number in entry.flow:
+                source = self.step_nodes.get(number)
+                if number in done or source is None or target is None:
+                    continue
+                done.add(number)
+                if source is target:
+                    continue
+                step = self.history.flow_steps[number]
+                text = "" if isinstance(step, (LoopFlowStep, IndexFlowStep)) else str(step.value)
+                edge = found.setdefault(
+                    (source, target, "control", ""), Edge(source, target, [], text, "control")
+                )
+                if edge.text != text:
+                    edge.text = ""
+
+    def _join(
+        self,
+        found: dict[_Ends, Edge],
+        source: Node,
+        target: Node,
+        entry: LayerEntry,
+        kind: str,
+        user: LayerEntry | None = None,
+        place: int = 0,
+        step: int | None = None,
+    ) -> None:
+        """Add a value that goes from one node to another.
+
+        Args:
+            found: the edges so far.
+            source: the node it comes from.
+            target: the node it goes to.
+            entry: the value.
+            kind: of the edge, unless it goes from one repetition to the next.
+            user: the value computed from it.
+            place: which of the user's parents it is.
+            step: number of the flow step that consumed it.
+        """
+        name = user.label if user is not None else step_name(step) if step is not None else ""
+        if name and (source is target or self._repeats(entry.label, name)):
+            kind = "repeat"
+        if source is target and (source.is_folded or len(source.entries) == 1):
+            return
+        # Passes and repetitions of an op give the same value, as far as the picture goes.
+        element = "" if source.is_folded else str(entry.element)
+        port = entry.label if source.is_folded else element
+        edge = found.setdefault(
+            (source, target, kind, element), Edge(source, target, [], "", kind, port=port)
+        )
+        if entry.label not in edge.labels:
+            edge.labels.append(entry.label)
+        if kind == "repeat" and user is not None and not edge.instead:
+            first = next(e for e in target.entries if e.element == user.element)
+            if len(first.parents) == len(user.parents) and first is not user:
+                edge.instead.append(first.parents[place])
+        if kind == "repeat" and step is not None and not edge.instead:
+            first_step = next(n for n, node in self.step_nodes.items() if node is target)
+            edge.instead.append(self.history.step_labels[first_step])
+        text = shape_text(entry)
+        if not edge.text and len(edge.labels) == 1:
+            edge.text = text
+        elif edge.text != text:
+            edge.text = ""
+
+    def _repeats(self, source: str, target: str) -> bool:
+        """Whether a value goes from one repetition to another."""
+        before, after = self.units.get(source, ()), self.units.get(target, ())
+        for (frame, number), (other, its) in zip(before, after, strict=False):
+            if frame is not other:
+                return False
+            if number != its:
+                return True
+        return False
+
+
+def _agree(steps: Sequence[FlowStep]) -> bool:
+    return len({str(step.value) for step in steps}) == 1
+
+
+def scene(
+    history: RunLog,
+    *,
+    rolled: bool = False,
+    collapsed: bool = True,
+    depth: int | None = None,
+    max_nodes: int = 150,
+    within: str | None = None,
+    flow: bool = True,
+    numbers: Numbers = "deciding",
+) -> Scene:
+    """Decide what a picture of a run shows.
+
+    Args:
+        history: the log of the run.
+        rolled: whether the passes of an op are one node. Otherwise each is its own.
+        collapsed: whether of repeated blocks and passes of loops one is shown for all.
+        depth: how many boxes deep to show; None for all.
+        max_nodes: how many nodes to show at most; boxes are closed until that holds.
+        within: a module, or one of its calls (`h.3`, `h.3:1`): only what happened in it is shown.
+        flow: whether flow steps are shown, as decisions.
+        numbers: which numbers out of tensors are shown: those that "deciding" flow steps come
+            from, "all" or "none".
+
+    Raises:
+        InputError: for a module that was not called, or numbers that make no sense.
+    """
+    if max_nodes < 1 or (depth is not None and depth < 0):
+        raise InputError(
+            f"a picture takes max_nodes of at least 1 and depth of at least 0, "
+            f"not max_nodes={max_nodes} and depth={depth}"
+        )
+    if numbers not in ("deciding", "all", "none"):
+        raise InputError(f'numbers is "deciding", "all" or "none", not {numbers!r}')
+    entries, inside = _part(history, within)
+    root = nest(history, entries, flow=flow, numbers=numbers, inside=inside)
+    shown = {entry.label for leaf in root.leaves() for entry in leaf.entries}
+    steps = history.flow_steps
+    if rolled:
+        roll(root, {i: _step_key(step, True) for i, step in enumerate(steps)})
+    units: Units = {}
+    if collapsed:
+        units = collapse(root, lambda i, by_name: _step_key(steps[i], by_name))
+    absorb(root)
+    all_nodes = visible(root)
+    capped = fold(root, depth, max_nodes)
+    return Emitter(history, entries, units, shown).emit(root, all_nodes, capped, within)
+
+
+def _step_key(step: FlowStep, by_name: bool) -> object:
+    """Return what decisions have in common that are repetitions of each other.
+
+    The last test of a loop has another outcome than those before it.
+    """
+    if by_name:
+        return (step.place.file, step.place.span, step.text)
+    return (step.text, step.kind, "" if isinstance(step, LoopFlowStep) else str(step.value))
+
+
+def _part(history: RunLog, within: str | None) -> tuple[list[LayerEntry], tuple[str, ...]]:
+    """Return the entries to show, and the labels of the calls around them."""
+    entries = [entry for entry in history.entries if entry.kind != "state"]
+    if within is None:
+        return entries, ()
+    calls = {call.label: call for call in history.modules}
+    found = calls.get(within) or next((c for c in history.modules if c.name == within), None)
+    if found is None:
+        names = list(dict.fromkeys([c.name for c in history.modules] + list(calls)))
+        near = get_close_matches(within, names, n=3)
+        hint = f"; did you mean {', '.join(near)}?" if near else ""
+        raise InputError(f"no module {within!r} was called in this run{hint}")
+    chain = [found.label]
+    while calls[chain[0]].parent:
+        chain.insert(0, calls[chain[0]].parent)
+    inside = tuple(chain)
+    return [entry for entry in entries if entry.scopes[: len(inside)] == inside], inside

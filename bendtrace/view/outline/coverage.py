@@ -1,0 +1,278 @@
+"""Coverage: which branches of the model's source were seen on one side only."""
+
+from __future__ import annotations
+
+import ast
+import os
+import sysconfig
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from textwrap import shorten
+from typing import Any, overload
+
+from bendtrace._later import tabulate
+from bendtrace.history.sizes import counted, place_text
+from bendtrace.recording.iterations import running_code
+from bendtrace.recording.sites import Site, Span
+from bendtrace.recording.tape import ModuleCall
+from bendtrace.replay.stretches import Failure
+from bendtrace.replay.tree import TraceTree
+from bendtrace.view.outline.source import Choice, choices_in, decided_by, function_of
+from bendtrace.view.outline.structure import Turns, turns_text
+from bendtrace.view.outline.walks import Walk, walks_of
+
+__all__ = ["BranchCoverage", "Coverage", "coverage"]
+
+# Code that is Python's own, and nobody's model.
+_STANDARD = sysconfig.get_path("stdlib") + os.sep
+_INSTALLED = tuple(sysconfig.get_path(name) + os.sep for name in ("purelib", "platlib"))
+
+
+@dataclass(frozen=True)
+class BranchCoverage:
+    """A branch of the source, and how often each side of it was seen.
+
+    Attributes:
+        kind: "if", "while", "for-else", "assert", "conditional expression", "and", "or",
+            "comprehension filter" or "case".
+        text: source of the condition.
+        file: the file it is in.
+        line: its line, counted from 1.
+        function: the function it is in.
+        true: how often the condition was seen to hold.
+        false: how often it was seen not to hold; None where that leaves no trace.
+        turns: how often each side was taken in each module and iteration, in words; "" if there
+            was one only.
+        watched: whether the counts are those of the condition itself, which depended on an
+            input. Else it was decided by plain Python values, and the counts are of the calls
+            with an operation under that side.
+    """
+
+    kind: str
+    text: str
+    file: str
+    line: int
+    function: str
+    true: int
+    false: int | None
+    watched: bool
+    turns: str = ""
+
+    @property
+    def missing(self) -> tuple[bool, ...]:
+        """The sides that were not seen."""
+        return tuple(side for side, hits in ((True, self.true), (False, self.false)) if not hits)
+
+    @property
+    def seen(self) -> str:
+        """What was seen, in words."""
+        if self.turns:
+            return f"True in {self.turns}"
+        if self.watched:
+            told = [f"{side} {hits}x" if hits else f"never {side}" for side, hits in
+                    ((True, self.true), (False, self.false))]  # fmt: skip
+            return ", ".join(sorted(told, key=lambda text: text.startswith("never")))
+        if not self.true and not self.false:
+            return "nothing recorded under it"
+        true = f"True in {counted(self.true, 'run')}" if self.true else "nothing under True"
+        if self.false is None:
+            return f"{true}, False leaves no trace"
+        return f"{true}, " + (
+            f"False in {counted(self.false, 'run')}" if self.false else "nothing under False"
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the branch as plain values, ready for JSON."""
+        return {**vars(self), "missing": list(self.missing)}
+
+    def __str__(self) -> str:
+        where = place_text(self.file, self.line)
+        return f"{self.kind} `{self.text}` at {where}: {self.seen}"
+
+
+class Coverage(Sequence[BranchCoverage]):
+    """The branches of which not both sides were seen: a list that prints as a table.
+
+    Looked at are the functions that ran, those of installed packages that the model is built
+    from included, torch's and Python's own not.
+
+    Attributes:
+        total: how many branches there are in these functions.
+        uneven: branches of which both sides were seen, but one side only in some iterations of
+            the loops around them, or in some of the modules that they are in.
+    """
+
+    def __init__(
+        self,
+        branches: Sequence[BranchCoverage],
+        total: int,
+        uneven: Sequence[BranchCoverage] = (),
+    ) -> None:
+        self._branches = list(branches)
+        self.total = total
+        self.uneven = list(uneven)
+
+    @overload
+    def __getitem__(self, index: int) -> BranchCoverage: ...
+    @overload
+    def __getitem__(self, index: slice) -> Coverage: ...
+    def __getitem__(self, index: int | slice) -> BranchCoverage | Coverage:
+        if isinstance(index, slice):
+            return Coverage(self._branches[index], self.total, self.uneven)
+        return self._branches[index]
+
+    def __len__(self) -> int:
+        return len(self._branches)
+
+    def to_list(self) -> list[dict[str, Any]]:
+        """Return the branches as plain values, ready for JSON."""
+        return [branch.to_dict() for branch in self._branches]
+
+    def __repr__(self) -> str:
+        return str(self)
+
+    def __str__(self) -> str:
+        both = self.total - len(self)
+        head = f"both sides seen of {both} of {self.total} branches"
+        watched = [branch for branch in self._branches if branch.watched]
+        others = [branch for branch in self._branches if not branch.watched]
+        sections = [head]
+        if watched:
+            sections.append("decided by the inputs:\n" + _table(watched))
+        if others:
+            more = len(others) - _SHOWN
+            left = f"\n... and {more} more" if more > 0 else ""
+            sections.append(
+                "not guarded (decided by plain Python values, or not reached), so that only the "
+                "operations under them tell:\n"
+                f"{_table(others[:_SHOWN])}{left}"
+            )
+        if self.uneven:
+            sections.append("one side only in some iterations or modules:\n" + _table(self.uneven))
+        return "\n\n".join(sections)
+
+
+_SHOWN = 40
+
+
+def _table(branches: Sequence[BranchCoverage]) -> str:
+    rows = [
+        (branch.kind, shorten(branch.text, 60, placeholder=" ..."),
+         place_text(branch.file, branch.line), branch.seen)
+        for branch in branches
+    ]  # fmt: skip
+    return tabulate.tabulate(rows, ("branch", "source", "at", "seen"), disable_numparse=True)
+
+
+def coverage(tree: TraceTree) -> Coverage:
+    """Compare the branches that a tree's paths reached with the source that they ran."""
+    return _Survey(tree).result()
+
+
+class _Survey:
+    """Counts what was seen of each choice.
+
+    A condition that depended on an input left a guard: it is known exactly. Of others, only the
+    operations under them tell.
+    """
+
+    def __init__(self, tree: TraceTree) -> None:
+        self.exact: Counter[tuple[Choice, bool]] = Counter()
+        self.turns: dict[Choice, Turns] = defaultdict(lambda: defaultdict(Counter))
+        self.raised: Counter[Failure] = Counter(tree.failures)
+        self.by_place: dict[str, Counter[Span]] = {}
+        self.functions: dict[tuple[str, ast.AST], None] = {}
+        for program in sorted(tree.programs(), key=lambda program: program.serial):
+            for walk in walks_of(program):
+                self._count_decided(walk)
+                if not (walk.ends and walk.has_raised):
+                    self._count_places(walk)
+                elif walk.end is not None and walk.end.file:  # the run was not recorded as a whole
+                    self.raised[walk.end.text, walk.end.file, walk.end.line] += walk.hits
+
+    def result(self) -> Coverage:
+        found: list[BranchCoverage] = []
+        uneven: list[BranchCoverage] = []
+        total = 0
+        for file, function in self.functions:
+            for choice in choices_in(file, function):
+                branch = self._of(choice)
+                if choice.kind in ("and", "or") and not branch.watched:
+                    continue  # part of a condition that has a line of its own
+                total += 1
+                if branch.missing:
+                    found.append(branch)
+                elif any(len(+often) == 1 for often in self.turns[choice].values()):
+                    turns = turns_text(self.turns[choice], True)
+                    uneven += [replace(branch, turns=turns)] if turns else []
+        for branches in (found, uneven):
+            branches.sort(key=lambda branch: (branch.file, branch.line))
+        return Coverage(found, total, uneven)
+
+    def _of(self, choice: Choice) -> BranchCoverage:
+        true, false = self.exact[choice, True], self.exact[choice, False]
+        watched = bool(true or false)
+        if choice.kind == "assert" and not false:
+            false = self._raised_in(choice.file, (choice.span,), "AssertionError")
+        shown_false: int | None = false
+        if not watched or choice.is_partly_watched:
+            true = true or self._under(choice, choice.if_true)
+            if not false:
+                shown_false = self._under(choice, choice.if_false) if choice.if_false else None
+        return BranchCoverage(
+            choice.kind, choice.text, choice.file, choice.line, choice.function, true,
+            shown_false, watched,
+        )  # fmt: skip
+
+    def _under(self, choice: Choice, spans: tuple[Span, ...]) -> int:
+        """Return in how many calls something was recorded in some stretches of source."""
+        places = self.by_place.get(choice.file, Counter())
+        found = [hits for place, hits in places.items() if any(s.holds(place) for s in spans)]
+        return max(found, default=0) + self._raised_in(choice.file, spans)
+
+    def _raised_in(self, file: str, spans: tuple[Span, ...], only: str = "") -> int:
+        # Of a line that raised, not even the column is known.
+        return sum(
+            hits
+            for (name, path, line), hits in self.raised.items()
+            if path == file and any(s.line <= line <= s.end_line for s in spans)
+            if only in ("", name)
+        )
+
+    def _count_decided(self, walk: Walk) -> None:
+        for event in walk.passed:
+            if event.is_condition:
+                raw = bool(event.outcome) is not event.header.inverted
+                for choice, side in decided_by(event.place, raw):
+                    self.exact[choice, side] += walk.hits
+                    turn = event.module_path, event.iteration
+                    self.turns[choice][turn][side] += walk.hits
+
+    def _count_places(self, walk: Walk) -> None:
+        tape, (since, until) = walk.path.recording.tape, walk.positions
+        sites: dict[tuple[int, int], tuple[ModuleCall, Site]] = {}
+        for record in tape.ops[since:until]:
+            if record.site is not None:
+                sites[id(record.site), id(record.scope)] = record.scope, record.site
+        for guard in tape.guards:
+            if guard.site is not None and since <= guard.position <= until:
+                sites[id(guard.site), id(guard.scope)] = guard.scope, guard.site
+        for call in tape.calls:
+            if not since <= call.start <= until:
+                continue
+            if call.site is not None and call.parent is not None:
+                sites[id(call.site), id(call.parent)] = call.parent, call.site
+        places = {place for scope, site in sites.values() for place, _ in running_code(scope, site)}
+        for place in places:
+            if _is_standard(place.file):
+                continue
+            function = function_of(place)
+            if function is not None:
+                self.functions[place.file, function] = None
+        for file, span in {(place.file, place.span) for place in places}:
+            self.by_place.setdefault(file, Counter())[span] += walk.hits
+
+
+def _is_standard(file: str) -> bool:
+    return file.startswith(_STANDARD) and not file.startswith(_INSTALLED)

@@ -1,0 +1,417 @@
+"""StateGraph: what is known of a model as a networkx graph, with its loops and joins."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass, field
+from operator import getitem
+from typing import TYPE_CHECKING, Any
+
+import networkx as nx
+
+from bendtrace.errors import InputError
+from bendtrace.flow import _plain_json
+from bendtrace.history.sizes import counted, place_text
+from bendtrace.recording.names import NodeRef
+from bendtrace.recording.recorder import Recording
+from bendtrace.recording.tape import OpKind, Tape
+from bendtrace.replay.program import Program
+from bendtrace.replay.tree import TraceTree
+from bendtrace.view.outline.program import Chart, joined
+from bendtrace.view.outline.selection import selection, signature_of
+from bendtrace.view.outline.structure import value_text
+from bendtrace.view.outline.walks import End, Event, Walk, key_of_guard, walks_of
+
+if TYPE_CHECKING:
+    from bendtrace._trace import Trace
+    from bendtrace.view.drawing.picture import Format, Picture
+
+__all__ = ["StateGraph", "state_graph"]
+
+EdgeName = tuple[str, str, str]
+
+
+class StateGraph(nx.MultiDiGraph):  # type: ignore[type-arg]  # not generic when running
+    """What is known of a model, as a networkx multigraph: states, and the segments between them.
+
+    A node is a state: a question that the model's Python has asked about a value, and all that it
+    held when it asked. An edge is a segment: the operations that follow an answer, up to the next
+    question. Ways that come to one state join in it, and a `while` is a cycle. It shows the moment
+    at which it was made; names and attributes are plain values, so that it can be pickled, and
+    written as JSON or GraphML.
+
+    Nodes are called `program 1`, `1.1`, `1.2`, ... and carry
+
+    - `kind`: "start" for a program, that of the flow step for a question ("if", "while", "for",
+      "value", ...), and "return", "raise" or "live" for an end;
+    - `text`, the source text; `at`, its place ("file:line"); `hits`, how often calls reached it;
+      and `program`, the number of the program, as in `BendedModule.tree`;
+    - a start also `selected_by`, what is so for these inputs and not for those of other programs,
+      and `joins`, whether paths join in it. Where they do not, each question has the nodes
+      of a tree, one for each path to it;
+    - a question also `module_path`; `answers`, how many answers of it are known; `never`, the sides
+      of a condition that no call took; `when`: "data" if the value is asked for in the run, "input"
+      or "implied" if the inputs decide before; and `known_by`: "state", or "path" where nobody
+      has read the state, so that the node stands for a position on a path.
+
+    Edges have the answer as their key, and carry
+
+    - `answer`, a plain value, and `outcome`, how it reads; the edge out of a start has none;
+    - `hits`, how many times calls went along it;
+    - `ops`, the number of operations in it; `trace`, the recorded run that it is known from, as a
+      position in `traces`; and `first` and `stop`, the range of `Trace.ops` that it stands for.
+
+    Counts are of calls that came to an end. Of a call that raised after an answer that was new,
+    how it came to the question counts only where there is one way to it.
+
+    Attributes:
+        traces: the recorded runs. A copy has none.
+
+    Example:
+        >>> import torch, bendtrace as bt
+        >>> def model(x):
+        ...     for scale in (1.0, 2.0):
+        ...         x = x.relu() if x.sum() > 0 else x - scale
+        ...     return x
+        >>> bended = bt.BendedModule(model)
+        >>> for value in (1.0, -1.0, 1.5, 2.0):
+        ...     _ = bended(torch.tensor([value]))
+        >>> graph = bended.graph
+        >>> graph
+        <StateGraph: 1 program, 2 states, 5 segments>
+        >>> graph.nodes["1.1"]["text"], graph.nodes["1.1"]["hits"], graph.nodes["1.1"]["answers"]
+        ('... if x.sum() > 0 else ...', 4, 2)
+        >>> list(graph.edges("1.1", keys=True, data="hits"))
+        [('1.1', '1.2', 'True', 3), ('1.1', '1.2', 'False', 1)]
+        >>> graph.operations(("1.1", "1.2", "False"))
+        [%sub, %sum_1, %gt_1, %bool_1]
+    """
+
+    traces: tuple[Trace, ...] = ()
+
+    def operations(self, edge: EdgeName) -> list[NodeRef]:
+        """Return what is carried out along an edge, by the names of the nodes in its trace.
+
+        Args:
+            edge: where it comes from, where it goes to, and its key.
+
+        Returns:
+            Nodes of the mirror, `graph.traces[...].graph`, of the run that the edge is known from.
+
+        Raises:
+            InputError: there is no such edge, or this is a copy, which has no traces.
+        """
+        if not self.has_edge(*edge):
+            raise InputError(f"there is no edge {edge!r}: edges(keys=True) lists them")
+        data = self.edges[edge]
+        if not self.traces:
+            raise InputError("a copy of the graph has no traces: ask BendedModule.graph itself")
+        trace = self.traces[data["trace"]]
+        done = _done(trace.recording.tape, data["first"], data["stop"])
+        return [NodeRef(trace.names[index]) for index in done]
+
+    def draw(
+        self, path: str | os.PathLike[str] | None = None, format: Format | None = None
+    ) -> Picture:
+        """Draw it as a flow chart, one program below the other.
+
+        Args:
+            path: where to save the picture; the ending says as what: .svg, .png, .pdf, .html or
+                .dot.
+            format: as what to save it, if the ending does not say.
+
+        Raises:
+            InputError: as for `Picture.save`. Nothing is written then.
+
+        Example:
+            >>> import torch, bendtrace as bt
+            >>> bended = bt.BendedModule(lambda x: x + 1 if x.sum() > 0 else x - 1)
+            >>> _ = bended(torch.ones(2))
+            >>> bended.graph.draw().svg[:4]
+            '<svg'
+        """
+        chart = Chart(repr(self)[1:-1])
+        for name, data in self.nodes(data=True):
+            if data["kind"] == "start":
+                facts = data["selected_by"].split("; ") if data["selected_by"] else ()
+                chart.begin(name, data["text"], counted(data["hits"], "run"), facts)
+            else:
+                chart.add(
+                    name, data["kind"], data["text"], [joined(f"{data['hits']}x", data["at"])]
+                )
+        for source, target, data in self.edges(data=True):
+            chart.link(source, target, data["outcome"], data["hits"])
+        return chart.picture().saved_to(path, format)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {k: v for k, v in vars(self).items() if k != "traces"}
+
+    def __repr__(self) -> str:
+        kinds = [str(data["kind"]) for _, data in self.nodes(data=True)]
+        starts, ends = kinds.count("start"), sum(kind in _ENDS for kind in kinds)
+        counts = (
+            counted(starts, "program"),
+            counted(len(kinds) - starts - ends, "state"),
+            counted(self.number_of_edges(), "segment"),
+        )
+        return f"<StateGraph: {', '.join(counts)}>"
+
+    def __str__(self) -> str:
+        lines = []
+        for name, data in self.nodes(data=True):
+            at = f" at {data['at']}" if data["at"] else ""
+            inside = f" in {data['module_path']}" if data.get("module_path") else ""
+            head = "" if data["kind"] == "start" else f"{name}  "
+            lines.append(f"{head}{data['text']}{at}{inside}, {data['hits']}x")
+            for _, target, edge in self.out_edges(name, data=True):
+                by = f"{edge['outcome']} " if edge["outcome"] else ""
+                lines.append(f"    {by}{edge['hits']}x -> {target} ({counted(edge['ops'], 'op')})")
+        return "\n".join(lines)
+
+
+_ENDS = ("return", "raise", "live")
+
+
+def state_graph(tree: TraceTree, trace_of: Callable[[Recording, Program], Trace]) -> StateGraph:
+    """Return what is known of a model as a graph.
+
+    Args:
+        tree: the programs.
+        trace_of: returns a recorded run as people see it.
+    """
+    graph = StateGraph()
+    programs = sorted(tree.programs(), key=lambda program: program.serial)
+    traces: dict[Recording, tuple[int, Trace]] = {}
+    for number, (program, facts) in enumerate(zip(programs, selection(programs), strict=True), 1):
+        known = _Known(program)
+        for recording in known.recordings():
+            traces.setdefault(recording, (len(traces), trace_of(recording, program)))
+        known.add_to(graph, number, facts, {run: place for run, (place, _) in traces.items()})
+    graph.traces = tuple(trace for _, trace in traces.values())
+    return graph
+
+
+@dataclass(eq=False)
+class _Segment:
+    """An edge: an answer, and what is known to follow it."""
+
+    answer: Any
+    outcome: str
+    target: _Place
+    recording: Recording
+    first: int
+    stop: int
+    hits: int = 0
+
+
+@dataclass(eq=False)
+class _Place:
+    """A node: the start, a state, a position on a path, or an end."""
+
+    event: Event | None = None
+    end: End | None = None
+    key: bytes | None = None
+    out: dict[Hashable, _Segment] = field(default_factory=dict)
+
+    def sorted(self) -> list[_Segment]:
+        """Return what leads on from it: of a condition True first, else what was taken most."""
+        if self.event is not None and self.event.is_condition:
+            return sorted(self.out.values(), key=lambda segment: not segment.answer)
+        return sorted(self.out.values(), key=lambda segment: -segment.hits)
+
+
+class _Known:
+    """The states of one program, and the segments between them.
+
+    A state is known by its key. Where a run has not read it, it is known by the state before, and
+    the answer that led on; or else it is no more than a position on a path.
+    """
+
+    def __init__(self, program: Program) -> None:
+        self.start = _Place()
+        self._program = program
+        self._states = {}
+        if program.graph is not None:
+            for node in program.graph.nodes():
+                key = node.piece.recording.tape.states[node.number].key
+                self._states[key] = node
+        self._places: dict[Hashable, _Place] = {}
+        self._current = {id(path.recording) for path in program.paths()}
+        for walk in walks_of(program):
+            self._follow(walk)
+
+    def recordings(self) -> Iterator[Recording]:
+        """Yield the runs that the segments are known from."""
+        for place in self._places_in_order():
+            for segment in place.sorted():
+                yield segment.recording
+
+    def _places_in_order(self) -> list[_Place]:
+        """Return the places such that each comes after all that lead to it, but for loops."""
+        flow: nx.DiGraph[_Place] = nx.DiGraph()
+        flow.add_nodes_from((self.start, *self._places.values()))
+        for place in list(flow):
+            flow.add_edges_from((place, lead.target) for lead in reversed(place.sorted()))
+        done = list(nx.dfs_postorder_nodes(flow, self.start))
+        others = dict.fromkeys(self._places.values())  # of which some call is known no more
+        return list(dict.fromkeys([*done[::-1], *others]))
+
+    def _follow(self, walk: Walk) -> None:
+        """Add what a walk tells of."""
+        recording, events, ends = walk.path.recording, walk.events, walk.leads_to_end
+        if walk.end is not None and walk.end.kind == "live":
+            # Of what follows, there is one run, and others may have done something else.
+            events = [] if walk.end_under is None else events[: walk.end_under + 1]
+        first, stop = walk.first, min(walk.stop, len(events))
+        if 0 < first <= len(events):
+            first = _question(events, first - 1) + 1
+        stop = _question(events, stop)
+        place, before, answer, position = self.start, None, None, 0
+        for number, event in enumerate(events[: stop + 1]):
+            if event.number is None:  # a `while` as a whole, which asks nothing itself
+                continue
+            after = self._place_of(recording, event, place, before, answer)
+            here = event.position + (event.number < 0)
+            if first <= number:
+                self._add(walk, place, before, answer, after, position, here)
+            place, before, position = after, event, here
+            answer = _answer_of(recording.tape, event)
+        if ends and walk.end is not None:
+            known = (walk.end.kind, walk.end.text, walk.end.file, walk.end.line)
+            after = self._places.setdefault(known, _Place(end=End(*known)))
+            self._add(walk, place, before, answer, after, position, walk.positions[1])
+
+    def _add(
+        self, walk: Walk, place: _Place, before: Event | None, answer: Any, after: _Place,
+        first: int, stop: int,
+    ) -> None:  # fmt: skip
+        recording, by = walk.path.recording, f"{type(answer).__name__} {answer!r}"
+        segment = place.out.get((by, after))
+        if segment is None or id(segment.recording) not in self._current:
+            hits = 0 if segment is None else segment.hits
+            outcome = "" if before is None else value_text(answer)
+            segment = _Segment(answer, outcome, after, recording, first, max(first, stop), hits)
+            place.out[by, after] = segment
+        segment.hits += walk.hits
+
+    def _place_of(
+        self, recording: Recording, event: Event, place: _Place, before: Event | None, answer: Any
+    ) -> _Place:
+        """Return where a run was when it asked a question."""
+        key = self._key_of(recording, event, place, before)
+        known: Hashable = key
+        if key is None:
+            known = place, f"{type(answer).__name__} {answer!r}", event.key
+        found = self._places.get(known)
+        if found is None:
+            found = self._places[known] = _Place(event, key=key)
+        return found
+
+    def _key_of(
+        self, recording: Recording, event: Event, place: _Place, before: Event | None
+    ) -> bytes | None:
+        """Return the key of the state in which a run was, also where the run has not read it."""
+        tape, number, graph = recording.tape, event.number, self._program.graph
+        if graph is None or number is None or number < 0:
+            return None
+        if number in tape.states:
+            return tape.states[number].key
+        if before is None:
+            piece, ahead = graph.first, number
+        else:
+            node = None if place.key is None else self._states.get(place.key)
+            if node is None or before.number is None:
+                return None
+            exit = node.after(tape.guards[before.number].answer)
+            if exit is None:
+                return None
+            piece, ahead = exit.piece, exit.number + number - before.number
+        other = piece.recording.tape
+        if ahead not in other.states:
+            return None
+        is_same = key_of_guard(other.guards[ahead]) == key_of_guard(tape.guards[number])
+        return other.states[ahead].key if is_same else None
+
+    def add_to(
+        self, graph: StateGraph, number: int, facts: list[str], traces: dict[Recording, int]
+    ) -> None:
+        """Add the nodes and edges to a graph."""
+        places = self._places_in_order()
+        names = {place: f"{number}.{i}" for i, place in enumerate(places)}
+        names[self.start] = f"program {number}"
+        into: dict[_Place, int] = {}
+        for place in places:
+            for segment in place.out.values():
+                into[segment.target] = into.get(segment.target, 0) + segment.hits
+        for place in places:
+            hits = sum(segment.hits for segment in place.out.values()) or into.get(place, 0)
+            graph.add_node(names[place], **self._data(place, number, facts), hits=hits)
+        for place in places:
+            for segment in place.sorted():
+                self._add_edge(graph, names, place, segment, traces)
+
+    def _data(self, place: _Place, number: int, facts: list[str]) -> dict[str, Any]:
+        event, end = place.event, place.end
+        data: dict[str, Any] = {"kind": "start", "text": "", "at": "", "program": number}
+        if end is not None:
+            return {**data, "kind": end.kind, "text": end.text, "at": end.where}
+        if event is None:
+            text = f"program {number}: {signature_of(self._program)}"
+            joins = self._program.graph is not None
+            return {**data, "text": text, "selected_by": "; ".join(facts), "joins": joins}
+        answers = {segment.answer for segment in place.out.values()}
+        never = [side for side in (True, False) if event.is_condition and side not in answers]
+        return {
+            **data,
+            "kind": event.kind,
+            "text": event.header.text,
+            "at": place_text(event.place.file, event.place.line),
+            "module_path": event.module_path,
+            "answers": len(answers),
+            "never": ", ".join(map(str, never)),
+            "when": "" if event.when is None else event.when.value,
+            "known_by": "path" if place.key is None else "state",
+        }
+
+    @staticmethod
+    def _add_edge(
+        graph: StateGraph, names: dict[_Place, str], place: _Place, segment: _Segment,
+        traces: dict[Recording, int],
+    ) -> None:  # fmt: skip
+        source, target = names[place], names[segment.target]
+        key, more = segment.outcome, 1
+        while graph.has_edge(source, target, key):  # texts of values are cut short
+            more += 1
+            key = f"{segment.outcome} ({more})"
+        tape = segment.recording.tape
+        data: dict[str, Any] = (
+            {} if place.event is None else {"answer": _plain_json(segment.answer)}
+        )
+        data |= {"outcome": segment.outcome, "hits": segment.hits}
+        data["ops"] = len(_done(tape, segment.first, segment.stop))
+        data |= {"trace": traces[segment.recording], "first": segment.first, "stop": segment.stop}
+        graph.add_edge(source, target, key, **data)
+
+
+def _question(events: list[Event], number: int) -> int:
+    """Return the first event, from one on, that asks something."""
+    while number < len(events) and events[number].number is None:
+        number += 1
+    return number
+
+
+def _answer_of(tape: Tape, event: Event) -> Any:
+    """Return the answer that an event stands for; of a loop over things, how many there were."""
+    if event.is_loop and event.number is not None:
+        return tape.guards[event.number].answer
+    return event.outcome
+
+
+def _done(tape: Tape, first: int, stop: int) -> list[int]:
+    """Return the operations in a range: not arguments, state, or elements of results."""
+    return [
+        op.index
+        for op in tape.ops[first:stop]
+        if op.kind is OpKind.CALL or (op.kind is OpKind.SCALAR and op.target is not getitem)
+    ]

@@ -1,0 +1,366 @@
+"""Outline: the trace tree of a model as people meet it, folded into its source."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter, defaultdict
+from collections.abc import Hashable, Iterable, Mapping
+from functools import cached_property
+from typing import Any
+
+from bendtrace._later import networkx as nx
+from bendtrace.history.sizes import counted, place_text
+from bendtrace.recording.recorder import Recording
+from bendtrace.replay.tree import TraceTree
+from bendtrace.view.drawing.canvas import cut
+from bendtrace.view.drawing.paint import figure, paint
+from bendtrace.view.drawing.picture import Format, Picture
+from bendtrace.view.drawing.scene import Edge, Node, Scene
+from bendtrace.view.outline.selection import differing, selection, signature_of
+from bendtrace.view.outline.structure import (
+    Branch,
+    Flow,
+    ProgramOutline,
+    Step,
+    end_text,
+    programs_as_text,
+    summary,
+    title,
+    value_text,
+)
+from bendtrace.view.outline.walks import End, Event, PathEvents, Walk, keys_asked, walks_of
+
+__all__ = ["Chart", "Outline", "joined", "most_divergent"]
+
+
+def fold(tree: TraceTree) -> list[ProgramOutline]:
+    """Fold each program of a tree, in the order in which they were traced."""
+    programs = sorted(tree.programs(), key=lambda program: program.serial)
+    selected = selection(programs)
+    outlines = []
+    for number, (program, facts) in enumerate(zip(programs, selected, strict=True), 1):
+        flow, steps, runs = Flow(), Counter[Step](), 0
+        for walk in walks_of(program):
+            _add(flow, walk, steps)
+            runs += walk.hits if walk.ends and not walk.has_raised else 0
+        inputs, traces = signature_of(program), len(program.recordings())
+        outlines.append(ProgramOutline(number, inputs, facts, traces, runs, flow, steps))
+    return outlines
+
+
+def _add(flow: Flow, walk: Walk, steps: Counter[Step]) -> None:
+    flows: list[Flow] = []
+    before: Branch | None = None
+    by = ""
+    for number, event in enumerate(walk.events):
+        inside = flow if event.under is None else flows[event.under]
+        branch = _branch(inside, event)
+        branch.modules[event.module_path] = None
+        branch.when.add(event.when)
+        taken = branch.side(event.outcome)
+        if walk.begin <= number < walk.stop:
+            taken.hits += walk.hits
+            if event.is_condition:
+                branch.turns[event.module_path, event.iteration][event.outcome] += walk.hits
+        if walk.first <= number <= walk.stop:
+            steps[before, by, branch] += walk.hits
+        if event.iterations is not None or walk.is_part:
+            _count_rounds(branch, walk, number)
+        flows.append(taken.flow)
+        before, by = branch, "" if event.is_loop else value_text(taken.value)
+    if walk.end is None or not (walk.ends or walk.leads_to_end):
+        return
+    inside = flow if walk.end_under is None else flows[walk.end_under]
+    end = walk.end
+    key = (end.kind, end.text, end.file, end.line)
+    reached = inside.ends.setdefault(key, End(*key))
+    reached.hits += walk.hits if walk.ends else 0
+    if walk.leads_to_end:
+        steps[before, by, reached] += walk.hits
+
+
+def _count_rounds(branch: Branch, walk: Walk, number: int) -> None:
+    """Count how often a loop was entered, and its body begun."""
+    event, hits = walk.events[number], walk.hits
+    # Calls that come to one state are in the same round of a `for`: the last part of the way tells.
+    tells = walk.begin <= walk.path.last_under(number) < walk.stop
+    if event.iterations is not None and (not walk.is_part or (event.is_loop and tells)):
+        branch.entered += hits
+        branch.rounds += hits * event.iterations
+        branch.most = max(branch.most, event.iterations)
+        branch.least = min(branch.least, event.iterations)
+    elif walk.is_part and event.kind == "while":
+        branch.is_joined = True
+        if event.iterations is not None and walk.first <= number <= walk.stop:
+            branch.entered += hits
+        if event.outcome and walk.begin <= number < walk.stop:
+            branch.rounds += hits
+
+
+def _branch(flow: Flow, event: Event) -> Branch:
+    """Return the branch of an event; in code that calls itself, that of the outermost call."""
+    owner = flow.owner
+    while owner is not None:
+        if owner.key == event.key:
+            return owner
+        owner = owner.inside.owner if owner.inside is not None else None
+    branch = flow.branches.get(event.key)
+    if branch is None:
+        branch = flow.branches[event.key] = Branch(
+            event.key, flow, event.order, event.kind, event.header.text, event.place,
+            is_condition=event.is_condition, is_loop=event.is_loop,
+        )  # fmt: skip
+    return branch
+
+
+def most_divergent(tree: TraceTree) -> str | None:
+    """Say what most of a tree's paths branch off at."""
+    counts: dict[str, int] = {}
+    paths = 0
+    programs = list(tree.programs())
+    for program in programs:
+        paths += len(program.recordings())
+        for stretch, _ in program.stretches():
+            if not stretch.sides:
+                continue
+            path = PathEvents(stretch.recording, frozenset(keys_asked(stretch)))
+            events = {event.number: event for event in path.events}
+            for number, sides in stretch.sides.items():
+                where = _described(stretch.recording, number, events.get(number))
+                known = sum(side.target is not None or side.live is not None for side in sides)
+                counts[where] = counts.get(where, 0) + known
+    label, values = differing(programs)
+    if values > 1:
+        counts[label] = values - 1
+    if not counts:
+        return None
+    worst = max(counts, key=lambda where: counts[where])
+    return f"{worst} ({counts[worst]} of {paths} paths)"
+
+
+def _described(recording: Recording, number: int, event: Event | None) -> str:
+    if event is not None:
+        return f"`{event.header.text}` at {event.place}"
+    tape = recording.tape
+    site = tape.guards[number].site if number >= 0 else tape.ops[~number].site
+    what = "a value" if number >= 0 else "an operation that can raise"
+    return what if site is None else f"{what}, `{site.place.text}` at {site.place}"
+
+
+_WIDEST = 64  # letters of a line
+_FACTS = 4
+_OUTCOMES = 6  # of a branch that start side by side
+_KINDS = {"start": "input", "return": "output", "live": "live", "raise": "raise"}
+
+
+class Chart:
+    """Flow charts of programs, one below the other.
+
+    Args:
+        title: the first line of the picture.
+        note: what is written below it.
+    """
+
+    def __init__(self, title: str, note: str = "") -> None:
+        self._scene = Scene(Node("root", "root", "", children=[]), [], title, note, {})
+        self._nodes: dict[Hashable, Node] = {}
+        self._hits: Counter[tuple[Node, Node, str]] = Counter()
+
+    def begin(self, key: Hashable, title: str, counts: str, facts: Iterable[str]) -> None:
+        """Begin the chart of another program.
+
+        Args:
+            key: what its start is called in `link`.
+            title: which program it is, and, after a colon, its inputs.
+            counts: how often it ran.
+            facts: what selects it.
+        """
+        name, _, inputs = title.partition(": ")
+        box = Node(f"b{len(self._nodes)}", "module", name, [cut(inputs, 2 * _WIDEST)], title)
+        box.children = []
+        assert self._scene.root.children is not None
+        self._scene.root.children.append(box)
+        lines = [f"where {fact}" for fact in facts][:_FACTS]
+        self.add(key, "start", counts, lines)
+
+    def add(self, key: Hashable, kind: str, text: str, lines: Iterable[str]) -> None:
+        """Add a node to the program that was begun last."""
+        programs = self._scene.root.children
+        assert programs
+        lines = [cut(line, _WIDEST) for line in lines if line]
+        tooltip = "\n".join([text, *lines])
+        node = Node(f"n{len(self._nodes)}", _KINDS.get(kind, "decision"), text, lines, tooltip)
+        self._nodes[key] = node
+        assert programs[-1].children is not None
+        programs[-1].children.append(node)
+
+    def link(self, source: Hashable, target: Hashable, outcome: str, hits: int) -> None:
+        """Lead from one node to another, by an outcome that calls left it by so often."""
+        self._hits[self._nodes[source], self._nodes[target], outcome] += hits
+
+    def picture(self) -> Picture:
+        """Return the picture."""
+        outcomes: dict[Node, Counter[str]] = defaultdict(Counter)
+        for (source, _, outcome), hits in self._hits.items():
+            outcomes[source][outcome] += hits
+        texts: dict[tuple[Node, Node, str], list[str]] = defaultdict(list)
+        for (source, target, outcome), hits in self._hits.items():
+            port = outcome
+            if len(outcomes[source]) <= _OUTCOMES:  # what starts together stands under one text
+                hits = outcomes[source][outcome]
+            else:  # too many to start side by side: those that lead to one node share a line
+                port = f"to {target.key}"
+            texts[source, target, port].append(f"{outcome} {hits}x".strip())
+        self._scene.edges = [
+            Edge(source, target, [], ", ".join(found), port=port)
+            for (source, target, port), found in texts.items()
+        ]
+        return Picture(paint(figure(self._scene)), self._scene)
+
+
+def joined(*texts: str) -> str:
+    """Return facts on one line."""
+    return " \N{MIDDLE DOT} ".join(text for text in texts if text)
+
+
+class Outline:
+    """The paths of a model, folded into its source: prints as a program.
+
+    It shows the moment at which it was made. Each program stands for the calls whose input
+    guards agree; in it, branches have the source's text, nesting and order however many
+    iterations, modules or paths they were reached in.
+
+    Attributes:
+        name: what the model is called.
+        programs: what was folded, in the order in which it was first traced.
+        stats: how the calls were served, by name.
+        forgotten: how many paths were given up because of `max_traces`.
+        failures: exceptions that calls ended with that no program stands for: (type, file, line).
+    """
+
+    def __init__(self, tree: TraceTree, name: str, stats: Mapping[str, int]) -> None:
+        self.name = name
+        self.stats = dict(stats)
+        self.forgotten = tree.forgotten
+        self.failures = Counter(tree.failures)
+        self.programs: list[ProgramOutline] = fold(tree)
+
+    def __len__(self) -> int:
+        return len(self.programs)
+
+    def __getitem__(self, index: int) -> ProgramOutline:
+        return self.programs[index]
+
+    @cached_property
+    def headline(self) -> str:
+        """What there is, and how calls were served, in one line."""
+        traces = sum(program.traces for program in self.programs)
+        parts = [counted(len(self.programs), "program"), counted(traces, "trace")]
+        if self.forgotten:
+            parts[-1] += f" ({self.forgotten} more forgotten)"
+        calls = {name: number for name, number in self.stats.items() if name != "traces"}
+        served = ", ".join(f"{name} {number}" for name, number in calls.items() if number)
+        return f"{self.name}: {', '.join(parts)}" + (f"; {served}" if served else "")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all of it as plain values, ready for JSON."""
+        return {
+            "model": self.name,
+            "stats": dict(self.stats),
+            "forgotten": self.forgotten,
+            "failures": [
+                {"error": name, "file": file, "line": line, "hits": hits}
+                for (name, file, line), hits in self.failures.items()
+            ],
+            "programs": [program.to_dict() for program in self.programs],
+        }
+
+    def to_json(self, **options: Any) -> str:
+        """Return all of it as JSON.
+
+        Args:
+            **options: passed on to `json.dumps`.
+        """
+        return json.dumps(self.to_dict(), **options)
+
+    def to_networkx(self) -> nx.DiGraph[str]:
+        """Return the branches as a graph: an edge leads to where some run went next.
+
+        Nodes are called `program 1`, `1.1`, `1.2`, ... in the order in which they print. They
+        carry `kind` ("program", "return", "live", "raise", or that of the branch), `text`, `at`
+        ("file:line") and `hits`; branches also `modules` and `never`, the sides that no run took.
+        Edges carry `hits` and `outcomes`, the sides by which they were gone. What was rolled up
+        is in a cycle.
+        """
+        graph: nx.DiGraph[str] = nx.DiGraph()
+        for program in self.programs:
+            start = f"program {program.number}"
+            chosen = "; ".join(program.selected_by)
+            graph.add_node(start, kind="program", text=title(program), at="", hits=program.runs,
+                           selected_by=chosen)  # fmt: skip
+            names: dict[Branch | End | None, str] = {None: start}
+            for number, item in enumerate(program.flow.walk(), 1):
+                name = names[item] = f"{program.number}.{number}"
+                graph.add_node(name, kind=item.kind, text=item.text, at=item.where)
+                if isinstance(item, End):
+                    graph.nodes[name]["hits"] = item.hits
+                else:
+                    never, modules = ", ".join(map(str, item.never)), ", ".join(item.modules)
+                    graph.nodes[name].update(hits=item.total, never=never, modules=modules)
+            for (before, by, after), hits in program.steps.items():
+                edge = graph.get_edge_data(names[before], names[after], {"hits": 0, "outcomes": ""})
+                known = [text for text in (edge["outcomes"], by) if text]
+                graph.add_edge(names[before], names[after], hits=edge["hits"] + hits,
+                               outcomes=", ".join(known))  # fmt: skip
+        return graph
+
+    def draw(
+        self, path: str | os.PathLike[str] | None = None, *, format: Format | None = None
+    ) -> Picture:
+        """Draw all known paths in one picture, with how often each side was taken.
+
+        Args:
+            path: where to save it; the ending says as what: .svg, .png, .pdf or .html.
+            format: as what to save it, if the ending does not say.
+
+        Raises:
+            InputError: for unknown endings; nothing is written then.
+        """
+        head, _, note = self.headline.partition("; ")
+        chart = Chart(head, note)
+        for program in self.programs:
+            runs = f"{counted(program.traces, 'trace')}, {counted(program.runs, 'run')}"
+            chart.begin(program, title(program), runs, program.selected_by)
+            for item in program.flow.walk():
+                if isinstance(item, End):
+                    line = joined(counted(item.hits, "run"), item.where)
+                    chart.add(item, item.kind, end_text(item), [line])
+                else:
+                    chart.add(item, item.kind, item.text, [joined(summary(item), item.where)])
+            for (before, outcome, after), hits in program.steps.items():
+                chart.link(before or program, after, outcome, hits)
+        return chart.picture().saved_to(path, format)
+
+    def to_svg(self) -> str:
+        """Return a picture of the programs, as flow charts, in SVG."""
+        return self.draw().svg
+
+    def _repr_svg_(self) -> str:
+        return self.to_svg()
+
+    def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
+        return {"text/plain": str(self), "image/svg+xml": self.to_svg()}
+
+    def __repr__(self) -> str:
+        return str(self)
+
+    def __str__(self) -> str:
+        sections = [self.headline, *programs_as_text(self.programs)]
+        if self.failures:
+            lines = ["raised before anything was recorded"]
+            for (name, file, line), hits in self.failures.items():
+                where = f" at {place_text(file, line)}" if file else ""
+                lines.append(f"    {name}{where}: {counted(hits, 'run')}")
+            sections.append("\n".join(lines))
+        return "\n\n".join(sections)

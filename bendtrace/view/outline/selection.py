@@ -1,0 +1,192 @@
+"""What selects a program: how its arguments, flags and state differ from the others'."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from bendtrace.flow import steps_of
+from bendtrace.history.sizes import counted
+from bendtrace.recording.iterations import user_code
+from bendtrace.recording.parts import Access, Part, PartKind
+from bendtrace.recording.tape import OpKind, TensorMeta
+from bendtrace.replay.ambience import Ambience
+from bendtrace.replay.analysis import GuardKind
+from bendtrace.replay.program import Program
+
+__all__ = ["differing", "selection", "signature_of"]
+
+Facts = dict[str, str]
+
+
+def signature_of(program: Program) -> str:
+    """Say what the program was first called with: `x: float32[5, 4], n: 3`."""
+    metas = {op.target: op.meta for op in program.recording.tape.ops if op.kind is OpKind.INPUT}
+    parts = [part for part in program.recording.surroundings.parts if part.is_argument]
+    shown = []
+    for part in parts:
+        if part.kind is PartKind.TENSOR:
+            meta = metas.get(part)
+            if isinstance(meta, TensorMeta):
+                text = f"{_plain(meta.dtype)}{list(meta.shape)}"
+            else:
+                text = f"{_plain(part.size.dtype)}, {part.size.rank} dimensions"
+            shown.append(f"{part.label}: {text}")
+        elif part.parent is None and part.kind in (PartKind.PLAIN, PartKind.NUMBER):
+            value = metas.get(part) if part.kind is PartKind.NUMBER else part.value
+            shown.append(f"{part.label}: {_short(value)}")
+    if len(shown) > _SHOWN:
+        shown[_SHOWN:] = [f"and {len(shown) - _SHOWN} more"]
+    return ", ".join(shown) or "no arguments"
+
+
+_SHOWN = 8
+
+
+def selection(programs: Sequence[Program]) -> list[list[str]]:
+    """Say for each program what is not so in all of them, the most telling first."""
+    facts = [_facts_of(program) for program in programs]
+    different = set(_distinct(facts))
+    return [
+        list(_grouped({label: text for label, text in own.items() if label in different}))
+        for own in facts
+    ]
+
+
+def differing(programs: Sequence[Program]) -> tuple[str, int]:
+    """Say what has the most values among the programs, and how many."""
+    distinct = _distinct([_facts_of(program) for program in programs])
+    label, values = max(distinct.items(), key=lambda item: item[1], default=("", 0))
+    label, _, aspect = label.partition("#")
+    return (f"{_ASPECTS[aspect]} of `{label}`" if aspect else f"`{label}`", values or 1)
+
+
+_ASPECTS = {
+    "rank": "the number of dimensions", "dtype": "the dtype", "device": "the device",
+    "layout": "the layout", "grad": "requires_grad",
+}  # fmt: skip
+
+
+def _distinct(facts: Sequence[Facts]) -> dict[str, int]:
+    """Return the labels that are not the same everywhere, with the number of their values."""
+    labels = dict.fromkeys(label for own in facts for label in own)
+    # A program that does not ask for something differs for other reasons.
+    values = {label: {own[label] for own in facts if label in own} for label in labels}
+    return {label: len(found) for label, found in values.items() if len(found) > 1}
+
+
+def _grouped(facts: Facts) -> Iterator[str]:
+    """Say the same of many modules' attributes once: `self.training = True (and 12 more)`."""
+    alike: Counter[tuple[str, str]] = Counter()
+    for label, text in facts.items():
+        alike[_attribute(label), text] += 1
+    for label, text in facts.items():
+        count = alike.pop((_attribute(label), text), 0)
+        if count:
+            more = f" (and {count - 1} more like it)" if count > 1 else ""
+            yield f"{_said(label, text)}{more}"
+
+
+def _said(label: str, text: str) -> str:
+    return f"{label.partition('#')[0]} {text}"
+
+
+def _attribute(label: str) -> str:
+    return "." + label.rpartition(".")[2] if label.startswith("self.") else label
+
+
+def _facts_of(program: Program) -> Facts:
+    facts: Facts = {}
+    parts = program.recording.surroundings.parts
+    names = [part.label for part in parts if part.access is Access.ROOT]
+    facts["the arguments given"] = f"are {', '.join(names) or 'none'}"
+    state: Facts = {}
+    for part in parts:
+        told = facts if part.is_argument else state
+        if part.kind is PartKind.TENSOR:
+            if part.is_argument or part in program.analysis.typed_state:
+                told.update(_facts_of_tensor(part))
+        elif (text := _fact(part)) is not None:
+            told[part.label] = text
+    facts.update(_conditions(program))
+    facts.update(_facts_of_ambience(program.ambience))
+    return facts | state
+
+
+def _facts_of_ambience(ambience: Ambience) -> Facts:
+    context = ambience.context
+    used = [f"{cast.device_type} {_plain(cast.dtype)}" for cast in context.autocast if cast.enabled]
+    facts = {
+        "grad mode": f"is {'on' if context.grad else 'off'}",
+        "inference mode": f"is {'on' if context.inference else 'off'}",
+        "autocast": f"is {', '.join(used) or 'off'}",
+    }
+    for name, value in ambience._asdict().items():
+        if name != "context":
+            facts[_AMBIENCE.get(name, name)] = f"is {_short(value)}"
+    return facts
+
+
+_AMBIENCE = {
+    "dtype": "the default dtype",
+    "modes": "the stack of function modes",
+    "hooked": "whether there are global module hooks",
+    "fast_attention": "torch.backends.mha's fast path",
+    "flags": "(determinism, precision, mkldnn, anomaly detection, threads)",
+}
+
+
+def _facts_of_tensor(part: Part) -> Facts:
+    facts, label = part.size, part.label
+    told = {
+        f"{label}#rank": f"has {counted(facts.rank, 'dimension')}",
+        f"{label}#dtype": f"is {_plain(facts.dtype)}",
+    }
+    told[f"{label}#device"] = f"is on {facts.device}"
+    told[f"{label}#layout"] = f"is {_plain(facts.layout)}"
+    told[f"{label}#grad"] = "requires grad" if facts.requires_grad else "does not require grad"
+    return told
+
+
+def _fact(part: Part) -> str | None:
+    kind = part.kind
+    if kind is PartKind.PLAIN:
+        return f"is {_short(part.value)}"
+    if kind in (PartKind.LIST, PartKind.TUPLE):
+        return f"is a {part.type.__name__} of {part.size}"
+    if kind is PartKind.DICT and part.access is not Access.FIXED:
+        return f"has the keys {_short(tuple(map(str, part.size)))}"
+    if kind in (PartKind.SET, PartKind.LARGE, PartKind.ARRAY):
+        return f"is {_short(part.value)}"
+    if kind is PartKind.ALIAS:
+        return f"is {part.value.label}"
+    if kind in (PartKind.NUMBER, PartKind.OBJECT):
+        return f"is a {part.type.__name__}"
+    if kind in (PartKind.MODULE, PartKind.IDENTITY) and part.access is not Access.FIXED:
+        return f"is the {part.type.__name__} at {id(part.value):#x}"
+    return None
+
+
+def _conditions(program: Program) -> Facts:
+    """The input guards that the model's source put, by their text."""
+    tape = program.recording.tape
+    texts = {
+        step.guard: step.text for step in steps_of(program.recording)
+        if step.guard is not None
+    }  # fmt: skip
+    found: dict[str, list[str]] = {}
+    for number, guard in enumerate(tape.guards):
+        if program.analysis.kinds[number] is GuardKind.INPUT and guard.site is not None:
+            place = user_code(guard.scope, guard.site)[0]
+            text = texts.get(number) or place.text or f"a condition at {place}"
+            found.setdefault(text, []).append(_short(guard.expected))
+    return {text: f"is {' and '.join(dict.fromkeys(values))}" for text, values in found.items()}
+
+
+def _plain(dtype: object) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _short(value: object) -> str:
+    text = repr(value).removeprefix("torch.")
+    return text if len(text) <= 60 else text[:57] + "..."

@@ -1,0 +1,421 @@
+"""The folded form of a trace tree: programs, their branches, sides and ends, and how they read."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import KW_ONLY, dataclass, field
+from textwrap import shorten
+from typing import Any
+
+from bendtrace.flow import _plain_json
+from bendtrace.history.sizes import counted, number_text, place_text
+from bendtrace.recording.sites import Place
+from bendtrace.replay.analysis import GuardKind
+from bendtrace.view.outline.source import is_elif
+from bendtrace.view.outline.walks import End, Key
+
+__all__ = [
+    "Branch",
+    "End",
+    "Flow",
+    "ProgramOutline",
+    "Taken",
+    "Turns",
+    "end_text",
+    "programs_as_text",
+    "summary",
+    "title",
+    "turns_text",
+    "value_text",
+]
+
+
+# Which module's forward it was, in which iteration of the loops around, and how often each side.
+Turns = dict[tuple[str, tuple[int, ...]], Counter[bool]]
+
+
+@dataclass(eq=False)
+class Flow:
+    """What stands under one side of a branch, or in the whole program, in the source's order.
+
+    Attributes:
+        owner: the branch that it belongs to; None for a whole program.
+        branches: the branches right under it.
+        ends: where runs end right under it.
+    """
+
+    owner: Branch | None = None
+    branches: dict[Key, Branch] = field(default_factory=dict)
+    ends: dict[tuple[str, str, str, int], End] = field(default_factory=dict)
+
+    def __iter__(self) -> Iterator[Branch | End]:
+        yield from sorted(self.branches.values(), key=lambda branch: branch.order)
+        yield from self.ends.values()
+
+    def __bool__(self) -> bool:
+        return bool(self.branches or self.ends)
+
+    def walk(self) -> Iterator[Branch | End]:
+        """Yield all branches and ends in it, at any depth, from top to bottom."""
+        for item in self:
+            yield item
+            if isinstance(item, Branch):
+                for taken in item.sides():
+                    yield from taken.flow.walk()
+
+
+@dataclass(eq=False)
+class Taken:
+    """One side of a branch; for a loop over things, its body.
+
+    Attributes:
+        value: the outcome of the condition; None for the body of a loop.
+        hits: how often it was taken.
+        flow: what stands under it.
+    """
+
+    value: Any
+    flow: Flow
+    hits: int = 0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the side as plain values, ready for JSON."""
+        flow = [item.to_dict() for item in self.flow]
+        return {"value": _plain_json(self.value), "hits": self.hits, "flow": flow}
+
+
+@dataclass(eq=False)
+class Branch:
+    """A branch, loop or value of the source, with all that is known of its sides.
+
+    Attributes:
+        key: the same for all events that it stands for.
+        inside: the flow that it is part of.
+        order: sorts the branches of a flow as the source has them.
+        kind: "if", "while", "for", "and", ...; "value" and "raised" where Python asked for
+            something that is no condition.
+        text: how its line reads.
+        place: where in the source.
+        modules: the modules whose forward it is in, as node paths.
+        taken: its sides, by what the outcome looks like.
+        turns: for a condition, how often each side was taken in each module and iteration.
+        when: when its guards are tested: before the run or in it.
+        entered: for a loop, how often it was entered.
+        rounds: for a loop, how often its body was begun in all.
+        least: for a loop, the least rounds of one entry.
+        most: for a loop, the most rounds of one entry.
+        is_condition: whether its sides are True and False.
+        is_loop: whether it is a loop over things, with a body instead of sides.
+        is_joined: whether calls went along it in parts that were recorded in several runs, so
+            that nothing tells the least and the most rounds.
+    """
+
+    key: Key
+    inside: Flow
+    order: tuple[Any, ...]
+    kind: str
+    text: str
+    place: Place
+    modules: dict[str, None] = field(default_factory=dict)
+    taken: dict[str, Taken] = field(default_factory=dict)
+    turns: Turns = field(default_factory=lambda: defaultdict(Counter))
+    when: set[GuardKind | None] = field(default_factory=set)
+    entered: int = 0
+    rounds: int = 0
+    least: float = math.inf
+    most: int = 0
+    _: KW_ONLY
+    is_condition: bool = True
+    is_loop: bool = False
+    is_joined: bool = False
+
+    def side(self, value: Any) -> Taken:
+        """Return what is known of an outcome, which is added if it is new."""
+        key = f"{type(value).__name__} {value!r}"
+        if key not in self.taken:
+            self.taken[key] = Taken(value, Flow(self))
+        return self.taken[key]
+
+    def sides(self) -> list[Taken]:
+        """Return its sides, True before False, other values by how often they came up."""
+        if self.is_condition:
+            return sorted(self.taken.values(), key=lambda taken: not taken.value)
+        return sorted(self.taken.values(), key=lambda taken: -taken.hits)
+
+    def hits(self, value: bool) -> int:
+        """Return how often a condition came out so."""
+        return sum(taken.hits for taken in self.taken.values() if taken.value is value)
+
+    def flow(self, value: Any) -> Flow:
+        """Return what stands under an outcome of a condition."""
+        found = [taken.flow for taken in self.taken.values() if taken.value is value]
+        return found[0] if found else Flow(self)
+
+    @property
+    def total(self) -> int:
+        """How often it was reached."""
+        return sum(taken.hits for taken in self.taken.values())
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether its outcome is known from the inputs, before the run."""
+        return GuardKind.DATA not in self.when and len(self.taken) < 2
+
+    @property
+    def is_elif(self) -> bool:
+        """Whether it is an `elif`."""
+        return self.kind == "if" and is_elif(self.place)
+
+    @property
+    def where(self) -> str:
+        """File, without its folder, and line."""
+        return place_text(self.place.file, self.place.line)
+
+    @property
+    def never(self) -> list[bool]:
+        """The sides of a condition that no run took."""
+        if not self.is_condition or self.is_loop:
+            return []
+        return [value for value in (True, False) if not self.hits(value)]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the branch as plain values, ready for JSON."""
+        row: dict[str, Any] = {
+            "kind": self.kind,
+            "text": self.text,
+            "file": self.place.file,
+            "line": self.place.line,
+            "column": self.place.span.column,
+            "function": self.place.function,
+            "modules": list(self.modules),
+            "when": sorted(kind.value for kind in self.when if kind is not None),
+            "outcomes": [taken.to_dict() for taken in self.sides()],
+            "never": self.never,
+        }
+        if len(self.turns) > 1:
+            row["turns"] = [
+                {"module": module, "iteration": list(iteration), "true": often[True],
+                 "false": often[False]}
+                for (module, iteration), often in sorted(self.turns.items())
+            ]  # fmt: skip
+        if self.entered:
+            row["iterations"] = {"entered": self.entered, "total": self.rounds}
+            if not self.is_joined:
+                row["iterations"] |= {"least": self.least, "most": self.most}
+        return row
+
+
+# From where (None: from the beginning), by which outcome, to where.
+Step = tuple[Branch | None, str, Branch | End]
+
+
+@dataclass(eq=False)
+class ProgramOutline:
+    """All known paths that share one set of input guards.
+
+    Attributes:
+        number: counts the programs from 1, in the order in which they were traced.
+        inputs: what it was first called with.
+        selected_by: what is so for this program and not for all others.
+        traces: how many paths it has.
+        runs: how many calls came to the end of one of them.
+        flow: what happens in it.
+        steps: how often a run came from one branch, by one of its sides, to the next.
+    """
+
+    number: int
+    inputs: str
+    selected_by: list[str]
+    traces: int
+    runs: int
+    flow: Flow
+    steps: Counter[Step] = field(default_factory=Counter)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the program as plain values, ready for JSON."""
+        return {
+            "number": self.number,
+            "inputs": self.inputs,
+            "selected_by": self.selected_by,
+            "traces": self.traces,
+            "runs": self.runs,
+            "flow": [item.to_dict() for item in self.flow],
+        }
+
+
+_INDENT = "    "
+_WIDEST = 64
+_VALUES = 6
+
+# Code, how often, and where.
+Line = tuple[str, str, str]
+
+
+def title(program: ProgramOutline) -> str:
+    """Say which program it is, and what it was first called with."""
+    return f"program {program.number}: {program.inputs}"
+
+
+def programs_as_text(programs: Sequence[ProgramOutline]) -> Iterator[str]:
+    """Yield each program as text; those that read as one before do in one line."""
+    known: dict[tuple[str, ...], int] = {}
+    for program in programs:
+        rows = list(_flow(program.flow, 1))
+        read = tuple(code for code, _, _ in rows)
+        facts = list(_facts(program))
+        counts = f"{counted(program.traces, 'trace')}, {counted(program.runs, 'run')}"
+        if read in known:
+            where = f", where {' and '.join(facts)}" if facts else ""
+            yield f"{title(program)}{where}; {counts}; goes as program {known[read]}"
+            continue
+        known[read] = program.number
+        lines = [title(program)]
+        lines += [f"  {'and' if i else 'where'} {fact}" for i, fact in enumerate(facts)]
+        yield "\n".join([*lines, f"  {counts}", *_aligned(rows)])
+
+
+def _aligned(rows: list[Line]) -> Iterator[str]:
+    width = min(max((len(code) for code, _, _ in rows), default=0), _WIDEST)
+    middle = max((len(often) for _, often, _ in rows), default=0)
+    for code, often, where in rows:
+        if len(code) > width:
+            indent = len(code) - len(code.lstrip())
+            code = code[:indent] + shorten(code, max(width - indent, 20), placeholder=" ...")
+        yield f"{code:<{width}}  {often:<{middle}}  {where}".rstrip()
+
+
+_FACTS = 8
+
+
+def _facts(program: ProgramOutline) -> Iterator[str]:
+    yield from program.selected_by[:_FACTS]
+    if len(program.selected_by) > _FACTS:
+        yield f"{len(program.selected_by) - _FACTS} more"
+
+
+def _flow(flow: Flow, depth: int) -> Iterator[Line]:
+    for item in flow:
+        if isinstance(item, End):
+            code, where = end_text(item), item.where
+            if item.kind == "live":
+                code, where = "live only", item.text
+            yield _INDENT * depth + code, counted(item.hits, "run"), where
+        elif item.is_condition and not item.is_loop:
+            yield from _condition(item, depth, "")
+        else:
+            yield from _sides(item, depth)
+
+
+def end_text(end: End) -> str:
+    """Say how runs end."""
+    if end.kind == "return":
+        return end.text
+    return f"raise {end.text}" if end.kind == "raise" else f"live: {end.text}"
+
+
+def _condition(branch: Branch, depth: int, prefix: str) -> Iterator[Line]:
+    indent = _INDENT * depth
+    yield indent + prefix + branch.text + _colon(branch), summary(branch), _where(branch)
+    yield from _flow(branch.flow(True), depth + 1)
+    other = branch.flow(False)
+    if not other:
+        return
+    items = list(other)
+    only = items[0] if len(items) == 1 else None
+    if isinstance(only, Branch) and only.is_elif:
+        yield from _condition(only, depth, "el")
+        return
+    yield f"{indent}else{':' if _colon(branch) else ' ...'}", _share(branch, False), ""
+    yield from _flow(other, depth + 1)
+
+
+def _colon(branch: Branch) -> str:
+    return ":" if branch.kind in ("if", "while", "for") else ""
+
+
+def _sides(branch: Branch, depth: int) -> Iterator[Line]:
+    """Yield a loop over things and its body, or a value and what follows each outcome of it."""
+    yield _INDENT * depth + branch.text + _colon(branch), summary(branch), _where(branch)
+    for taken in branch.sides():
+        if branch.is_loop:
+            yield from _flow(taken.flow, depth + 1)
+        elif taken.flow:
+            yield f"{_INDENT * (depth + 1)}{value_text(taken.value)}:", f"{taken.hits}x", ""
+            yield from _flow(taken.flow, depth + 2)
+
+
+def _where(branch: Branch) -> str:
+    modules = [path for path in branch.modules if path]
+    if not modules:
+        return branch.where
+    if len(modules) > 2:
+        modules[1:] = [f"{len(modules) - 1} more"]
+    inside = " and ".join(modules)
+    return f"{branch.where} in {inside}"
+
+
+def summary(branch: Branch) -> str:
+    """Say how a branch came out, and how often."""
+    if branch.is_loop:
+        return _rounds(branch)
+    if branch.is_condition:
+        if branch.kind == "while" and branch.entered:
+            return _rounds(branch)
+        return _share(branch, True)
+    sides = branch.sides()
+    if len(sides) == 1:
+        return f"always {value_text(sides[0].value)}{_often(branch)}"
+    shown = [f"{value_text(taken.value)} ({taken.hits}x)" for taken in sides[:_VALUES]]
+    if len(sides) > _VALUES:
+        shown.append(f"and {len(sides) - _VALUES} more")
+    return ", ".join(shown)
+
+
+def value_text(value: Any) -> str:
+    """Return an outcome, cut short."""
+    text = value if isinstance(value, str) and " " in value else number_text(value)
+    return shorten(str(text), 24, placeholder="...") or "..."
+
+
+def _rounds(branch: Branch) -> str:
+    least, most = branch.least, branch.most
+    loops = counted(branch.entered, "time")
+    if branch.is_joined:
+        return f"{counted(branch.rounds, 'iteration')} in all, entered {loops}"
+    each = f"{most}" if least == most else f"{least} to {most}"
+    return f"{each} {'iteration' if most == 1 else 'iterations'}, entered {loops}"
+
+
+def _share(branch: Branch, value: bool) -> str:
+    hits, total = branch.hits(value), branch.total
+    if not hits:
+        return f"never{_often(branch)}"
+    if hits == total:
+        return f"always{_often(branch)}"
+    return turns_text(branch.turns, value) or f"{hits} of {total}"
+
+
+def turns_text(turns: Turns, value: bool) -> str:
+    """Say for each module and iteration how often a side was taken; "" for one, or many, of them.
+
+    Example:
+        >>> experts = {("", (0,)): Counter([True, False]), ("", (1,)): Counter([False])}
+        >>> turns_text(experts, True)
+        'iteration 0: 1 of 2, 1: 0 of 1'
+    """
+    turns = {turn: often for turn, often in turns.items() if often.total()}
+    if not 1 < len(turns) <= _VALUES:
+        return ""
+    several = [len({turn[place] for turn in turns}) > 1 for place in (0, 1)]
+    told = []
+    for turn, often in sorted(turns.items()):
+        names = [turn[0] or "the model itself"] * several[0]
+        names += [".".join(map(str, turn[1])) or "outside"] * several[1]
+        told.append(f"{' '.join(names)}: {often[value]} of {often.total()}")
+    return ("iteration " if not several[0] else "") + ", ".join(told)
+
+
+def _often(branch: Branch) -> str:
+    return ", for these inputs" if branch.is_settled else f" ({branch.total}x)"

@@ -1,0 +1,576 @@
+"""The ways that calls have gone through a program: the branches and loops of each, in order."""
+
+from __future__ import annotations
+
+import ast
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from bendtrace.flow import (
+    FlowStep,
+    LogicalFlowStep,
+    LoopFlowStep,
+    ShapeFlowStep,
+    steps_of,
+)
+from bendtrace.history.sizes import place_text
+from bendtrace.recording.iterations import running_code, user_code
+from bendtrace.recording.parts import identical
+from bendtrace.recording.recorder import Recording
+from bendtrace.recording.sites import Place, Site, Span
+from bendtrace.recording.statements import role_of
+from bendtrace.recording.tape import Guard, ModuleCall, Op, Raised, Test
+from bendtrace.replay.analysis import Analysis, GuardKind
+from bendtrace.replay.graph import Graph, Piece
+from bendtrace.replay.program import Program
+from bendtrace.replay.stretches import Path, Side, Stretch
+from bendtrace.view.outline.source import (
+    Header,
+    header_of,
+    last_return,
+    return_around,
+    return_under,
+    under,
+    while_around,
+)
+
+__all__ = [
+    "End",
+    "Event",
+    "Key",
+    "PathEvents",
+    "Walk",
+    "key_of_guard",
+    "key_of_raise",
+    "keys_asked",
+    "outcome_of",
+    "raised_as",
+    "walks_of",
+]
+
+
+Key = tuple[Any, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Event:
+    """A branch, loop or value that a path reached.
+
+    Attributes:
+        key: the same wherever the same piece of source was run in the same way.
+        order: sorts events as the source has them.
+        kind: the kind of its flow step, or "value" or "raised" for guards without one.
+        header: how its line reads.
+        outcome: how it came out; None for a loop, which has no sides.
+        place: where in the source.
+        module_path: whose forward was running.
+        when: when its guard is tested; None if it has none.
+        number: the guard on the tape; -1 - i for op i that raised; None for a `while` as a
+            whole, of which each part of the test is an event of its own.
+        position: the op that comes after it.
+        under: the event, by its place in the path, under one of whose sides it ran.
+        iterations: for a loop, how often its body was begun.
+        iteration: for each loop around it, the iteration that it was in. Empty under a `while`,
+            of which calls may come to one state in different iterations.
+        outermost: whether it is in the code of the model itself, not in what that calls.
+        is_condition: whether its outcome is True or False.
+        is_loop: whether it is a loop over things, which is entered and has no sides.
+    """
+
+    key: Key
+    order: tuple[Any, ...]
+    kind: str
+    header: Header
+    outcome: Any
+    place: Place
+    module_path: str
+    when: GuardKind | None
+    number: int | None
+    position: int
+    under: int | None
+    iterations: int | None = None
+    iteration: tuple[int, ...] = ()
+    outermost: bool = False
+    is_condition: bool = True
+    is_loop: bool = False
+
+
+class PathEvents:
+    """The events of a recorded run, in order.
+
+    Args:
+        recording: the run.
+        asked: keys of guards that no flow step stands for, and whose outcomes differ somewhere.
+    """
+
+    def __init__(self, recording: Recording, asked: Collection[Key] = frozenset()) -> None:
+        self.recording = recording
+        self.events: list[Event] = []
+        tape = recording.tape
+        self._kinds = Analysis(tape).kinds
+        self._asked = asked
+        self._deciding: dict[object, list[tuple[int, str, tuple[Span, ...]]]] = {}
+        self._before: tuple[Any, ...] = ()
+        # The number of iterations of a while is known where it is entered, its test comes next.
+        entered: LoopFlowStep | None = None
+        for step in self._steps():
+            if isinstance(step, LoopFlowStep) and step.guard is None:
+                entered = step
+            elif isinstance(step, _Raised):
+                self._add(step, step.op.scope, step.op.site, step.op.index, None)
+            elif step.guard is not None:
+                guard = tape.guards[step.guard]
+                if entered is not None and step.kind != "while":  # its test has several parts
+                    self._add(entered, guard.scope, guard.site, guard.position, None)
+                    entered = None
+                iterations = None if entered is None else entered.iterations
+                self._add(step, guard.scope, guard.site, guard.position, iterations)
+                entered = None
+
+    def _steps(self) -> Iterator[FlowStep | _Raised]:
+        tape = self.recording.tape
+        steps = [s for s in steps_of(self.recording) if not isinstance(s, ShapeFlowStep)]
+        stepped = {step.guard for step in steps}
+        found: list[tuple[int, FlowStep | _Raised]] = []
+        position = 0
+        for step in steps:
+            if step.guard is not None:
+                position = tape.guards[step.guard].position
+            else:  # a while as a whole: before its first test
+                position = max(position, 0)
+            if self._is_shown(step):
+                found.append((position, step))
+        if self._asked:
+            for number, guard in enumerate(tape.guards):
+                if number not in stepped and key_of_guard(guard) in self._asked:
+                    assert guard.site is not None
+                    place, _, scope = user_code(guard.scope, guard.site)
+                    value = _WORDS.get(guard.test, guard.expected)
+                    text = _ASKED.get(guard.test, "{}").format(place.text)
+                    found.append((guard.position, FlowStep(
+                        self.recording.names[guard.index], value, "value", place, text,
+                        scope.path, number,
+                    )))  # fmt: skip
+            for op in tape.ops:
+                if op.site is not None and key_of_raise(op) in self._asked:
+                    found.append((op.index, _Raised(op)))
+        return (step for _, step in sorted(found, key=lambda item: item[0]))
+
+    def _is_shown(self, step: FlowStep) -> bool:
+        if step.guard is None or isinstance(step, (LogicalFlowStep, LoopFlowStep)):
+            return True
+        if self._kinds[step.guard] is GuardKind.DATA:
+            return True
+        return key_of_guard(self.recording.tape.guards[step.guard]) in self._asked
+
+    def _add(
+        self, step: FlowStep | _Raised, scope: ModuleCall, site: Site | None, position: int,
+        iterations: int | None,
+    ) -> None:  # fmt: skip
+        assert site is not None
+        running = list(running_code(scope, site)) or [(step.place, None)]
+        places = (step.place, *(place for place, _ in running[1:]))
+        chain = tuple(dict.fromkeys((place.file, place.span) for place in places))
+        is_loop = isinstance(step, LoopFlowStep)
+        outcome = None if is_loop else step.value
+        header, spans = header_of(step.place, step.kind, step.text), None
+        number: int | None
+        if isinstance(step, _Raised):
+            number = ~step.op.index
+        elif step.guard is None:
+            number = None
+            whole = while_around(step.place)
+            if whole is None:
+                return
+            header, spans = whole
+        else:
+            number = step.guard
+        if header.span is not None:
+            chain = ((step.place.file, header.span), *chain[1:])
+        now = (step.kind, chain, running[0][1], getattr(step, "iteration", ()))
+        if is_loop and now == self._before:  # one more part of the same header
+            return
+        self._before = now
+        if isinstance(step, LogicalFlowStep):
+            outcome = bool(outcome) is not header.inverted
+        self.events.append(
+            Event(
+                key=(step.kind, type(step).__name__, *chain),
+                order=tuple(span for _, span in reversed(chain)),
+                kind=step.kind,
+                header=header,
+                outcome=outcome,
+                place=step.place,
+                module_path=step.module_path,
+                when=None if number is None or number < 0 else self._kinds[number],
+                number=number,
+                position=position,
+                under=self._innermost(
+                    [(step.place, running[0][1]), *running[1:]], len(self.events)
+                ),
+                iterations=step.iterations if isinstance(step, LoopFlowStep) else iterations,
+                iteration=now[3] if _is_counted(step.place) else (),
+                outermost=len(chain) == 1,
+                is_condition=isinstance(step, LogicalFlowStep),
+                is_loop=is_loop,
+            )
+        )
+        if isinstance(step, (LogicalFlowStep, LoopFlowStep)):
+            if spans is None:
+                spans = under(step.place, is_loop or bool(step.value))
+            if spans:
+                entry = len(self.events) - 1, step.place.file, spans
+                self._deciding.setdefault(running[0][1], []).append(entry)
+
+    def at(self, position: int, number: int) -> int:
+        """Return where in the events a guard is, or would be."""
+        keys = [
+            (event.position, -1 if event.number is None else event.number) for event in self.events
+        ]
+        return bisect_left(keys, (position, number))
+
+    def last_under(self, number: int) -> int:
+        """Return the last event that ran under an event, or that event itself."""
+        found = {number}
+        for other, event in enumerate(self.events):
+            if event.under in found:
+                found.add(other)
+        return max(found)
+
+    def around(self, op: Op, before: int) -> int | None:
+        """Return the event, among the first `before`, under one of whose sides an op ran."""
+        return None if op.site is None else self._innermost(running_code(op.scope, op.site), before)
+
+    def _innermost(self, running: Iterable[tuple[Place, object]], before: int) -> int | None:
+        for place, activation in running:
+            for number, file, spans in reversed(self._deciding.get(activation, ())):
+                if number < before and file == place.file:
+                    if any(span.holds(place.span) for span in spans):
+                        return number
+        return None
+
+
+def _is_counted(place: Place) -> bool:
+    """Whether all loops around a place go over things."""
+    return all(loop.kind != "while" for loop in role_of(place).loops)
+
+
+class _Raised:
+    """An op that raised in some runs and not in others."""
+
+    kind = "raised"
+
+    def __init__(self, op: Op) -> None:
+        assert op.site is not None
+        self.op = op
+        self.place, _, scope = user_code(op.scope, op.site)
+        self.module_path = scope.path
+        self.text = f"try {self.place.text}"
+        self.value = raised_as(op.raised)
+
+
+def raised_as(raised: Raised | None) -> str:
+    """Say what an op raised, in a word."""
+    return "no error" if raised is None else str(raised.type.__name__)
+
+
+def key_of_guard(guard: Guard) -> Key | None:
+    """What makes guards of several runs the same question."""
+    if guard.site is None:
+        return None
+    return guard.test, guard.how, guard.site.chain[0]
+
+
+def key_of_raise(op: Op) -> Key | None:
+    """What makes ops of several runs the same one that can raise."""
+    return None if op.site is None else ("raised", op.site.chain[0])
+
+
+def outcome_of(guard: Guard, outcome: Any, header: Header) -> Any:
+    """Return another outcome of a guard, as an event has it."""
+    if guard.test in _OTHER:
+        return _OTHER[guard.test]
+    if guard.test is Test.TRUTH:
+        return bool(outcome) is not header.inverted
+    return outcome
+
+
+_SAME, _ANOTHER = "the tensor it was given", "another tensor"
+_WORDS = {Test.SAME: _SAME, Test.OTHER: _ANOTHER}
+_OTHER = {Test.SAME: _ANOTHER, Test.OTHER: _SAME}
+_ASKED = {
+    Test.SAME: "the output of {}",
+    Test.OTHER: "the output of {}",
+    Test.LENGTH: "len({})",
+    Test.KIND: "type({})",
+}
+
+
+@dataclass(eq=False)
+class End:
+    """Where runs end.
+
+    Attributes:
+        kind: "return", "live" (what follows can only be run live) or "raise".
+        text: the statement, the reason, or the name of the exception.
+        file: the file it is in, or "" where that is not known.
+        line: its line there.
+        hits: how many runs ended here.
+    """
+
+    kind: str
+    text: str
+    file: str = ""
+    line: int = 0
+    hits: int = 0
+
+    @property
+    def where(self) -> str:
+        """File, without its folder, and line; "" where they are not known."""
+        return place_text(self.file, self.line) if self.file else ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the end as plain values, ready for JSON."""
+        return {
+            "end": self.kind, "text": self.text, "file": self.file, "line": self.line,
+            "hits": self.hits,
+        }  # fmt: skip
+
+
+@dataclass(eq=False)
+class Walk:
+    """One way through a program, or a part of one, and how many calls took it.
+
+    Attributes:
+        path: the events of the recorded run that it follows.
+        events: those of them that it came to.
+        end: how the run ended, as far as the walk leads there.
+        end_under: the event under one of whose sides the end stands.
+        hits: how many calls took it.
+        begin: the first event whose outcome it tells of.
+        first: the first event that it leads to; other walks have led to those before.
+        stop: the event, after the others, that it came to and whose outcome other walks tell of:
+            the number of events if it came to the end.
+        ends: whether its calls ended with it; if not, other walks tell how they went on.
+        is_part: whether it is a part of a way.
+        positions: the ops before which it begins and ends.
+    """
+
+    path: PathEvents
+    events: list[Event]
+    end: End | None
+    end_under: int | None
+    hits: int
+    begin: int = 0
+    first: int = 0
+    stop: int = -1
+    ends: bool = True
+    is_part: bool = False
+    positions: tuple[int, int] = (0, -1)
+
+    def __post_init__(self) -> None:
+        if self.stop < 0:
+            self.stop = len(self.events)
+        if self.positions[1] < 0:
+            self.positions = self.positions[0], len(self.path.recording.tape.ops)
+
+    @property
+    def passed(self) -> list[Event]:
+        """The events whose outcome it tells of."""
+        return self.events[self.begin : self.stop]
+
+    @property
+    def has_raised(self) -> bool:
+        """Whether its calls ended with an error."""
+        return self.end is not None and self.end.kind == "raise"
+
+    @property
+    def leads_to_end(self) -> bool:
+        """Whether no event lies between it and the end of the run."""
+        return self.end is not None and self.first <= self.stop == len(self.events)
+
+
+def walks_of(program: Program) -> Iterator[Walk]:
+    """Yield all ways through a program that calls have gone."""
+    if program.live is not None:
+        yield _live(PathEvents(program.recording), program.live, None)
+        return
+    graph = program.graph
+    stretches = [stretch for stretch, _ in program.stretches()]
+    asked = frozenset(key for stretch in stretches for key in keys_asked(stretch))
+    for stretch in stretches:
+        path = PathEvents(stretch.recording, asked)
+        if graph is None:
+            yield _whole(path, stretch)
+            for (index, name), times in list(stretch.failures.items()):
+                yield _raised(path, index, name, times)
+        for number, sides in list(stretch.sides.items()):
+            for side in sides:
+                yield from _elsewhere(program, stretch, number, side, asked)
+    if graph is not None:
+        for piece in (*graph.retired, *graph.pieces()):
+            yield from _trips(piece, PathEvents(piece.recording, asked))
+
+
+def _elsewhere(
+    program: Program, stretch: Stretch, number: int, side: Side, asked: frozenset[Key]
+) -> Iterator[Walk]:
+    """Yield what calls did after a guard that left the replay: those that ran live, or raised."""
+    graph, walks = program.graph, []
+    if side.live is not None:
+        live = PathEvents(side.live.recording, asked)
+        walks.append(_live(live, side.live, _twin(stretch, number, side)))
+    if side.failures:
+        runs = [stretch.recording]
+        if graph is not None:  # a run that was replaced may have got further
+            runs += [old.recording for old in graph.retired[::-1] if old.owner is stretch]
+        runs = [run for run in runs if number < len(run.tape.guards)]
+        walks += _failed(PathEvents(runs[0], asked), number, side) if runs else ()
+    if graph is not None and not _is_only_way(graph, stretch, number):
+        for walk in walks:  # how they came to the guard is not known
+            under = len(walk.events) if walk.end_under is None else walk.end_under
+            walk.begin, walk.first, walk.is_part = under, min(under + 1, walk.stop), True
+    yield from walks
+
+
+def _twin(stretch: Stretch, number: int, side: Side) -> int:
+    """Return the guard at which a run that was made anew left the replay, by its own numbers."""
+    state = stretch.recording.tape.states.get(number)
+    if state is not None and side.live is not None:
+        tape = side.live.recording.tape
+        for own, other in tape.states.items():
+            if other.key == state.key and identical(tape.guards[own].answer, side.outcome):
+                return own
+    return number
+
+
+def _is_only_way(graph: Graph, stretch: Stretch, number: int) -> bool:
+    """Whether there is but one way from the start to a guard of some code."""
+    pieces = graph.pieces()
+    met = Counter(id(node) for piece in pieces for node in piece.nodes.values())
+    piece = next((piece for piece in pieces if piece.owner is stretch), None)
+    while piece is not None:
+        if any(met[id(node)] > 1 for own, node in piece.nodes.items() if own <= number):
+            return False
+        if piece is graph.first:
+            return True
+        led = (
+            node
+            for node in graph.nodes()
+            if any(exit.piece is piece for exit in node.exits if exit.number == piece.after)
+        )
+        node = next(led, None)
+        piece, number = (None, -1) if node is None else (node.piece, node.number)
+    return False
+
+
+def _trips(piece: Piece, path: PathEvents) -> Iterator[Walk]:
+    """Yield the parts of ways that calls have gone along a piece of the graph."""
+    tape, whole = piece.recording.tape, _whole(path, piece.owner)
+    for (entered, left), hits in list(piece.trips.items()):
+        since = tape.guards[entered].position if entered >= 0 else 0
+        begin = path.at(since, entered) if entered >= 0 else 0
+        first = begin + 1 if entered >= 0 else 0  # another trip has led to where it begins
+        is_part = entered >= 0 or left is not None
+        if left is not None and left < 0:
+            names = sorted(name for index, name in piece.owner.failures if index == ~left)
+            walk = _raised(path, ~left, " or ".join(names), hits)
+            walk.begin, walk.first = begin, min(first, len(walk.events))
+            walk.is_part, walk.positions = is_part, (since, -left)
+            yield walk
+            continue
+        until = len(tape.ops) if left is None else tape.guards[left].position
+        stop = len(path.events) if left is None else path.at(until, left)
+        yield Walk(
+            path, path.events, whole.end, whole.end_under, hits, begin, first, stop,
+            ends=left is None, is_part=is_part, positions=(since, until),
+        )  # fmt: skip
+
+
+def keys_asked(stretch: Stretch) -> Iterator[Key]:
+    """Yield the keys of guards, and of ops that raised, that a stretch has other sides of."""
+    tape = stretch.recording.tape
+    for number in list(stretch.sides):
+        if number >= len(tape.guards):  # of a run in whose place this one is
+            continue
+        key = key_of_guard(tape.guards[number]) if number >= 0 else key_of_raise(tape.ops[~number])
+        if key is not None:
+            yield key
+
+
+def _whole(path: PathEvents, taken: Path) -> Walk:
+    under, found, file = _return_of(path)
+    end = End("return", "return")
+    if found is not None:
+        end = End("return", " ".join(ast.unparse(found).split()), file, found.lineno)
+    return Walk(path, path.events, end, under, taken.hits)
+
+
+def _live(path: PathEvents, taken: Path, number: int | None) -> Walk:
+    """A run that can only be run live, from a guard on or (None) from the start."""
+    end = End("live", path.recording.tape.blockers[0])
+    numbers = [event.number for event in path.events]
+    under = numbers.index(number) if number is not None and number in numbers else None
+    return Walk(path, path.events, end, under, taken.hits)
+
+
+def _return_of(path: PathEvents) -> tuple[int | None, ast.Return | None, str]:
+    """Find the `return` that a run ended with, as far as the branches tell."""
+    events = path.events
+    outermost = [number for number, event in enumerate(events) if event.outermost]
+    number = outermost[-1] if outermost else None
+    while number is not None:
+        event = events[number]
+        side = bool(event.iterations) if event.is_loop else bool(event.outcome)
+        found = return_under(event.place, side is not event.header.inverted)
+        if found is not None and event.is_condition:
+            return number, found, event.place.file
+        number = event.under
+    place = _last_root_place(path.recording)
+    if place is None:
+        return None, None, ""
+    return None, return_around(place) or last_return(place), place.file
+
+
+def _last_root_place(recording: Recording) -> Place | None:
+    """Return the last place in the code of the model itself."""
+    for op in reversed(recording.tape.ops):
+        if op.site is not None:
+            places = [place for place, _ in running_code(op.scope, op.site)]
+            if places:
+                return places[-1]
+    return None
+
+
+def _raised(path: PathEvents, index: int, name: str, times: int) -> Walk:
+    """A replay in which an op raised what the model has no handler for."""
+    op = path.recording.tape.ops[index]
+    before = sum(event.position <= index for event in path.events)
+    place = None if op.site is None else user_code(op.scope, op.site)[0]
+    end = End("raise", name) if place is None else End("raise", name, place.file, place.line)
+    return Walk(
+        path, path.events[:before], end, path.around(op, before), times, positions=(0, index + 1)
+    )
+
+
+def _failed(path: PathEvents, number: int, side: Side) -> Iterator[Walk]:
+    """Runs that took another side than a path and then raised."""
+    tape = path.recording.tape
+    found = next((i for i, event in enumerate(path.events) if event.number == number), None)
+    position = tape.guards[number].position if number >= 0 else ~number
+    if found is None:
+        events = [event for event in path.events if event.position <= position]
+    else:
+        event = path.events[found]
+        outcome: Any = None
+        if number < 0:
+            outcome = raised_as(side.outcome)
+        elif event.is_condition and not event.is_loop:
+            outcome = outcome_of(tape.guards[number], side.outcome, event.header)
+        events = [*path.events[:found], replace(event, outcome=outcome)]
+    for (name, file, line), times in list(side.failures.items()):
+        end = End("raise", name, file, line)
+        yield Walk(path, events, end, found, times, positions=(0, position))
