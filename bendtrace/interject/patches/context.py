@@ -16,7 +16,7 @@ from bendtrace.paths.candidates import NodeSelector
 from bendtrace.paths.nodes import NodePath, TreeNode
 from bendtrace.paths.text import Chosen
 from bendtrace.paths.view import Node, Tree, find, require_leaf
-from bendtrace.recording.owners import module_of
+from bendtrace.recording.owners import modules_in
 
 __all__ = ["PatchContext", "Patches", "Where"]
 
@@ -195,14 +195,8 @@ def _check_value(board: Placing, known: Known, where: Where) -> None:
     for root, node, chosen in places:
         require_leaf(root, (node, chosen), describe_where(where).strip("'"))
     board.make(where, Patch())
-    model, has_run = module_of(known.model), any(True for _ in known.trees())
-    if (
-        has_run
-        and not places
-        and text
-        and model is not None
-        and text in dict(model.named_modules())
-    ):
+    has_run = any(True for _ in known.trees())
+    if has_run and not places and text and text in modules_in(known.model):
         raise NodePathError(f"{text!r} is a module, not a value, and no run has called it", text)
 
 
