@@ -88,7 +88,7 @@ def loop() -> tuple[nn.Module, Tensor]:
     return Loop().eval(), torch.ones(1, 4)
 
 
-class Seen(bt.interjections.Interjection):
+class Seen(bt.Interjection):
     """Keeps where it was called."""
 
     observes = True
