@@ -677,3 +677,16 @@ def test_a_resume_says_which_condition_led_to_it() -> None:
     bended(DOWN())
     assert "x.sum() > 0" in str(bended.last_mismatch)
     assert "test_resume.py" in str(bended.last_mismatch)
+
+
+def test_a_nan_that_python_made_is_the_same_when_a_run_is_resumed() -> None:
+    def model(x: Tensor) -> Tensor:
+        if x.mean().item() < float("nan") or x.sum() > 0:
+            return x * 2
+        x.mul_(1)  # so that the run is resumed in the middle
+        return x - 1 if x.min() < -3 else x
+
+    bended = bt.BendedModule(model)
+    for x in (torch.ones(2), -torch.ones(2), -4 * torch.ones(2), torch.ones(3)):
+        assert torch.equal(bended(x.clone()), model(x.clone()))
+    assert bended.stats.resumes == 2

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from bendtrace.recording.contexts import Context
+from bendtrace.recording.parts import identical
 from bendtrace.recording.sites import Site
 
 __all__ = [
@@ -248,7 +249,9 @@ class Op:
 
     def does_the_same_as(self, other: Op) -> bool:
         """Whether both call the same function on the same values."""
-        if self.kind is not other.kind or self.args != other.args or self.kwargs != other.kwargs:
+        if self.kind is not other.kind or not identical(self.args, other.args):
+            return False
+        if not identical((*self.kwargs.items(),), (*other.kwargs.items(),)):
             return False
         if self.is_given:
             return str(self.target) == str(other.target)

@@ -134,7 +134,7 @@ def decorated_helper_function(x: Tensor) -> Tensor:
     return _maybe_pool(x)
 
 
-@functools.lru_cache(maxsize=8)
+@functools.lru_cache(maxsize=32)  # an entry that is evicted is traced anew
 def _fibonacci(n: int) -> int:
     return n if n < 2 else _fibonacci(n - 1) + _fibonacci(n - 2)
 
