@@ -175,8 +175,7 @@ class ReplayingModule(StandIn):
             if self._inserted:  # a plain attribute, so that the trace around depends on it
                 return self._as_one_op(*args, **kwargs)
             return call_itself(self._model, args, kwargs)
-        plan = self._board.plan(args, kwargs)
-        if plan is not None:
+        if self._inserted and (plan := self._board.plan(args, kwargs)) is not None:
             with running(plan), self._board.called():
                 return self._dispatcher.call(args, kwargs, plan)
         if torch._C._get_tracing_state() is not None:

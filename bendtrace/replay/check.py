@@ -150,10 +150,10 @@ class CheckWriter:
             self._ask_in_doubt(source, f"not {all_same}", "search()")
         if tables:
             source.names.update(
-                tables=[table.value for table in tables], values=dict.values,
+                tables=[dict.values(table.value) for table in tables],
                 kinds=[part.type for part in self._in_tables()],
             )  # fmt: skip
-            types_now = "list(map(type, chain(map(values, tables))))"
+            types_now = "list(map(type, chain(tables)))"
             self._ask_in_doubt(source, f"{types_now} != kinds", "look()")
 
     def _ask_for_namespaces(self, source: Source) -> None:
