@@ -52,7 +52,8 @@ class Dispatcher:
         last_mismatch: why the latest call that was not a replay was not one.
         latest: the latest trace.
         latest_run: what the latest call has repeated, or made.
-        floor: which calls run the model itself because its paths do not repeat.
+        floor: which calls run the model itself because its paths do not repeat; whoever has
+            nothing inserted asks it before `call`.
         passing: what the latest run could not be repeated for, if the next one may.
     """
 
@@ -92,10 +93,6 @@ class Dispatcher:
             plan: what is inserted; None if nothing is.
             auditor: has this call compared, if it is a replay; None for what was given first.
         """
-        # First of all: where paths do not repeat, each call of a cheap model counts.
-        if plan is None and auditor is None and self.floor.waiting and self.floor.takes():
-            self.stats.live += 1
-            return call_itself(self._model, args, kwargs)
         tree = self._trees.plain if plan is None else self._trees.of(plan)
         names, arguments = self._signature.arrange(args, kwargs)
         guess: Guess | None = None

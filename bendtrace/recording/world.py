@@ -143,10 +143,10 @@ class World:
             self._versions = now
         return (
             [*map(type, self._objects)] == self._kinds
-            and self._same_bases()
+            and (not self._classes or self._same_bases())
             and all(map(is_, map(_attributes, self._owners), self._own))
-            and self._same_items()
-            and all(content.same() for content in self._whole)
+            and (not self._others or self._same_items())
+            and (not self._whole or all(content.same() for content in self._whole))
         )
 
     def _same_bases(self) -> bool:

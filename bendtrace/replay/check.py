@@ -133,12 +133,16 @@ class CheckWriter:
         codes = [f for f in surroundings.functions if "site-packages" not in f.__code__.co_filename]
         if codes:
             keywords = [function.__kwdefaults__ for function in codes if function.__kwdefaults__]
-            source.names.update(
-                functions=codes, keywords=keywords, written=_written_in(codes, keywords),
-                read=_written_in, same=_same,
-            )  # fmt: skip
+            written = _written_in(codes, keywords)
+            source.names.update(functions=codes, written=written, is_=operator.is_)
             edited = self._questions.note("a function has another code, or other defaults")
-            source.line(f"if not same(read(functions, keywords), written): return {edited}")
+            if keywords:
+                source.names.update(keywords=keywords, read=_written_in, same=_same)
+                source.line(f"if not same(read(functions, keywords), written): return {edited}")
+            else:
+                source.names["writing"] = _WRITTEN
+                now = "chain(map(writing, functions))"
+                source.line(f"if not all(map(is_, {now}, written)): return {edited}")
         simple, tables = self._settled.simple, self._settled.tables
         if simple:
             source.names.update(
