@@ -51,7 +51,8 @@ class Dispatcher:
         last_mismatch: why the latest call that was not a replay was not one.
         latest: the latest trace.
         latest_run: what the latest call has repeated, or made.
-        floor: which calls run the model itself because its paths do not repeat.
+        floor: which calls run the model itself because its paths do not repeat; whoever has
+            nothing inserted asks it before `call`.
         passing: what the latest run could not be repeated for, if the next one may.
     """
 
@@ -91,9 +92,6 @@ class Dispatcher:
             plan: what is inserted; None if nothing is.
             auditor: has this call compared, if it is a replay; None for what was given first.
         """
-        if plan is None and auditor is None and self.floor.takes():
-            self.stats.live += 1
-            return call_itself(self._model, args, kwargs)
         tree = self._trees.plain if plan is None else self._trees.of(plan)
         names, arguments = self._signature.arrange(args, kwargs)
         guess: Guess | None = None
@@ -308,20 +306,21 @@ class Floor:
 
     Attributes:
         unknown: calls along unknown paths so far.
+        waiting: calls until paths are tried again; 0 while they are followed.
     """
 
     def __init__(self) -> None:
         self.unknown = 0
+        self.waiting = 0
         self._left = _FREE
-        self._waiting = 0  # calls until paths are tried again
         self._next = _FIRST
 
     def takes(self) -> bool:
         """Whether the next call is for the model itself."""
-        if not self._waiting:
+        if not self.waiting:
             return False
-        self._waiting -= 1
-        if not self._waiting:
+        self.waiting -= 1
+        if not self.waiting:
             self._left = _TRIED
         return True
 
@@ -335,17 +334,17 @@ class Floor:
         self.unknown += 1
         self._left -= 1
         if self._left <= 0:
-            self._waiting = self._next
+            self.waiting = self._next
             self._next = min(self._next * 2, _LONGEST)
 
     @property
     def reason(self) -> str | None:
         """Why calls are for the model itself at present; None if they are not."""
-        if not self._waiting:
+        if not self.waiting:
             return None
         return (
             f"the paths of the model do not repeat: {self.unknown} calls led down unknown ones; "
-            f"known ones are tried again after {self._waiting} more calls"
+            f"known ones are tried again after {self.waiting} more calls"
         )
 
 

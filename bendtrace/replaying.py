@@ -176,13 +176,18 @@ class ReplayingModule(StandIn):
             if self._inserted:  # a plain attribute, so that the trace around depends on it
                 return self._as_one_op(*args, **kwargs)
             return call_itself(self._model, args, kwargs)
-        plan = self._board.plan(args, kwargs)
-        if plan is not None:
-            with running(plan), self._board.called():
-                return self._dispatcher.call(args, kwargs, plan)
+        dispatcher = self._dispatcher
+        if self._inserted:
+            if (plan := self._board.plan(args, kwargs)) is not None:
+                with running(plan), self._board.called():
+                    return dispatcher.call(args, kwargs, plan)
+        elif (floor := dispatcher.floor).waiting and floor.takes():
+            # Decided first: a call that runs the model itself costs little more than the model.
+            dispatcher.stats.live += 1
+            return call_itself(self._model, args, kwargs)
         if torch._C._get_tracing_state() is not None:
             return call_itself(self._model, args, kwargs)
-        return self._dispatcher.call(args, kwargs, None)
+        return dispatcher.call(args, kwargs, None)
 
     def _note_inserted(self, any_there: bool) -> None:
         object.__setattr__(self, "_inserted", any_there)

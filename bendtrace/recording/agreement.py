@@ -80,6 +80,7 @@ def settings() -> Settings:
 # What is known of models: groups that they act in together, however a call is served.
 _groups: weakref.WeakKeyDictionary[Any, tuple[Group, ...]] = weakref.WeakKeyDictionary()
 _asked: weakref.WeakKeyDictionary[Any, list[Group]] = weakref.WeakKeyDictionary()
+_is_any_known = False  # whether there has been anything in these
 # And how each is called in messages between ranks, with the number of its calls.
 _calls: weakref.WeakKeyDictionary[Any, tuple[str, int]] = weakref.WeakKeyDictionary()
 _named: Counter[str] = Counter()
@@ -102,6 +103,8 @@ def ask(model: Any, group: Group) -> Callable[[], None]:
     Returns:
         A function that takes it back.
     """
+    global _is_any_known
+    _is_any_known = True
     asked = _asked.setdefault(model, [])
     asked.append(group)
 
@@ -138,7 +141,9 @@ def _look_at(model: Any, names: frozenset[str]) -> None:
 
 def _note(model: Any, groups: Iterable[Group]) -> None:
     """Note that a model communicates, and in which groups."""
+    global _is_any_known
     if can_be_known(model):
+        _is_any_known = True
         _groups[model] = tuple(dict.fromkeys((*_groups.get(model, ()), *groups)))
 
 
@@ -149,7 +154,9 @@ def can_be_known(model: Any) -> bool:
 
 def is_joint(model: Any) -> bool:
     """Whether ranks act together in calls of a model, so that they have to agree."""
-    return _is_running() and can_be_known(model) and (model in _groups or model in _asked)
+    if not (_is_any_known and _is_running()):  # asked at each call
+        return False
+    return can_be_known(model) and (model in _groups or model in _asked)
 
 
 def needs_agreement(model: Any, tape: Tape) -> bool:

@@ -62,6 +62,10 @@ def served_by(module: Any) -> object | None:
 def call_itself(model: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
     """Call a model, past what is serving it."""
     if not is_joint(model):
+        # Nothing more than the call, usually: this is all that a model costs which is run plainly.
+        server = vars(model).get(_KEY) if isinstance(model, nn.Module) else None
+        if not isinstance(server, _Server):
+            return model(*args, **kwargs)
         return _call_itself(model, args, kwargs)
     with joint_call(model) as joint:
         output = _call_itself(model, args, kwargs)

@@ -170,6 +170,7 @@ class Raised(NamedTuple):
 
 
 NOTHING: dict[int, int] = {}
+_PLAIN = frozenset({type(None), bool, int, float, str})  # arguments in which there is no value
 
 
 class Op:
@@ -235,7 +236,15 @@ class Op:
     @property
     def operands(self) -> list[int]:
         """The ops that gave its arguments, in order."""
-        return [ref.index for ref in refs_in((self.args, self.kwargs))]
+        if type(self.args) is not tuple:
+            return [ref.index for ref in refs_in((self.args, self.kwargs))]
+        found: list[int] = []
+        for argument in (*self.args, *self.kwargs.values()) if self.kwargs else self.args:
+            if type(argument) is Ref:  # as most are: asked of each op of each run, several times
+                found.append(argument.index)
+            elif type(argument) not in _PLAIN:
+                found += [ref.index for ref in refs_in(argument)]
+        return found
 
     @property
     def is_given(self) -> bool:

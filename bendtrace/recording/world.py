@@ -141,12 +141,13 @@ class World:
             if not all(table.same() for table in self._tables):
                 return False
             self._versions = now
+        # Most worlds are a few classes: nothing is called for what there is none of.
         return (
-            [*map(type, self._objects)] == self._kinds
-            and self._same_bases()
-            and all(map(is_, map(_attributes, self._owners), self._own))
-            and self._same_items()
-            and all(content.same() for content in self._whole)
+            (not self._objects or [*map(type, self._objects)] == self._kinds)
+            and (not self._classes or self._same_bases())
+            and (not self._owners or all(map(is_, map(_attributes, self._owners), self._own)))
+            and (not self._others or self._same_items())
+            and (not self._whole or all(content.same() for content in self._whole))
         )
 
     def _same_bases(self) -> bool:

@@ -59,8 +59,14 @@ class Ambience(NamedTuple):
             and _is_inference_mode() is context.inference
             and current_settings() == settings
             and _default_dtype() is dtype
-            and any(_global_hooks()) is hooked
-            and _fast_attention() is fast
+            and bool(
+                _module._global_forward_hooks
+                or _module._global_forward_pre_hooks
+                or _module._global_backward_hooks
+                or _module._global_backward_pre_hooks
+            )
+            is hooked
+            and _mha._is_fastpath_enabled is fast
             and ((now := exchanged()) is others or now == others)
         )
 
@@ -77,6 +83,7 @@ class Ambience(NamedTuple):
 
 _any_autocast = torch._C._is_any_autocast_enabled  # seen in 2.13 to 2.15; test_ambience notices
 _default_dtype = torch.get_default_dtype
+_mha = torch.backends.mha  # its global, seen in 2.13 to 2.15; test_ambience notices
 _fast_attention = torch.backends.mha.get_fastpath_enabled
 _is_grad_enabled = torch.is_grad_enabled
 _is_inference_mode = torch.is_inference_mode_enabled

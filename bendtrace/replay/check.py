@@ -133,12 +133,16 @@ class CheckWriter:
         codes = [f for f in surroundings.functions if "site-packages" not in f.__code__.co_filename]
         if codes:
             keywords = [function.__kwdefaults__ for function in codes if function.__kwdefaults__]
-            source.names.update(
-                functions=codes, keywords=keywords, written=_written_in(codes, keywords),
-                read=_written_in, same=_same,
-            )  # fmt: skip
+            written = _written_in(codes, keywords)
+            source.names.update(functions=codes, written=written, is_=operator.is_)
             edited = self._questions.note("a function has another code, or other defaults")
-            source.line(f"if not same(read(functions, keywords), written): return {edited}")
+            if keywords:
+                source.names.update(keywords=keywords, read=_written_in, same=_same)
+                source.line(f"if not same(read(functions, keywords), written): return {edited}")
+            else:
+                source.names["writing"] = _WRITTEN
+                now = "chain(map(writing, functions))"
+                source.line(f"if not all(map(is_, {now}, written)): return {edited}")
         simple, tables = self._settled.simple, self._settled.tables
         if simple:
             source.names.update(
@@ -150,10 +154,10 @@ class CheckWriter:
             self._ask_in_doubt(source, f"not {all_same}", "search()")
         if tables:
             source.names.update(
-                tables=[table.value for table in tables], values=dict.values,
+                tables=[dict.values(table.value) for table in tables],
                 kinds=[part.type for part in self._in_tables()],
             )  # fmt: skip
-            types_now = "list(map(type, chain(map(values, tables))))"
+            types_now = "list(map(type, chain(tables)))"
             self._ask_in_doubt(source, f"{types_now} != kinds", "look()")
 
     def _ask_for_namespaces(self, source: Source) -> None:

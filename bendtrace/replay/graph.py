@@ -25,7 +25,7 @@ from bendtrace.recording.functions import (
 )
 from bendtrace.recording.parts import identical
 from bendtrace.recording.recorder import Recording
-from bendtrace.recording.tape import Op, OpKind, State, Tape, map_refs
+from bendtrace.recording.tape import Op, OpKind, Ref, State, Tape, map_refs
 from bendtrace.replay.analysis import Analysis, GuardKind
 from bendtrace.replay.codegen import SegmentWriter
 from bendtrace.replay.repeatable import may_draw, may_run_again
@@ -116,24 +116,26 @@ class Node:
         piece: the piece that first came to it.
         number: the guard there.
         exits: the answers that are known.
+        yes: what follows True; None if that is not known.
+        no: what follows False; None if that is not known.
     """
 
-    __slots__ = ("_by_answer", "_no", "_yes", "exits", "number", "piece")
+    __slots__ = ("_by_answer", "exits", "no", "number", "piece", "yes")
 
     def __init__(self, piece: Piece, number: int) -> None:
         self.piece = piece
         self.number = number
         self.exits: tuple[Exit, ...] = ()
-        self._yes: Exit | None = None
-        self._no: Exit | None = None
+        self.yes: Exit | None = None
+        self.no: Exit | None = None
         self._by_answer: dict[Any, Exit] = {}
 
     def after(self, answer: Any) -> Exit | None:
         """Return how runs go on after an answer, if that is known."""
         if answer is True:
-            return self._yes
+            return self.yes
         if answer is False:
-            return self._no
+            return self.no
         kind = type(answer)
         if kind is int or kind is str:
             return self._by_answer.get((kind, answer))
@@ -151,8 +153,8 @@ class Node:
 
     def _sort(self) -> None:
         exits = self.exits
-        self._yes = next((exit for exit in exits if exit.answer is True), None)
-        self._no = next((exit for exit in exits if exit.answer is False), None)
+        self.yes = next((exit for exit in exits if exit.answer is True), None)
+        self.no = next((exit for exit in exits if exit.answer is False), None)
         self._by_answer = {
             (type(exit.answer), exit.answer): exit
             for exit in exits
@@ -463,6 +465,8 @@ def _agree(recording: Recording, after: int, until: int | None, exit: Exit) -> b
             mine = mine[: len(its)]
     for op, known in zip(mine, its, strict=False):
         if op.target == known.target and op.context == known.context:
+            if _are_alike(op.args, known.args, ours, theirs) and not (op.kwargs or known.kwargs):
+                continue
             now, before = ours.of(op), theirs.of(known)
             if now == before:
                 continue
@@ -482,6 +486,23 @@ def _agree(recording: Recording, after: int, until: int | None, exit: Exit) -> b
             what = f"did {mine[len(its)]} where it had ended, with all guards equal"
         raise NondeterminismError(f"resumed, the run {what}")
     return True
+
+
+def _are_alike(one: Any, other: Any, ours: _Names, theirs: _Names) -> bool:
+    """Whether arguments of two runs have the same names at once; False where that takes longer."""
+    kind = type(one)
+    if kind is not type(other):
+        return False
+    if kind is Ref:
+        name = ours.known(one.index)
+        return name is not None and name == theirs.known(other.index)
+    if kind is tuple or kind is list:
+        return len(one) == len(other) and all(
+            _are_alike(mine, its, ours, theirs) for mine, its in zip(one, other, strict=True)
+        )
+    if kind is float:
+        return repr(one) == repr(other)  # which tells zeros apart
+    return one is None or (kind in (bool, int, str) and one == other)
 
 
 def _asked_alike(one: Tape, after: int, until: int | None, other: Tape, number: int) -> bool:
@@ -530,6 +551,13 @@ class _Names:
     def of(self, op: Op) -> str:
         """Return what an op is given, in these names."""
         return repr(map_refs((op.args, op.kwargs), lambda ref: self.name(ref.index)))
+
+    def known(self, index: int) -> Any:
+        """Return the name of a value where it is a short one; None for others."""
+        name = self._names.get(index)
+        if name is None and (op := self._ops[index]).is_given:
+            return "part", op.target.label
+        return name
 
     def name(self, index: int) -> Any:
         """Return the name of a value."""

@@ -189,7 +189,12 @@ class Program:
                 number, answer = result.guard, result.outcome
                 node = None if first else piece.nodes.get(number)
                 if node is not None:
-                    exit = node.after(answer)
+                    if answer is True:  # a call less than `after`, for nearly all questions
+                        exit = node.yes
+                    elif answer is False:
+                        exit = node.no
+                    else:
+                        exit = node.after(answer)
                     if exit is not None and (found := exit.written or _written(exit)) is not None:
                         if compiled:
                             found = exit.compiled or found
@@ -445,8 +450,11 @@ def _count_raised(
 def _count(trips: list[Trip]) -> None:
     """Count a call by the pieces that it went along."""
     for piece, entered, left in trips:
-        times = piece.trips
-        times[entered, left] = times.get((entered, left), 0) + 1
+        times, trip = piece.trips, (entered, left)
+        try:
+            times[trip] += 1
+        except KeyError:
+            times[trip] = 1
         piece.owner.hits += 1
 
 

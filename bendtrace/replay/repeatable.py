@@ -36,7 +36,10 @@ def may_run_again(recording: Recording) -> bool:
         return False
     if recording.surroundings.generators or is_one_of_several():
         return False
-    return all(map(_is_repeatable, tape.ops)) and not _may_write_outside(tape)
+    if any(op.raised is not None or op.context.autocast or is_handled(op) for op in tape.ops):
+        return False
+    called = {id(op.target): op.target for op in tape.ops if op.kind is OpKind.CALL}
+    return all(map(_is_repeatable, called.values())) and not _may_write_outside(tape)
 
 
 def may_draw(recording: Recording) -> bool:
@@ -55,15 +58,11 @@ def _is_idle(op: Op) -> bool:
     return name != "" and type(given) in (bool, float, int) and not given
 
 
-def _is_repeatable(op: Op) -> bool:
-    if op.raised is not None or op.context.autocast or is_handled(op):
-        return False
-    if op.kind is not OpKind.CALL:
-        return True
-    name = name_of(op.target)
+def _is_repeatable(function: Any) -> bool:
+    name = name_of(function)
     return (
-        (is_torchs_function(op.target) or _is_getter(op.target) or op.target is environ)
-        and op.target not in SETTERS
+        (is_torchs_function(function) or _is_getter(function) or function is environ)
+        and function not in SETTERS
         and name not in RESHAPES_IN_PLACE
         and name not in _ACTS_OUTSIDE
     )
