@@ -33,9 +33,9 @@ from bendtrace.recording.recorder import Recording
 from bendtrace.recording.run import Signature, record
 from bendtrace.recording.tape import ModuleCall, Op
 from bendtrace.replay.ambience import Ambience
-from bendtrace.replay.explain import explain_check, explain_divergence
-from bendtrace.replay.guard_table import GuardTable
-from bendtrace.replay.program import Divergence, Program
+from bendtrace.replay.explain import GuardTable, explain_check, explain_divergence
+from bendtrace.replay.program import Program
+from bendtrace.replay.stretches import Divergence
 
 if TYPE_CHECKING:
     from bendtrace import storage

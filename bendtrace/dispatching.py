@@ -23,8 +23,8 @@ from bendtrace.recording.run import Signature, uninitialized_in
 from bendtrace.recording.serving import call_itself
 from bendtrace.replay.ambience import Ambience
 from bendtrace.replay.explain import Mismatch, explain_check, explain_divergence, explain_guard
-from bendtrace.replay.floor import Floor
-from bendtrace.replay.program import Divergence, Finished, Program
+from bendtrace.replay.program import Program
+from bendtrace.replay.stretches import Divergence, Finished
 from bendtrace.replay.tree import TraceTree
 from bendtrace.served import Explanation, Stats
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from bendtrace.auditing import Auditor
     from bendtrace.compiled.speculation import Guess, Speculation
 
-__all__ = ["Dispatcher"]
+__all__ = ["Dispatcher", "Floor"]
 
 
 class Dispatcher:
@@ -197,11 +197,7 @@ class Dispatcher:
         ambience = Ambience.current()
         evolving = call.tree.outdated(call.names, call.arguments)
         mismatch = self.explained(call.tree, call.names, call.arguments, _NEAR).nearest
-        try:
-            recording = self._recorded(call)
-        except Exception as error:
-            call.tree.failed(error)
-            raise
+        recording = self._traced(call)
         if recording.is_transient and self._passing < _PASSING:
             self._passing += 1
             self.stats.live += 1
@@ -222,11 +218,7 @@ class Dispatcher:
     def _look_again(self, call: _Call, live: Program) -> Any:
         """Record a call whose like could only be run live: it may go another way."""
         ambience = Ambience.current()
-        try:
-            recording = self._recorded(call)
-        except Exception as error:
-            call.tree.failed(error)
-            raise
+        recording = self._traced(call)
         if recording.tape.blockers or recording.is_transient:
             self.stats.live += 1
             call.tree.ran_live(live)
@@ -239,6 +231,16 @@ class Dispatcher:
             before, now = live.recording, recording.tape.guards[leaves[0]].expected
             self._mismatch = explain_guard(before.tape, leaves[0], now, _steps_of(before))
         return self._kept(recording, program)
+
+    def _traced(
+        self, call: _Call, divergence: Divergence | None = None, prefix: Prefix | None = None
+    ) -> Recording:
+        """Record a call, from its start or after a divergence, and note it if the model raises."""
+        try:
+            return self._recorded(call, prefix, divergence is not None and divergence.is_anew)
+        except Exception as error:
+            call.tree.failed(error, divergence)
+            raise
 
     def _recorded(
         self, call: _Call, prefix: Prefix | None = None, reads_states: bool = False
@@ -279,10 +281,7 @@ class Dispatcher:
             with self._called():
                 return call_itself(self._model, call.args, dict(call.kwargs))
         try:
-            recording = self._recorded(call, prefix, divergence.is_anew)
-        except Exception as error:
-            call.tree.failed(error, divergence)
-            raise
+            recording = self._traced(call, divergence, prefix)
         finally:
             divergence.release(prefix)
         self.stats.retraces += 1
@@ -299,6 +298,58 @@ class Dispatcher:
         return self._kept(recording, program)
 
 
+class Floor:
+    """Counts known and unknown paths, and says which calls are for the model itself.
+
+    A call along a path that is not known is traced, or resumed, and costs some fifty times what
+    the model costs. Where such calls go on for ever, nothing is gained by them. So a hundred of
+    them are free, and from then on one in two hundred calls: what known paths save pays for
+    those. Where there are more, calls run the model itself, and paths are tried again from time to
+    time: each time after twice as many calls, until most of them are known.
+
+    Attributes:
+        unknown: calls along unknown paths so far.
+    """
+
+    def __init__(self) -> None:
+        self.unknown = 0
+        self._left = _FREE
+        self._waiting = 0  # calls until paths are tried again
+        self._next = _FIRST
+
+    def takes(self) -> bool:
+        """Whether the next call is for the model itself."""
+        if not self._waiting:
+            return False
+        self._waiting -= 1
+        if not self._waiting:
+            self._left = _TRIED
+        return True
+
+    def followed(self, is_known: bool) -> None:
+        """Count a call that was served along a path, or led down an unknown one."""
+        if is_known:
+            self._left = min(self._left + _EARNED, _FREE)
+            if self._left > _RECOVERED:
+                self._next = _FIRST
+            return
+        self.unknown += 1
+        self._left -= 1
+        if self._left <= 0:
+            self._waiting = self._next
+            self._next = min(self._next * 2, _LONGEST)
+
+    @property
+    def reason(self) -> str | None:
+        """Why calls are for the model itself at present; None if they are not."""
+        if not self._waiting:
+            return None
+        return (
+            f"the paths of the model do not repeat: {self.unknown} calls led down unknown ones; "
+            f"known ones are tried again after {self._waiting} more calls"
+        )
+
+
 @dataclass(frozen=True)
 class _Call:
     """One call: what it was given, what is inserted, and the paths that are known for that."""
@@ -311,6 +362,11 @@ class _Call:
     tree: TraceTree
 
 
+_FREE = 100.0  # unknown paths that cost nothing
+_EARNED = 0.005  # what a call along a known path adds, of an unknown one
+_FIRST, _LONGEST = 512, 1 << 16  # calls of the model itself before paths are tried again
+_TRIED = 2.0  # unknown paths that end a trial
+_RECOVERED = 3.0  # from here on, the trials before count no more
 # Of so many programs, the latest, the one that came nearest is said when a new path is recorded.
 _NEAR = 16
 # After this many runs that filled a cache, a cache is taken to be filled by every call.

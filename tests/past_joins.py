@@ -7,9 +7,10 @@ from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
+from bendtrace.dispatching import Floor
 from bendtrace.recording.contexts import AutocastHold
-from bendtrace.replay.floor import Floor
-from bendtrace.replay.program import Divergence, Program, _random_states
+from bendtrace.replay.program import Program
+from bendtrace.replay.stretches import Divergence, random_states
 
 __all__ = ["past_joins"]
 
@@ -38,4 +39,5 @@ def _led_back(
         return _run(program, arguments, first, compiled)
     number = min(program.recording.tape.states)
     hold = AutocastHold()
-    return Divergence(program.root, number, None, {}, hold, True, _random_states())
+    recording = program.recording
+    return Divergence(program.root, recording, number, None, {}, hold, True, random_states())

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import bendtrace as bt
-from bendtrace.replay.floor import Floor
+from bendtrace.dispatching import Floor
 
 
 class Gated(nn.Module):

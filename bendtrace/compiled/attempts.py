@@ -1,20 +1,31 @@
-"""Trying what is compiled, as paths and segments do: states, errors, times."""
+"""A compiled function: what became of it, and whether its results are those of a replay.
+
+Paths and bodies are both tried so: compiled, compared once with what the replay gives, and
+measured against it.
+"""
 
 from __future__ import annotations
 
 import logging
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
 from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["Failed", "Quiet", "State", "now", "unmark"]
+from bendtrace.compiled.settings import Settings
+from bendtrace.compiled.shortcuts import Backend, Shortcuts
+from bendtrace.recording.parts import PLAIN_TYPES, attributes_of, identical
+from bendtrace.recording.writes import storage_of
+
+__all__ = ["CompiledFunction", "Failed", "Quiet", "State", "now", "unmark"]
 
 _LONGEST = 500  # letters of a reason
+_WARM = 2  # calls before times are taken
+_TIMED = 6  # calls of either kind whose times are taken
 
 
 class State(Enum):
@@ -25,6 +36,150 @@ class State(Enum):
     DEMOTED = "demoted"
     SLOWER = "slower"
     REFUSED = "not compiled"
+
+
+class CompiledFunction:
+    """A function of tensors as torch.compile has compiled it.
+
+    Args:
+        settings: how to compile.
+
+    Attributes:
+        settings: as given.
+        state: what became of it.
+        reason: why it is not used, or its latest error.
+        seconds: how long compiling took, of all graphs together.
+        hits: how often it served.
+        failures: how often it was tried in vain.
+        served: seconds of some calls that it has served.
+        replayed: seconds of some calls that were replayed in its place.
+        is_unusable: whether it was the backend itself that failed.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.state = State.MEASURED if settings.drop_slower else State.USED
+        self.reason = ""
+        self.seconds = 0.0
+        self.hits = self.failures = 0
+        self.served: list[float] = []
+        self.replayed: list[float] = []
+        self.is_unusable = False
+        self._backend: Backend | None = None
+        self._function: Shortcuts | None = None
+        self._confirmed = 0  # how many graphs have been compared with a replay
+        self._orders: dict[int, tuple[int, ...]] = {}
+
+    @property
+    def graphs(self) -> int:
+        """How many graphs were compiled."""
+        return 0 if self._backend is None else self._backend.graphs
+
+    @property
+    def is_used(self) -> bool:
+        """Whether calls are tried on it."""
+        return self.state in (State.MEASURED, State.USED)
+
+    @property
+    def speed(self) -> float | None:
+        """How many times faster it is than a replay; None if that is not known."""
+        if not self.served or not self.replayed:
+            return None
+        return min(self.replayed) / min(self.served)
+
+    def was_served(self, seconds: float) -> None:
+        """Note how long a call took that it has served."""
+        if self.hits > _WARM:
+            self.served.append(seconds)
+
+    def was_replayed(self, seconds: float) -> None:
+        """Note how long a replay in its place took; with enough of both, decide by the times."""
+        self.replayed.append(seconds)
+        if self.state is State.MEASURED and len(self.replayed) >= _TIMED:
+            faster = min(self.served) < min(self.replayed)
+            self.state = State.USED if faster else State.SLOWER
+
+    def compile(
+        self, function: Callable[..., Any], compiler: Callable[..., Any], may_assume: bool = False
+    ) -> Backend:
+        """Have a function compiled at its first call; return what compiles it."""
+        self._backend = Backend(compiler, may_assume)
+        compiled = torch.compile(
+            function, fullgraph=True, dynamic=self.settings.dynamic, backend=self._backend
+        )
+        self._function = Shortcuts(compiled, self._backend)
+        return self._backend
+
+    def call(self, given: Sequence[Any]) -> tuple[Any, Sequence[Tensor]] | None:
+        """Call it; return the truth of its guards, and its tensors."""
+        assert self._function is not None
+        grad = torch.is_grad_enabled()
+        try:
+            result = self._function(*given)
+        finally:
+            if torch.is_grad_enabled() != grad:
+                torch._C._set_grad_enabled(grad)
+            if grad:  # what is kept for the backward pass is marked too
+                unmark(given)
+        if result is None:
+            return None
+        truth, made = result
+        unmark(made)
+        if self.settings.cuda_graphs:  # whose memory the next call writes to
+            made = [tensor.clone() for tensor in made]
+        return truth, made
+
+    def in_order(self, made: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Return results laid out in memory as a replay lays them out."""
+        if not self._orders:
+            return made
+        orders = self._orders
+        return [
+            tensor if slot not in orders else _laid_out(tensor, orders[slot])
+            for slot, tensor in enumerate(made)
+        ]
+
+    def compare(
+        self, ours: Any, theirs: Any, made: Sequence[Tensor], known: Iterable[Tensor]
+    ) -> bool:
+        """Use newly compiled graphs from now on, if their results are those of a replay.
+
+        Args:
+            ours: what the graphs led to.
+            theirs: what the replay gave.
+            made: the tensors that the graphs gave.
+            known: tensors that were there before.
+        """
+        different, orders = _difference(ours, theirs, known)
+        slots = {id(tensor): slot for slot, tensor in enumerate(made)}
+        if different is None and not orders.keys() <= slots.keys():
+            different = "a result is laid out in memory in another way"
+        if different is not None:
+            self.state, self.reason = State.REFUSED, f"compiled, {different}"
+            return False
+        # Inductor lays out some results in an order that it likes better.
+        self._orders = self._orders | {slots[key]: order for key, order in orders.items()}
+        self._confirmed = self.graphs
+        return True
+
+    def note(self, error: Exception) -> None:
+        """Note an error, and give up if the next call would raise it again."""
+        failed = Failed(error)
+        self.reason = failed.reason
+        self.is_unusable = failed.is_of_backend
+        if failed.is_final:
+            self.state = State.REFUSED
+
+    def row(self) -> dict[str, Any]:
+        """Return what became of it as plain values."""
+        return {
+            "state": self.state.value,
+            "reason": self.reason,
+            "warm_up": self.seconds,
+            "graphs": self.graphs,
+            "hits": self.hits,
+            "speed": self.speed,
+        }
 
 
 class Failed:
@@ -96,3 +251,135 @@ _LOGGERS = (
     "torch.fx.experimental.symbolic_shapes",
 )  # fmt: skip
 _OF_BACKENDS = ("BackendCompilerFailed", "InductorError", "InvalidCxxCompiler")
+
+
+# How far values may be apart, relative to the largest one: far more than reordered sums cost,
+# far less than a wrong graph does.
+_ALLOWED = {
+    torch.float64: 1e-6, torch.complex128: 1e-6, torch.float32: 1e-3, torch.complex64: 1e-3,
+    torch.float16: 5e-2, torch.bfloat16: 1e-1,
+}  # fmt: skip
+
+
+def _difference(
+    ours: Any, theirs: Any, known: Iterable[Tensor]
+) -> tuple[str | None, dict[int, tuple[int, ...]]]:
+    """Say how an output differs from the one that a replay gave; None if it does not.
+
+    That a tensor is laid out in memory in another order is told apart from that: the second thing
+    given is the right order of dimensions, by the ids of such tensors.
+
+    Args:
+        ours: what the compiled path gave.
+        theirs: what the replay gave.
+        known: what was there before: arguments and state.
+    """
+    compared = _Comparison(list(known))
+    return compared.between(ours, theirs), compared.laid_out
+
+
+def _order_of(tensor: Tensor) -> tuple[int, ...]:
+    """Return the dimensions of a tensor in the order in which they lie in memory."""
+    strides = tensor.stride()
+    return tuple(sorted(range(tensor.dim()), key=lambda dim: (-strides[dim], dim)))
+
+
+def _laid_out(tensor: Tensor, order: tuple[int, ...]) -> Tensor:
+    """Return a tensor, or a copy, whose dimensions lie in memory in a certain order."""
+    back = sorted(range(len(order)), key=order.__getitem__)
+    return tensor.permute(order).contiguous().permute(back)
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    return tensor.permute(_order_of(tensor)).is_contiguous()
+
+
+class _Comparison:
+    def __init__(self, known: list[Tensor]) -> None:
+        self.laid_out: dict[int, tuple[int, ...]] = {}
+        self._seen: dict[int, int] = {}
+        self._kept: list[Any] = []  # so that no id is given to another
+        self._ours: list[Tensor] = known
+        self._theirs: list[Tensor] = list(known)
+
+    def between(self, ours: Any, theirs: Any) -> str | None:
+        if type(ours) is not type(theirs):
+            return f"it gives a {type(ours).__name__}, and not a {type(theirs).__name__}"
+        if isinstance(ours, Tensor):
+            return self._between_tensors(ours, theirs)
+        if type(ours) in PLAIN_TYPES:
+            same = identical(ours, theirs) or (
+                type(ours) is float and abs(ours - theirs) <= 1e-3 * max(1.0, abs(theirs))
+            )
+            return None if same else f"it gives {ours!r}, and not {theirs!r}"
+        if id(ours) in self._seen:
+            return None if self._seen[id(ours)] == id(theirs) else "it gives other objects"
+        self._seen[id(ours)] = id(theirs)
+        self._kept += (ours, theirs)
+        if isinstance(ours, (list, tuple)):
+            pairs = list(zip(ours, theirs, strict=False))
+            if len(ours) != len(theirs):
+                return f"it gives {len(ours)} things, and not {len(theirs)}"
+        elif isinstance(ours, dict):
+            if tuple(ours) != tuple(theirs):
+                return "it gives other keys"
+            pairs = [(ours[key], theirs[key]) for key in ours]
+        else:
+            pairs = []
+        if not isinstance(ours, torch.nn.Module):
+            mine, others = attributes_of(ours), attributes_of(theirs)
+            if mine.keys() != others.keys():
+                return "it gives an object with other attributes"
+            pairs += [(mine[key], others[key]) for key in mine]
+        return next(filter(None, (self.between(*pair) for pair in pairs)), None)
+
+    def _between_tensors(self, ours: Tensor, theirs: Tensor) -> str | None:
+        if ours is theirs:
+            return None
+        for name in ("dtype", "device", "shape", "requires_grad", "layout"):
+            mine, others = getattr(ours, name), getattr(theirs, name)
+            if mine != others:
+                return f"{name} of a result is {mine}, and not {others}"
+        if ours.is_inference() != theirs.is_inference() or ours.is_leaf != theirs.is_leaf:
+            return "a result is another kind of node of the autograd graph"
+        if ours.stride() != theirs.stride() and ours.numel() > 1:
+            if not (_is_dense(ours) and _is_dense(theirs)):
+                return f"a result has strides {ours.stride()}, and not {theirs.stride()}"
+            self.laid_out[id(ours)] = _order_of(theirs)
+        if vars(ours).keys() != vars(theirs).keys():
+            return f"a result has attributes {sorted(vars(ours))}, and not {sorted(vars(theirs))}"
+        if _relations(ours, self._ours) != _relations(theirs, self._theirs):
+            return "its results share memory in another way"
+        self._ours.append(ours)
+        self._theirs.append(theirs)
+        with torch.no_grad():
+            return _between_values(ours.detach(), theirs.detach())
+
+
+def _relations(tensor: Tensor, others: list[Tensor]) -> list[tuple[bool, bool]]:
+    """How a tensor is related to others: whether it is one of them, or in the same memory."""
+    storage = storage_of(tensor)
+    return [
+        (other is tensor, bool(tensor.numel()) and storage != 0 and storage_of(other) == storage)
+        for other in others
+    ]
+
+
+def _between_values(ours: Tensor, theirs: Tensor) -> str | None:
+    allowed = _ALLOWED.get(ours.dtype)
+    if not ours.numel():
+        return None
+    if allowed is None:
+        return None if torch.equal(ours, theirs) else f"results of {ours.dtype} are not equal"
+    finite = theirs.isfinite()
+    if not torch.equal(ours.isfinite(), finite) or not torch.equal(ours.isnan(), theirs.isnan()):
+        return "other results are finite"
+    if not finite.any():
+        return None
+    far = torch.float64 if not ours.is_complex() else torch.complex128
+    wanted = theirs[finite].to(far)
+    apart = float((ours[finite].to(far) - wanted).abs().max())
+    scale = max(1.0, float(wanted.abs().max()))
+    if apart <= allowed * scale:
+        return None
+    return f"results are {apart:.3g} apart, with values up to {scale:.3g}"

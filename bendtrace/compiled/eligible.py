@@ -25,7 +25,6 @@ from bendtrace.recording.recorder import Recording
 from bendtrace.recording.structure import Existing, Fixed, Instance, Made, Opaque
 from bendtrace.recording.tape import Op, OpKind, Ref
 from bendtrace.replay.ambience import Ambience
-from bendtrace.replay.memory import OUTSIDE
 
 __all__ = ["why_not", "why_not_op", "why_not_under"]
 
@@ -74,7 +73,7 @@ def why_not(recording: Recording, ambience: Ambience) -> str | None:
     if len(tape.ops) > _LONGEST:
         return f"it has more than {_LONGEST} ops"
     for op in tape.ops:
-        if any(tape.ops[written].kind in OUTSIDE for written in op.writes):
+        if any(tape.ops[written].is_given for written in op.writes):
             reason = f"{said_of(op.target)} writes to what was there before the run"
         else:
             reason = why_not_op(op, ambience.context)
@@ -101,7 +100,7 @@ def why_not_op(op: Op, entry: Context) -> str | None:
         op: the op.
         entry: grad mode and so on of the function that it is compiled in.
     """
-    if op.kind in (OpKind.INPUT, OpKind.STATE):
+    if op.is_given:
         return None
     if op.kind is OpKind.UNKNOWN:
         return "a tensor came from nowhere"

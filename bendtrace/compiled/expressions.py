@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import builtins
 import math
 import operator
 import types
@@ -13,27 +12,18 @@ from torch import Tensor
 
 from bendtrace.recording.functions import name_of
 from bendtrace.recording.structure import Instance
-from bendtrace.recording.tape import Op, OpKind, Ref
+from bendtrace.recording.tape import Op, OpKind
+from bendtrace.replay.source import INFIX, Source
 
-__all__ = ["INFIX", "Expressions"]
+__all__ = ["Expressions"]
 
 
-class Expressions:
-    """Writes ops as expressions.
-
-    Attributes:
-        names: what the names in them stand for.
-    """
+class Expressions(Source):
+    """Writes ops so that torch.compile knows them: as methods, operators and literals."""
 
     def __init__(self) -> None:
-        self.names: dict[str, Any] = {
-            "__builtins__": builtins, "torch": torch, "math": math, "operator": operator,
-        }  # fmt: skip
-        self._constants: dict[int, str] = {}
-
-    def name(self, index: int) -> str:
-        """Return the name of the value that an op gives."""
-        return f"v{index}"
+        super().__init__()
+        self.names.update(torch=torch, math=math, operator=operator)
 
     def call(self, op: Op) -> str:
         """Return an expression, or a statement for an item assignment, that does an op."""
@@ -55,41 +45,26 @@ class Expressions:
             return f"{given[0]}.{name}({', '.join(given[1:] + named)})"
         return f"{self.constant(target)}({', '.join(given + named)})"
 
-    def value(self, value: Any) -> str:
-        """Return an expression for recorded arguments."""
-        kind = type(value)
-        if kind is Ref:
-            return self.name(value.index)
-        if kind is tuple or isinstance(value, Instance):
-            items = value if kind is tuple else value.items
-            return "(" + "".join(self.value(item) + ", " for item in items) + ")"
-        if kind is list:
-            return "[" + ", ".join(map(self.value, value)) + "]"
-        if kind is dict:
-            items = (f"{self.constant(k)}: {self.value(v)}" for k, v in value.items())
-            return "{" + ", ".join(items) + "}"
-        if kind is slice:
-            return f"slice({', '.join(map(self.value, (value.start, value.stop, value.step)))})"
-        return self.constant(value)
-
     def constant(self, value: Any) -> str:
         """Return an expression for a value that does not change."""
         kind = type(value)
-        if kind in (bool, int, str, type(None), type(...), bytes):
+        if kind is bytes:
             return repr(value)
         if kind is float:
             return repr(value) if math.isfinite(value) else f'float("{value}")'
         if kind is complex:
             return f"complex({self.constant(value.real)}, {self.constant(value.imag)})"
+        if kind is slice:
+            parts = value.start, value.stop, value.step
+            return f"slice({', '.join(map(self.constant, parts))})"
         if kind in (torch.dtype, torch.memory_format, torch.layout):
             return str(value)
         if kind is torch.device:
             return f"torch.device({str(value)!r})"
-        name = self._constants.get(id(value))
-        if name is None:
-            name = self._constants[id(value)] = f"c{len(self._constants)}"
-            self.names[name] = value
-        return name
+        return super().constant(value)
+
+    def _instance(self, instance: Instance) -> str:
+        return self.value(tuple(instance.items))  # a tuple of some kind: see `eligible`
 
 
 def _is_method(target: Any) -> bool:
@@ -97,12 +72,6 @@ def _is_method(target: Any) -> bool:
     return getattr(Tensor, name, None) is target
 
 
-INFIX: dict[Any, str] = {
-    operator.add: "+", operator.sub: "-", operator.mul: "*", operator.truediv: "/",
-    operator.floordiv: "//", operator.mod: "%", operator.and_: "&", operator.or_: "|",
-    operator.xor: "^", operator.eq: "==", operator.ne: "!=", operator.lt: "<", operator.le: "<=",
-    operator.gt: ">", operator.ge: ">=",
-}  # fmt: skip
 # Operators with the tensor on their right.
 _REFLECTED = {
     "__radd__": "+", "__rsub__": "-", "__rmul__": "*", "__rdiv__": "/", "__rtruediv__": "/",

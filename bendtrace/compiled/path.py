@@ -8,25 +8,22 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from bendtrace.compiled.attempts import Failed, Quiet, State, unmark
-from bendtrace.compiled.comparing import difference, laid_out
+from bendtrace.compiled.attempts import CompiledFunction, Quiet, State
 from bendtrace.compiled.eligible import why_not
-from bendtrace.compiled.extents import Unknown
-from bendtrace.compiled.probing import Refusal, probe
+from bendtrace.compiled.probing import Refusal, Unknown, probe
 from bendtrace.compiled.settings import Settings
-from bendtrace.compiled.shortcuts import Backend, Shortcuts
 from bendtrace.compiled.straight import Straight
 from bendtrace.recording.functions import name_of
-from bendtrace.recording.parts import Access, Part, PartKind
 from bendtrace.recording.recorder import Recording
-from bendtrace.recording.tape import Op, OpKind, TensorMeta, Test, refs_in
+from bendtrace.recording.tape import TensorMeta, Test, refs_in
 from bendtrace.replay.analysis import Analysis
 from bendtrace.replay.codegen import write_run
-from bendtrace.replay.program import Program, Stretch
+from bendtrace.replay.program import Program
+from bendtrace.replay.schedule import Schedule
 from bendtrace.replay.source import Code, Source
+from bendtrace.replay.stretches import Stretch
 
 __all__ = ["FAILED", "CompiledPath", "Unchecked"]
 
@@ -59,7 +56,7 @@ class Unchecked:
         self.known = known
 
 
-class CompiledPath:
+class CompiledPath(CompiledFunction):
     """One path, compiled.
 
     Args:
@@ -68,42 +65,24 @@ class CompiledPath:
         settings: how to compile.
 
     Attributes:
-        state: see `State`.
-        reason: why it is not used, or its latest error.
-        seconds: how long compiling took, of all graphs together.
-        hits: calls that it has served.
-        failures: calls that went another way, or in which it raised.
-        recent: the latest of both: whether it served.
+        home: as given.
+        stretch: as given.
+        recent: the latest calls that it was tried on: whether it served.
         window: which paths the latest calls took for which the same input guards hold.
-        served: seconds of some calls that it has served.
-        replayed: seconds of some calls that were replayed in its place.
     """
 
     def __init__(self, home: Program, stretch: Stretch, settings: Settings) -> None:
+        super().__init__(settings)
         self.home = home
         self.stretch = stretch
-        self.settings = settings
         self.state = State.REFUSED
-        self.reason = ""
-        self.seconds = 0.0
-        self.hits = self.failures = 0
         self.recent: deque[bool] = deque(maxlen=_WINDOW)
         self.window: deque[Stretch | None] = deque(maxlen=_WINDOW)
-        self.served: list[float] = []
-        self.replayed: list[float] = []
-        self.is_unusable = False  # whether it was the backend itself that failed
         self._admitting = home
         self._entry = home.ambience.context
         self._sizes: dict[Any, bool] = {}
         self._unlike: Counter[Any] = Counter()
         self._confirmed = -1
-        self._orders: dict[int, tuple[int, ...]] = {}
-        self._backend: Backend | None = None
-
-    @property
-    def graphs(self) -> int:
-        """How many graphs were compiled."""
-        return 0 if self._backend is None else self._backend.graphs
 
     @property
     def recording(self) -> Recording:
@@ -154,8 +133,8 @@ class CompiledPath:
         ops = recording.tape.ops
         leaves = _leaves(recording)
         roots = {leaf: findings.first.get(leaf, leaf) for leaf in leaves}
-        made = [i for i in dict.fromkeys(roots.values()) if not _is_outside(ops[i])]
-        given = [i for i in dict.fromkeys(roots.values()) if _is_outside(ops[i])]
+        made = [i for i in dict.fromkeys(roots.values()) if not ops[i].is_given]
+        given = [i for i in dict.fromkeys(roots.values()) if ops[i].is_given]
         analysis = Analysis(recording.tape)
         straight = Straight(recording, analysis, findings, self._entry, made, exactly)
         gathered = straight.inputs + [i for i in given if i not in straight.inputs]
@@ -167,10 +146,8 @@ class CompiledPath:
         # Mostly each is a result of its own, in that order.
         self._slots = None if slots_of_leaves == list(range(len(made))) else slots_of_leaves
         past = len(ops) + 1  # where all ops have been carried out, and all guards tested
-        source = write_run(
-            recording, analysis, self._entry, past, recording.tape, frozenset(leaves)
-        )
-        self._finish = Code(source, "run").function
+        finish = Schedule.of_run(recording, analysis, self._entry, past, recording.tape, leaves)
+        self._finish = write_run(finish).function
         self._picked = straight.picked
         self._needs_sizes = exactly or findings.writes or self._depends_on_identity(leaves)
         self._resizable = [
@@ -181,12 +158,7 @@ class CompiledPath:
         devices = {op.meta.device.type for op in ops if isinstance(op.meta, TensorMeta)}
         compilers = self.settings.compilers(devices <= {"cpu"})
         for compiler in compilers:
-            self._backend = backend = Backend(compiler, may_assume=exactly)
-            function = torch.compile(
-                straight.function, fullgraph=True, dynamic=self.settings.dynamic,
-                backend=backend,
-            )  # fmt: skip
-            self._function = Shortcuts(function, backend)
+            backend = self.compile(straight.function, compiler, may_assume=exactly)
             gathered_now = self._gather(arguments)
             self._sizes = {self._sizes_of(gathered_now): True} if self._needs_sizes else {}
             try:
@@ -224,20 +196,11 @@ class CompiledPath:
 
     def confirm(self, unchecked: Unchecked, output: Any) -> None:
         """Use a newly compiled graph, if it gave what the replay gave."""
-        different, orders = difference(unchecked.output, output, unchecked.known)
-        slots = {id(tensor): slot for slot, tensor in enumerate(unchecked.made)}
-        if different is None and not orders.keys() <= slots.keys():
-            different = "a result is laid out in memory in another way"
-        if different is None:
-            # Inductor lays out some results in an order that it likes better.
-            self._orders = self._orders | {slots[key]: order for key, order in orders.items()}
-            self._confirmed = self.graphs
-            if self.state is State.REFUSED:
-                self.reason, self.is_unusable = "", False
-                self.state = State.MEASURED if self.settings.drop_slower else State.USED
-        else:
-            self.state = State.REFUSED
-            self.reason = f"compiled, {different}"
+        is_first = self.state is State.REFUSED
+        is_same = self.compare(unchecked.output, output, unchecked.made, unchecked.known)
+        if is_same and is_first:
+            self.reason, self.is_unusable = "", False
+            self.state = State.MEASURED if self.settings.drop_slower else State.USED
 
     # Using it
 
@@ -260,28 +223,15 @@ class CompiledPath:
             return self._missed()
         given = gathered[: self._count] if len(gathered) > self._count else gathered
         try:
-            result = self._function(*given)
+            result = self.call(given)
             if result is None or not (result[0] is None or result[0].item()):
                 return self._missed()
         except Exception as error:
-            if torch.is_grad_enabled() != self._entry.grad:
-                torch._C._set_grad_enabled(self._entry.grad)
-            self._note(error)
+            self.note(error)
             if raises:
                 raise Refusal(self.reason) from None
             return self._missed()
-        finally:
-            if self._entry.grad:  # what is kept for the backward pass is marked too
-                unmark(gathered)
-        made = result[1]
-        unmark(made)
-        if self.settings.cuda_graphs:  # whose memory the next call writes to
-            made = tuple(tensor.clone() for tensor in made)
-        if self._orders:
-            made = [
-                tensor if slot not in self._orders else laid_out(tensor, self._orders[slot])
-                for slot, tensor in enumerate(made)
-            ]
+        made = self.in_order(result[1])
         values: Sequence[Any] = made
         if self._slots is not None:
             both = (*made, *gathered)
@@ -301,13 +251,6 @@ class CompiledPath:
         self.failures += 1
         self.recent.append(False)
         return FAILED
-
-    def _note(self, error: Exception) -> None:
-        failed = Failed(error)
-        self.reason = failed.reason
-        if failed.is_final:
-            self.state = State.REFUSED
-            self.is_unusable = failed.is_of_backend
 
     def _knows_sizes(self, gathered: tuple[Any, ...], arguments: tuple[Any, ...]) -> bool:
         sizes = self._sizes_of(gathered)
@@ -336,13 +279,6 @@ class CompiledPath:
         # Those of a parameter only change together with what torch.compile itself checks.
         return tuple((t.shape, t.stride()) for t in tensors if type(t) is not nn.Parameter)
 
-    @property
-    def speed(self) -> float | None:
-        """How many times faster it is than a replay; None if that is not known."""
-        if not self.served or not self.replayed:
-            return None
-        return min(self.replayed) / min(self.served)
-
 
 class _Capturing:
     """Within it, torch.compile takes ops whose results have sizes that depend on values."""
@@ -369,10 +305,6 @@ def _dynamo() -> Any:
     return torch._dynamo
 
 
-def _is_outside(op: Op) -> bool:
-    return op.kind in (OpKind.INPUT, OpKind.STATE)
-
-
 def _leaves(recording: Recording) -> list[int]:
     """Return the ops that gave the tensors which the output is made of, or is read from."""
     ops = recording.tape.ops
@@ -383,7 +315,7 @@ def _leaves(recording: Recording) -> list[int]:
         if isinstance(op.meta, TensorMeta):
             found[op.index] = None
         else:
-            waiting += [ref.index for ref in refs_in((op.args, op.kwargs))]
+            waiting += op.operands
     return list(found)
 
 
@@ -391,21 +323,8 @@ def _gatherer(recording: Recording, indices: Iterable[int]) -> Callable[..., tup
     """Return a function of the arguments that gives inputs and state, as they are now."""
     targets = [recording.tape.ops[index].target for index in indices]
     source = Source()
-    source.line("def gather(A):")
-    source.indent = 1
-    wanted: set[int] = set()
-    waiting: list[Part] = list(targets)
-    while waiting:
-        part = waiting.pop()
-        part = part.value if part.kind is PartKind.ALIAS else part
-        if part.index not in wanted:
-            wanted.add(part.index)
-            waiting += [part.parent] if part.parent is not None else []
-    for part in recording.surroundings.parts:
-        if part.index in wanted:
-            name = source.part(part)
-            if part.access is not Access.FIXED:
-                source.line(f"{name} = {source.reach(part)}")
+    source.begin("gather(A)")
+    source.take(targets)
     source.line("return (" + "".join(f"{source.part(target)}, " for target in targets) + ")")
     return Code(source, "gather").function
 

@@ -1,4 +1,10 @@
-"""One run of a path, op by op, that finds out what compiling it would have to know."""
+"""What compiling a path has to know, found out by one run of it, op by op.
+
+A compiled graph has sizes that depend on values as symbols, and a compiler may come to take a
+symbol for what the code makes of it (broadcast with three, it has to be three). A guard must not
+be tested with what was taken for granted. So it is tested with the number itself, counted anew in
+the mask that things were picked with: `Extents` finds that.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +17,18 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from bendtrace.recording.contexts import ContextSwitch
+from bendtrace.recording.contexts import ContextSwitch, current_context
+from bendtrace.recording.functions import name_of
 from bendtrace.recording.parts import identical
 from bendtrace.recording.recorder import Recording
 from bendtrace.recording.structure import Instance
-from bendtrace.recording.tape import Guard, Op, OpKind, Ref, Test, kind_of, refs_in
-from bendtrace.recording.writes import storage_of
+from bendtrace.recording.tape import Guard, Op, OpKind, Ref, TensorMeta, Test, kind_of
+from bendtrace.recording.writes import storage_of, works_in_place
+from bendtrace.replay.analysis import Analysis
+from bendtrace.replay.schedule import Schedule
+from bendtrace.replay.stretches import random_states, restore
 
-__all__ = ["Findings", "Refusal", "probe"]
+__all__ = ["Extents", "Findings", "Refusal", "Unknown", "probe"]
 
 
 class Refusal(Exception):
@@ -55,22 +65,13 @@ def probe(recording: Recording, arguments: tuple[Any, ...]) -> Findings | None:
     Raises:
         Refusal: an op writes to what was there before, or draws random numbers.
     """
-    states = _random_states()
+    states = random_states()
     try:
         return _Probe(recording, arguments).run()
     finally:
-        if any(not torch.equal(*pair) for pair in zip(states, _random_states(), strict=True)):
-            torch.set_rng_state(states[0])
-            for device, state in enumerate(states[1:]):
-                torch.cuda.set_rng_state(state, device)
+        if any(not torch.equal(generator.get_state(), state) for generator, state in states):
+            restore(states)
             raise Refusal("it draws random numbers")
-
-
-def _random_states() -> list[Tensor]:
-    states = [torch.get_rng_state()]
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        states += torch.cuda.get_rng_state_all()
-    return states
 
 
 class _Probe:
@@ -83,35 +84,26 @@ class _Probe:
         self._protected: set[int] = set()
         self._names: dict[int, tuple[int, weakref.ref[Tensor]]] = {}
         self._first: dict[int, int] = {}
-        self._dying: dict[int, list[int]] = {}  # by position, whom nothing needs any more
-        last: dict[int, int] = {}
-        for op in recording.tape.ops:
-            last.update(dict.fromkeys((r.index for r in refs_in((op.args, op.kwargs))), op.index))
-        for guard in recording.tape.guards:
-            for index in _looked_at(guard):
-                last[index] = max(guard.position, last.get(index, 0))
-        for index, position in last.items():
-            self._dying.setdefault(position, []).append(index)
+        self._schedule = Schedule(
+            recording, Analysis(self._tape), current_context(), dict(enumerate(self._tape.guards)),
+            needed=set(range(len(self._tape.ops))),
+        )  # fmt: skip
+        self._dying = self._schedule.deaths()
 
     def run(self) -> Findings | None:
-        for op in self._tape.ops:
-            if op.kind in (OpKind.INPUT, OpKind.STATE):
-                self._take(op)
-        guards: dict[int, list[Guard]] = {}
-        for guard in self._tape.guards:
-            guards.setdefault(guard.position, []).append(guard)
+        for given in self._tape.ops:
+            if given.is_given:
+                self._take(given)
         switch = ContextSwitch()
         mode = _Watch(self._protected)
         try:
-            for position in range(len(self._tape.ops) + 1):
-                if not all(map(self._holds, guards.get(position, ()))):
+            for position, guards, op in self._schedule.steps():
+                if not all(self._holds(guard) for _, guard in guards):
                     return None
-                if position < len(self._tape.ops):
-                    op = self._tape.ops[position]
-                    if op.kind in (OpKind.CALL, OpKind.SCALAR):
-                        self._carry_out(op, switch, mode)
-                for index in self._dying.get(position, ()):
-                    del self._values[index]
+                self._forget(2 * position)
+                if op is not None:
+                    self._carry_out(op, switch, mode)
+                    self._forget(2 * position + 1)
         except Refusal:
             raise
         except Exception:  # the arguments are such that the model raises
@@ -119,6 +111,10 @@ class _Probe:
         finally:
             switch.restore()
         return Findings(frozenset(self._dynamic), self._roots, self._first, mode.wrote)
+
+    def _forget(self, moment: int) -> None:
+        for index in self._dying.get(moment, ()):
+            del self._values[index]
 
     def _take(self, op: Op) -> None:
         value = op.target.read(self._arguments)
@@ -139,7 +135,7 @@ class _Probe:
         self._values[op.index] = value
         if mode.dynamic:
             self._roots[op.index] = _extent(value)
-        if mode.dynamic or any(r.index in self._dynamic for r in refs_in((op.args, op.kwargs))):
+        if mode.dynamic or not self._dynamic.isdisjoint(op.operands):
             self._dynamic.add(op.index)
         if isinstance(value, Tensor):
             if type(value) not in _PLAIN or value.layout is not torch.strided:
@@ -175,7 +171,7 @@ class _Probe:
             return bool(kind_of(value) == guard.expected)
         if guard.test is Test.RANK:
             return bool(value.dim() == guard.expected)
-        if guard.test in (Test.SAME, Test.OTHER):
+        if guard.is_on_identity:
             return (value is self._values[guard.expected]) is (guard.test is Test.SAME)
         return identical(value, guard.expected)
 
@@ -223,12 +219,6 @@ def _extent(value: Any) -> Any:
     return value
 
 
-def _looked_at(guard: Guard) -> tuple[int, ...]:
-    if guard.test in (Test.SAME, Test.OTHER):
-        return guard.index, guard.expected
-    return (guard.index,)
-
-
 def _written(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Iterator[tuple[str, Tensor]]:
@@ -256,3 +246,157 @@ def _has_mask(indices: Any) -> bool:
 
 
 _PLAIN = frozenset({Tensor, nn.Parameter})
+
+
+class Unknown(Exception):
+    """A size depends on values in a way that is not followed."""
+
+
+class Extents:
+    """Follows sizes back to the masks that they were counted in.
+
+    Args:
+        recording: the run.
+        findings: what a probe found out about it.
+
+    Attributes:
+        varying: ops whose result has a size, or is a number, that depends on values, or may.
+    """
+
+    def __init__(self, recording: Recording, findings: Findings) -> None:
+        self._ops = recording.tape.ops
+        self._findings = findings
+        self.varying: set[int] = set()
+        for op in self._ops:
+            if op.index in findings.roots or self._varies(op):
+                self.varying.add(op.index)
+
+    def _varies(self, op: Op) -> bool:
+        refs = op.operands
+        if _gives_back_its_first(op):
+            refs = refs[:1]  # it gives that one back, whatever was added to it
+        return any(index in self.varying for index in refs)
+
+    def mask(self, root: int) -> int:
+        """Return the op whose nonzero elements a root has picked.
+
+        Raises:
+            Unknown: it picks in another way.
+        """
+        op = self._ops[root]
+        name = name_of(op.target)
+        refs = [value.index for value in op.args if type(value) is Ref]
+        if name in ("nonzero", "argwhere") or (name == "where" and len(op.args) == 1):
+            return refs[0]
+        if (
+            name == "masked_select"
+            and len(refs) == 2
+            and self._shape(refs[0]) == self._shape(refs[1])
+        ):
+            return refs[1]
+        if self._is_masked(op):
+            return refs[1]
+        raise Unknown(f"how many things {name} gives depends on values")
+
+    def origin(self, index: int, dim: int) -> int | None:
+        """Return the root that a dimension has its size from; None if it does not depend on values.
+
+        Raises:
+            Unknown: it is not followed that far.
+        """
+        if index not in self.varying:
+            return None
+        op = self._ops[index]
+        dim %= max(1, len(self._shape(index)))
+        if index in self._findings.roots:
+            self.mask(index)
+            return index if dim == 0 else None
+        name = name_of(op.target)
+        given = op.args[0].index if op.args and type(op.args[0]) is Ref else None
+        if given is None:
+            raise Unknown(f"the size of what {name} gives depends on values")
+        if op.kind is OpKind.SCALAR:
+            return self._of_element(given, dim)
+        shape = self._shape(given)
+        if name in ("squeeze", "unsqueeze") and len(op.args) == 2 and type(op.args[1]) is int:
+            at = op.args[1] % (len(shape) + (name == "unsqueeze"))
+            if name == "unsqueeze":
+                return None if dim == at else self.origin(given, dim - (dim > at))
+            if len(shape) == len(self._shape(index)):
+                return self.origin(given, dim)
+            if self.origin(given, at) is None:
+                return self.origin(given, dim + (dim >= at))
+        elif name in ("__getitem__", "getitem", "select"):
+            return self._of_index(op, given, dim)
+        elif _gives_back_its_first(op):
+            return self.origin(given, dim)
+        elif name in _ALIKE and not any(type(value) is Ref for value in op.args[1:]):
+            return self.origin(given, dim)
+        elif name == "linear" and dim < len(shape) - 1:
+            return self.origin(given, dim)
+        raise Unknown(f"the size of what {name} gives depends on values")
+
+    def _of_element(self, whole: int, dim: int) -> int | None:
+        """The origin of an element of what an op gave."""
+        op = self._ops[whole]
+        name = name_of(op.target)
+        if whole in self._findings.roots:
+            self.mask(whole)
+            return whole
+        if name == "unbind" and type(op.args[0]) is Ref:
+            at = op.args[1] if len(op.args) > 1 else op.kwargs.get("dim", 0)
+            if type(at) is int:
+                at %= len(self._shape(op.args[0].index))
+                if self.origin(op.args[0].index, at) is None:
+                    return self.origin(op.args[0].index, dim + (dim >= at))
+        raise Unknown(f"the size of what {name} gives depends on values")
+
+    def _of_index(self, op: Op, given: int, dim: int) -> int | None:
+        key = op.args[1]
+        if type(key) is Ref:  # rows picked by their numbers
+            picked = self._shape(key.index)
+            if len(picked) == 1 and not self._is_masked(op):
+                return self.origin(key.index, 0) if dim == 0 else self.origin(given, dim)
+        keys = key.items if isinstance(key, Instance) else key
+        keys = keys if isinstance(keys, (tuple, list)) else (keys,)
+        if all(k is None or type(k) is int or k == slice(None) for k in keys):
+            at = gone = 0
+            for k in keys:
+                if type(k) is int:
+                    if self.origin(given, gone) is not None:
+                        break
+                    gone += 1
+                    continue
+                if at == dim:
+                    return None if k is None else self.origin(given, gone)
+                at, gone = at + 1, gone + (k is not None)
+            else:
+                return self.origin(given, dim - at + gone)
+        raise Unknown("the size of what an index gives depends on values")
+
+    def _is_masked(self, op: Op) -> bool:
+        if op.target is not Tensor.__getitem__ or type(op.args[1]) is not Ref:
+            return False
+        meta = self._ops[op.args[1].index].meta
+        return isinstance(meta, TensorMeta) and meta.dtype in (torch.bool, torch.uint8)
+
+    def _shape(self, index: int) -> tuple[Any, ...]:
+        meta = self._ops[index].meta
+        if not isinstance(meta, TensorMeta):
+            raise Unknown("the size of what is no tensor depends on values")
+        return meta.shape
+
+
+def _gives_back_its_first(op: Op) -> bool:
+    first = op.args[0] if op.args else None
+    return works_in_place(op) and "out" not in op.kwargs and type(first) is Ref
+
+
+# What gives a tensor of the same sizes as its first argument.
+_ALIKE = frozenset(
+    {
+        "abs", "add", "bool", "clone", "contiguous", "cpu", "cuda", "detach", "div", "double", "eq",
+        "float", "ge", "gelu", "gt", "int", "le", "logical_not", "long", "lt", "mul", "ne", "neg",
+        "relu", "sigmoid", "silu", "softmax", "sub", "tanh", "to",
+    }
+)  # fmt: skip

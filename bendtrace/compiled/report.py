@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from bendtrace._later import tabulate
 from bendtrace.compiled.attempts import State
-from bendtrace.compiled.bodies import Body
 from bendtrace.compiled.path import CompiledPath
+from bendtrace.compiled.segments import Body
 
 __all__ = ["CompiledReport"]
 
@@ -31,21 +31,12 @@ class CompiledReport:
         bodies: tuple[Body, ...] = (),
     ) -> None:
         self.backend = backend
-        self._paths, self._bodies = paths, bodies
+        self._paths = paths
         self.hits = sum(path.hits for path in paths)
         self.failures = sum(path.failures for path in paths)
         self.seconds = sum(path.seconds for path in paths) + sum(body.seconds for body in bodies)
         self.segments = [
-            {
-                "functions": body.functions,
-                "ops": len(body.functions),
-                "state": body.state.value,
-                "reason": body.reason,
-                "warm_up": body.seconds,
-                "graphs": body.graphs,
-                "hits": body.hits,
-                "speed": body.speed,
-            }
+            {"functions": body.functions, "ops": len(body.functions), **body.row()}
             for body in bodies
         ]
 
@@ -61,13 +52,8 @@ class CompiledReport:
             {
                 "path": number,
                 "ops": len(path.recording.tape.ops),
-                "state": path.state.value,
-                "reason": path.reason,
-                "warm_up": path.seconds,
-                "graphs": path.graphs,
-                "hits": path.hits,
+                **path.row(),
                 "failures": path.failures,
-                "speed": path.speed,
             }
             for number, path in enumerate(self._paths)
         ]
@@ -78,37 +64,23 @@ class CompiledReport:
         found = [path.reason for path in self._paths if path.state is State.REFUSED]
         return tuple(dict.fromkeys(found))
 
-    def _table_of_segments(self) -> str:
-        rows = [
-            [
-                _shortened(body.functions), len(body.functions), body.state.value,
-                f"{body.seconds:.1f} s", body.graphs, body.hits,
-                "" if body.speed is None else f"{body.speed:.1f}x", body.reason,
-            ]
-            for body in self._bodies
-        ]  # fmt: skip
-        headers = ["segment", "ops", "state", "warm-up", "graphs", "hits", "over replay",
-                   "reason"]  # fmt: skip
-        return str(tabulate.tabulate(rows, headers, disable_numparse=True))
-
     def __repr__(self) -> str:
         if self.backend is None:
             return "no backend: calls are replayed, bit for bit as the model itself"
-        segments = f"\n\n{self._table_of_segments()}" if self.segments else ""
+        segments = f"\n\n{_table(self.segments, *_OF_SEGMENTS)}" if self.segments else ""
         if not self._paths:
             return f"{self.backend}: no path was taken often enough so far{segments}"
-        rows = [
-            [
-                row["path"], row["ops"], row["state"], f"{row['warm_up']:.1f} s", row["graphs"],
-                row["hits"], row["failures"],
-                "" if row["speed"] is None else f"{row['speed']:.1f}x", row["reason"],
-            ]
-            for row in self.to_list()
-        ]  # fmt: skip
-        headers = ["path", "ops", "state", "warm-up", "graphs", "hits", "failures", "over replay",
-                   "reason"]  # fmt: skip
-        paths = tabulate.tabulate(rows, headers, disable_numparse=True)
-        return f"{self.backend}\n{paths}{segments}"
+        return f"{self.backend}\n{_table(self.to_list(), *_OF_PATHS)}{segments}"
+
+
+def _table(rows: list[dict[str, Any]], *columns: str) -> str:
+    """Return some columns of rows as a table."""
+    cells = [
+        [_FORMATS[name](row[name]) if name in _FORMATS else row[name] for name in columns]
+        for row in rows
+    ]
+    headers = [_HEADERS.get(name, name) for name in columns]
+    return str(tabulate.tabulate(cells, headers, disable_numparse=True))
 
 
 def _shortened(functions: tuple[str, ...]) -> str:
@@ -118,3 +90,15 @@ def _shortened(functions: tuple[str, ...]) -> str:
 
 
 _FUNCTIONS = 6  # that are shown of a segment
+_OF_PATHS = (
+    "path", "ops", "state", "warm_up", "graphs", "hits", "failures", "speed", "reason",
+)  # fmt: skip
+_OF_SEGMENTS = (
+    "functions", "ops", "state", "warm_up", "graphs", "hits", "speed", "reason",
+)  # fmt: skip
+_HEADERS = {"functions": "segment", "warm_up": "warm-up", "speed": "over replay"}
+_FORMATS: dict[str, Callable[[Any], Any]] = {
+    "functions": _shortened,
+    "warm_up": lambda seconds: f"{seconds:.1f} s",
+    "speed": lambda speed: "" if speed is None else f"{speed:.1f}x",
+}

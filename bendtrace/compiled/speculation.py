@@ -13,20 +13,19 @@ import torch
 from bendtrace.compiled.attempts import State, now
 from bendtrace.compiled.path import FAILED, CompiledPath, Unchecked
 from bendtrace.compiled.report import CompiledReport
-from bendtrace.compiled.segment_writer import CompiledSegments
+from bendtrace.compiled.segments import CompiledSegments
 from bendtrace.compiled.settings import Settings
 from bendtrace.errors import CompileWarning
 from bendtrace.recording.places import users_level
 from bendtrace.recording.recorder import Recording
-from bendtrace.replay.program import Finished, Program, Stretch
+from bendtrace.replay.program import Program
+from bendtrace.replay.stretches import Finished, Stretch
 
 __all__ = ["Guess", "Speculation"]
 
 _WINDOW = 16  # calls that are looked back at
 _ENOUGH_FAILURES = 8
 _EVERY = 16  # calls, until segments are looked at again
-_WARM = 2  # calls before times are taken
-_TIMED = 6  # calls of either kind whose times are taken
 _MOST = 64  # paths of which something is known
 
 
@@ -118,8 +117,8 @@ class Speculation:
             guess.recording, guess.output = path.recording, output
             path.stretch.hits += 1
             path.window.append(path.stretch)
-            if timed and path.hits > _WARM:
-                path.served.append(now(arguments) - began)
+            if timed:
+                path.was_served(now(arguments) - began)
         return guess
 
     def replayed(
@@ -148,8 +147,8 @@ class Speculation:
                 path.confirm(guess.unchecked, finished.output)
                 self._look_at(names, path)
             elif guess.began:
-                path.replayed.append(now(arguments) - guess.began)
-                self._judge(names, path)
+                path.was_replayed(now(arguments) - guess.began)
+                self._look_at(names, path)
         share = sum(stretch is took for stretch in window) / len(window)
         if took is None or share < 0.5 or self._is_refused(took):
             self._look_at_segments(program, guess)
@@ -250,13 +249,6 @@ class Speculation:
         if path.state in (State.REFUSED, State.DEMOTED, State.SLOWER):
             with self._lock:
                 self._leaders[names] = tuple(p for p in self._led(names) if p is not path)
-
-    def _judge(self, names: tuple[str, ...], path: CompiledPath) -> None:
-        """Decide by the times that were taken, once they are enough."""
-        if path.state is State.MEASURED and len(path.replayed) >= _TIMED:
-            faster = min(path.served) < min(path.replayed)
-            path.state = State.USED if faster else State.SLOWER
-            self._look_at(names, path)
 
 
 def _is_watched() -> bool:

@@ -18,14 +18,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bendtrace.compiled.expressions import INFIX, Expressions
-from bendtrace.compiled.extents import Extents, Unknown
-from bendtrace.compiled.probing import Findings, Refusal
+from bendtrace.compiled.expressions import Expressions
+from bendtrace.compiled.probing import Extents, Findings, Refusal, Unknown
 from bendtrace.recording.contexts import Context
 from bendtrace.recording.functions import METADATA, SHAPES, VALUES, name_of, said_of
 from bendtrace.recording.recorder import Recording
-from bendtrace.recording.tape import Guard, Op, OpKind, Ref, TensorMeta, Test, refs_in
+from bendtrace.recording.tape import Guard, Op, OpKind, Ref, TensorMeta, Test
 from bendtrace.replay.analysis import Analysis, GuardKind
+from bendtrace.replay.schedule import Schedule
+from bendtrace.replay.source import INFIX, needed_for
 
 __all__ = ["Straight"]
 
@@ -84,8 +85,6 @@ class Straight(Expressions):
         self._findings = findings
         self._entry = entry
         self._leaves = tuple(leaves)
-        self._lines: list[str] = []
-        self._indent = "    "
         self._kinds: dict[int, _Kind] = {}
         self._lifted: dict[int, str] = {}
         self._conditions: list[str] = []
@@ -95,14 +94,17 @@ class Straight(Expressions):
         self.is_dynamic = bool(findings.dynamic)
         for op in self._tape.ops:
             self._sort(op)
-        self._needed = self._find_needed()
-        self.inputs = [
-            op.index
-            for op in self._tape.ops
-            if op.kind in (OpKind.INPUT, OpKind.STATE) and op.index in self._needed
-        ]
+        guards: dict[int, Guard] = {}
+        tested: set[tuple[int, Test]] = set()
+        for number, guard in self._data_guards():
+            if (guard.index, guard.test) not in tested:
+                tested.add((guard.index, guard.test))
+                guards[number] = guard
+        needed = self._find_needed()
+        self._schedule = Schedule(recording, analysis, entry, guards, needed=needed)
+        self.inputs = [op.index for op in self._tape.ops if op.is_given and op.index in needed]
         self._write()
-        self.text = "\n".join(self._lines) + "\n"
+        self.text = "\n".join(self.lines) + "\n"
         # By file and name torch.compile remembers which sizes of a function were seen to change.
         exec(compile(self.text, f"<bendtrace straight {next(_serials)}>", "exec"), self.names)
         self.function: Callable[..., Any] = self.names["straight"]
@@ -111,7 +113,7 @@ class Straight(Expressions):
 
     def _sort(self, op: Op) -> None:
         """Note where the number comes from that an op gives, if it gives one."""
-        refs = [ref.index for ref in refs_in((op.args, op.kwargs))]
+        refs = op.operands
         if op.kind is OpKind.INPUT and not isinstance(op.meta, TensorMeta):
             self._kinds[op.index] = _Kind.STATIC
         elif op.kind is OpKind.CALL and (op.target in SHAPES or op.target is Tensor.__len__):
@@ -132,25 +134,18 @@ class Straight(Expressions):
         """Find the ops that the function carries out, and the inputs and state among them."""
         waiting = list(self._leaves)
         for op in self._tape.ops:
-            if op.kind in (OpKind.CALL, OpKind.SCALAR) and op.index not in self._kinds:
+            if op.is_work and op.index not in self._kinds:
                 waiting.append(op.index)
         for _, guard in self._data_guards():
             waiting += self._roots(guard.index)
-        needed: set[int] = set()
-        while waiting:
-            index = waiting.pop()
-            if index not in needed:
-                needed.add(index)
-                op = self._tape.ops[index]
-                waiting += [ref.index for ref in refs_in((op.args, op.kwargs))]
-        return needed
+        return needed_for(self._tape.ops, waiting)
 
     def _roots(self, index: int) -> Iterable[int]:
         """Return what a tested value is computed from, as a tensor or while compiling."""
         kind, op = self._kinds.get(index), self._tape.ops[index]
         if kind is not _Kind.VALUE and not (kind is _Kind.SIZE and type(op.meta) is bool):
             return (index,)
-        refs = [ref.index for ref in refs_in((op.args, op.kwargs))]
+        refs = op.operands
         if op.kind is OpKind.CALL:
             return refs
         return [root for ref in refs for root in self._roots(ref)]
@@ -158,41 +153,29 @@ class Straight(Expressions):
     def _data_guards(self) -> Iterable[tuple[int, Guard]]:
         for number, guard in enumerate(self._tape.guards):
             if self._analysis.kinds[number] is GuardKind.DATA:
-                if guard.test not in (Test.SAME, Test.OTHER):  # see `CompiledPath`
+                if not guard.is_on_identity:  # see `CompiledPath`
                     yield number, guard
 
     # Writing
 
-    def _line(self, text: str) -> None:
-        self._lines.append(self._indent + text)
-
     def _write(self) -> None:
-        guards: dict[int, list[tuple[int, Guard]]] = {}
-        tested: set[tuple[int, Test]] = set()
-        for number, guard in self._data_guards():
-            if (guard.index, guard.test) not in tested:
-                tested.add((guard.index, guard.test))
-                guards.setdefault(guard.position, []).append((number, guard))
-        self._lines.append(f"def straight({', '.join(f'v{index}' for index in self.inputs)}):")
+        self.begin(f"straight({', '.join(f'v{index}' for index in self.inputs)})")
         grad = self._entry.grad
-        for position in range(len(self._tape.ops) + 1):
-            for number, guard in guards.get(position, ()):
+        for _, guards, op in self._schedule.steps():
+            for number, guard in guards:
                 self._test(number, guard)
-            if position == len(self._tape.ops):
-                break
-            op = self._tape.ops[position]
-            if position not in self._needed or op.kind in (OpKind.INPUT, OpKind.STATE):
+            if op is None:
                 continue
             if op.kind is OpKind.CALL and op.context.grad != grad:
                 grad = op.context.grad
-                self._line(f"torch._C._set_grad_enabled({grad})")
-            self._carry_out(op, guards)
+                self.line(f"torch._C._set_grad_enabled({grad})")
+            self._carry_out(op)
         if grad != self._entry.grad:
-            self._line(f"torch._C._set_grad_enabled({self._entry.grad})")
+            self.line(f"torch._C._set_grad_enabled({self._entry.grad})")
         if self._exactly:
             self._test_roots()
         given = "".join(f"v{index}, " for index in self._leaves)
-        self._line(f"return {self._conjunction()}, ({given})")
+        self.line(f"return {self._conjunction()}, ({given})")
 
     def _conjunction(self) -> str:
         if not self._conditions:
@@ -201,21 +184,21 @@ class Straight(Expressions):
             return self._conditions[0]
         return f"torch.stack([{', '.join(self._conditions)}]).all()"
 
-    def _carry_out(self, op: Op, guards: dict[int, list[tuple[int, Guard]]]) -> None:
+    def _carry_out(self, op: Op) -> None:
         if self._kinds.get(op.index) is not None and self._kinds[op.index] is not _Kind.STATIC:
             self.is_dynamic = True
         if op.index in self._extents.varying and op.target in (Tensor.unbind, torch.unbind):
             # How many there are has to be known before they are taken apart.
-            for _, guard in guards.get(op.index + 1, ()):
+            for _, guard in self._schedule.guards.get(op.index + 1, ()):
                 if guard.index == op.index and guard.test is Test.LENGTH:
                     tensor, dim = (*op.args, op.kwargs.get("dim", 0))[:2]
                     if not self._exactly:
                         raise Unknown("what depends on values is taken apart")
                     size = f"{self.value(tensor)}.size({self.value(dim)})"
-                    self._line(f"torch._check({size} == {guard.expected})")
+                    self.line(f"torch._check({size} == {guard.expected})")
         call = self.call(op)
         is_statement = op.target is Tensor.__setitem__
-        self._line(call if is_statement else f"v{op.index} = {call}")
+        self.line(call if is_statement else f"v{op.index} = {call}")
 
     # Guards
 
@@ -224,7 +207,7 @@ class Straight(Expressions):
         if guard.test is Test.KIND:
             raise Refusal(f"a guard is on what {said_of(self._op(guard).target)} gives")
         if guard.test is Test.RANK:
-            self._line(f"if v{guard.index}.dim() != {guard.expected}: return None")
+            self.line(f"if v{guard.index}.dim() != {guard.expected}: return None")
         elif guard.test is Test.LENGTH:
             self._test_length(guard)
         elif kind is _Kind.STATIC:
@@ -232,7 +215,7 @@ class Straight(Expressions):
         elif kind is _Kind.SIZE and self._exactly:
             if guard.test is Test.VALUE and type(guard.expected) is int:
                 # What follows was recorded with the number in place of the size.
-                self._line(f"torch._check(v{guard.index} == {guard.expected})")
+                self.line(f"torch._check(v{guard.index} == {guard.expected})")
         elif kind is _Kind.SIZE and guard.test is Test.VALUE:
             raise Unknown("a size that depends on values is used as a number")
         elif kind is None:
@@ -250,20 +233,20 @@ class Straight(Expressions):
             size = f"{self.value(op.args[0])}.size(0)"
             if op.target is not Tensor.tolist:
                 raise Refusal("a guard is on the length of a list out of a tensor")
-            if next(refs_in(op.args)).index in self._extents.varying:
+            if op.operands[0] in self._extents.varying:
                 if not self._exactly:
                     raise Unknown("a list of numbers is as long as values say")
             else:
-                self._line(f"if {size} != {guard.expected}: return None")
+                self.line(f"if {size} != {guard.expected}: return None")
         else:
-            self._line(f"if len(v{guard.index}) != {guard.expected}: return None")
+            self.line(f"if len(v{guard.index}) != {guard.expected}: return None")
 
     def _test_static(self, guard: Guard) -> None:
         name, expected = f"v{guard.index}", guard.expected
         if guard.test is Test.TRUTH:
-            self._line(f"if {'not ' * expected}{name}: return None")
+            self.line(f"if {'not ' * expected}{name}: return None")
         elif type(expected) in (int, bool, str, type(None), *_TORCHS):
-            self._line(f"if {name} != {self.constant(expected)}: return None")
+            self.line(f"if {name} != {self.constant(expected)}: return None")
         else:
             raise Refusal(f"a guard is on the value {expected!r}")
 
@@ -299,7 +282,7 @@ class Straight(Expressions):
             raise Refusal("a guard is on a long list of numbers")
         if ref.index in self._extents.varying:
             raise Refusal("a guard is on a list of numbers whose length depends on values")
-        self._line(f"if tuple(v{ref.index}.shape) != {tuple(meta.shape)}: return None")
+        self.line(f"if tuple(v{ref.index}.shape) != {tuple(meta.shape)}: return None")
         content = f"torch.tensor({expected!r}, dtype={meta.dtype})"
         return self._new(f"(v{ref.index} == {content}).all()")
 
@@ -310,8 +293,8 @@ class Straight(Expressions):
         return bool if op.target is Tensor.__bool__ else type(op.meta)
 
     def _new(self, expression: str) -> str:
-        name = f"t{len(self._lines)}"
-        self._line(f"{name} = {expression}")
+        name = f"t{len(self.lines)}"
+        self.line(f"{name} = {expression}")
         return name
 
     def _lift(self, value: Any) -> str:
@@ -380,7 +363,7 @@ class Straight(Expressions):
                 while type(extent[0]) is tuple:  # of several, which are as long as each other
                     extent = extent[0]
                 self._conditions.append(self._new(f"({self._count(root)} == {extent[0]})"))
-            elif root in self._needed:
+            elif root in self._schedule.needed:
                 self.picked[root] = extent
                 wanted = Guard(root, root, Test.VALUE, op.meta, "", op.scope, op.site)
                 self._conditions.append(self._condition(wanted))
@@ -407,12 +390,11 @@ class Straight(Expressions):
         given = [*map(self.value, op.args), *named]
         if name_of(op.target) == "allclose":
             return f"torch.isclose({', '.join(given)}).all()"
-        refs = list(refs_in((op.args, op.kwargs)))
-        metas = [self._tape.ops[ref.index].meta for ref in refs]
-        dynamic = any(ref.index in self._extents.varying for ref in refs)
+        metas = [self._tape.ops[index].meta for index in op.operands]
+        dynamic = not self._extents.varying.isdisjoint(op.operands)
         if len(given) != 2 or metas[0].shape != metas[1].shape or dynamic:
             raise Refusal("tensors of other sizes are compared")
-        self._line(f"if {given[0]}.shape != {given[1]}.shape: return None")
+        self.line(f"if {given[0]}.shape != {given[1]}.shape: return None")
         return f"({given[0]} == {given[1]}).all()"
 
     def _element(self, op: Op) -> str:

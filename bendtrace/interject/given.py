@@ -24,8 +24,8 @@ from bendtrace.paths.view import Node
 from bendtrace.recording.contexts import AutocastHold
 from bendtrace.recording.recorder import Recording
 from bendtrace.replay.explain import Mismatch, explain_divergence
-from bendtrace.replay.program import Divergence, Finished
 from bendtrace.replay.source import test_of
+from bendtrace.replay.stretches import Divergence, Finished
 from bendtrace.replay.tree import TraceTree
 
 __all__ = ["from_activations", "told"]

@@ -13,8 +13,9 @@ from bendtrace.recording.functions import is_gate
 from bendtrace.recording.parts import identical
 from bendtrace.recording.recorder import Prefix, Recording
 from bendtrace.recording.tape import Guard, OpKind, TensorMeta, Test, refs_in
-from bendtrace.replay.program import Divergence, Program, Stretch
+from bendtrace.replay.program import Program
 from bendtrace.replay.source import test_of
+from bendtrace.replay.stretches import Divergence, Stretch
 
 __all__ = ["Left", "is_before", "other_side", "owner_of", "random_states"]
 

@@ -23,9 +23,9 @@ from bendtrace.recording.recorder import Recording
 from bendtrace.recording.tape import OpKind
 from bendtrace.replay.analysis import Analysis
 from bendtrace.replay.cutting import Cut, Lack
-from bendtrace.replay.partial import write_rest
-from bendtrace.replay.program import Program, Stretch
-from bendtrace.replay.rest import Rest
+from bendtrace.replay.program import Program
+from bendtrace.replay.rest import Rest, write_rest
+from bendtrace.replay.stretches import Stretch
 
 __all__ = ["KnownRun", "Prepared", "Rests", "kept", "own"]
 

@@ -18,7 +18,7 @@ from bendtrace.outline.text import count
 from bendtrace.recording.iterations import running_code
 from bendtrace.recording.sites import Site, Span
 from bendtrace.recording.tape import ModuleCall
-from bendtrace.replay.program import Failure
+from bendtrace.replay.stretches import Failure
 from bendtrace.replay.tree import TraceTree
 
 __all__ = ["BranchCoverage", "Coverage", "coverage"]

@@ -26,8 +26,8 @@ from bendtrace.recording.parts import identical
 from bendtrace.recording.recorder import Recording
 from bendtrace.recording.sites import Place
 from bendtrace.replay.graph import Graph, Piece
-from bendtrace.replay.program import Path, Program, Side, Stretch
-from bendtrace.replay.segments import answer_of
+from bendtrace.replay.program import Program
+from bendtrace.replay.stretches import Path, Side, Stretch
 from bendtrace.replay.tree import TraceTree
 
 __all__ = ["Walk", "fold", "most_divergent", "walks_of"]
@@ -213,7 +213,7 @@ def _twin(stretch: Stretch, number: int, side: Side) -> int:
     if state is not None and side.live is not None:
         tape = side.live.recording.tape
         for own, other in tape.states.items():
-            if other.key == state.key and identical(answer_of(tape.guards[own]), side.outcome):
+            if other.key == state.key and identical(tape.guards[own].answer, side.outcome):
                 return own
     return number
 

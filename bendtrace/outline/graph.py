@@ -22,7 +22,6 @@ from bendtrace.outline.text import count, value_text
 from bendtrace.recording.recorder import Recording
 from bendtrace.recording.tape import OpKind, Tape
 from bendtrace.replay.program import Program
-from bendtrace.replay.segments import answer_of
 from bendtrace.replay.tree import TraceTree
 
 if TYPE_CHECKING:
@@ -325,7 +324,7 @@ class _Known:
             node = None if place.key is None else self._states.get(place.key)
             if node is None or before.number is None:
                 return None
-            exit = node.after(answer_of(tape.guards[before.number]))
+            exit = node.after(tape.guards[before.number].answer)
             if exit is None:
                 return None
             piece, ahead = exit.piece, exit.number + number - before.number
@@ -406,7 +405,7 @@ def _question(events: list[Event], number: int) -> int:
 def _answer_of(tape: Tape, event: Event) -> Any:
     """Return the answer that an event stands for; of a loop over things, how many there were."""
     if event.is_loop and event.number is not None:
-        return answer_of(tape.guards[event.number])
+        return tape.guards[event.number].answer
     return event.outcome
 
 

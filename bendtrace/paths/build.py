@@ -16,7 +16,7 @@ from bendtrace.paths.structure import items_of, type_name
 from bendtrace.recording import recorder
 from bendtrace.recording.sites import Site
 from bendtrace.recording.structure import Existing, Made
-from bendtrace.recording.tape import ModuleCall, Op, OpKind, Ref, TensorMeta
+from bendtrace.recording.tape import ModuleCall, Op, OpKind, Ref, TensorMeta, refs_in
 
 __all__ = ["Builder"]
 
@@ -172,7 +172,7 @@ class Builder:
             index = self.events.input_of.get(part.index)
             return Existing(part) if index is None else Ref(index)
         if isinstance(value, Made):
-            refs = list(value.refs())
+            refs = list(refs_in(value))
             return refs[0] if value.maker.__name__ == "tagged" and refs else value
         return value
 

@@ -16,7 +16,7 @@ from bendtrace.paths.layout import kept_name
 from bendtrace.recording.functions import name_of
 from bendtrace.recording.parts import Part
 from bendtrace.recording.structure import Existing, Instance, Made
-from bendtrace.recording.tape import Op, Ref
+from bendtrace.recording.tape import Op, Ref, refs_in
 
 __all__ = ["call_text", "module_expression", "value_text"]
 
@@ -57,7 +57,7 @@ def value_text(value: Any, name: Name) -> str:
     if kind is Instance:
         return _instance_text(value, name)
     if kind is Made:
-        refs = list(value.refs())
+        refs = list(refs_in(value))
         return name(refs[0]) if len(refs) == 1 else f"<{value.maker.__name__}>"
     if kind is Existing:
         return str(value.part.label)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from bendtrace.graph.names import base_name
@@ -11,7 +10,7 @@ from bendtrace.paths.build import Builder
 from bendtrace.paths.layout import Line, kept_name, layout
 from bendtrace.paths.nodes import TreeNode
 from bendtrace.paths.structure import items_of
-from bendtrace.recording.structure import Existing, Instance
+from bendtrace.recording.structure import existing_in
 from bendtrace.recording.tape import Ref, refs_in
 
 __all__ = ["Body"]
@@ -29,20 +28,6 @@ class _Local(NamedTuple):
     name: str
     version: int
     access: str = ""
-
-
-def _existing_in(value: Any) -> Iterator[Existing]:
-    """Yield what is meant itself in something recorded, and so is written by its label."""
-    if isinstance(value, Existing):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from _existing_in(item)
-    elif isinstance(value, dict):
-        yield from _existing_in(list(value.values()))
-    elif isinstance(value, Instance):
-        yield from _existing_in(value.items)
-        yield from _existing_in(value.attributes)
 
 
 class Body:
@@ -91,7 +76,7 @@ class Body:
     def used(self, value: Any) -> tuple[str, ...]:
         """Return the variables that something recorded is written with."""
         texts = [self.name(ref) for ref in refs_in(value)]
-        texts += [thing.part.label for thing in _existing_in(value)]
+        texts += [thing.part.label for thing in existing_in(value)]
         found = (re.match(r"\w+", text) for text in texts)
         return tuple(dict.fromkeys(match[0] for match in found if match is not None))
 

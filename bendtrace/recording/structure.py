@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from bendtrace.recording.parts import AttributeKey, Part
-from bendtrace.recording.tape import Ref, map_refs, refs_in
+from bendtrace.recording.tape import Container, leaves_in
 
-__all__ = ["Existing", "Fixed", "Instance", "Made", "Opaque"]
+__all__ = ["Existing", "Fixed", "Instance", "Made", "Opaque", "existing_in"]
 
 
 class Existing:
@@ -69,7 +69,7 @@ class Opaque:
         return f"<{self.type.__qualname__}>"
 
 
-class Made:
+class Made(Container):
     """Something made during the run by a call that a replay makes again.
 
     Attributes:
@@ -83,13 +83,13 @@ class Made:
         self.maker = maker
         self.args = args
 
-    def refs(self) -> Iterator[Ref]:
-        """Yield every `Ref` inside."""
-        yield from refs_in(self.args)
+    def inside(self) -> tuple[Any, ...]:
+        """Return its arguments."""
+        return self.args
 
-    def map_refs(self, change: Callable[[Ref], Any]) -> Made:
-        """Return a copy with every `Ref` replaced."""
-        return Made(self.maker, *map_refs(self.args, change))
+    def with_inside(self, *inside: Any) -> Made:
+        """Return the same call with other arguments."""
+        return Made(self.maker, *inside)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Made) and (other.maker, other.args) == (self.maker, self.args)
@@ -100,7 +100,7 @@ class Made:
         return f"{self.maker.__name__}({', '.join(map(repr, self.args))})"
 
 
-class Instance:
+class Instance(Container):
     """An object made during the run: its class, what it contains and its attributes.
 
     Attributes:
@@ -116,16 +116,14 @@ class Instance:
         self.items: Any = None
         self.attributes: dict[AttributeKey, Any] = {}
 
-    def refs(self) -> Iterator[Ref]:
-        """Yield every `Ref` inside."""
-        yield from refs_in(self.items)
-        yield from refs_in(self.attributes)
+    def inside(self) -> tuple[Any, ...]:
+        """Return its content and its attributes."""
+        return self.items, self.attributes
 
-    def map_refs(self, change: Callable[[Ref], Any]) -> Instance:
-        """Return a copy with every `Ref` replaced."""
+    def with_inside(self, *inside: Any) -> Instance:
+        """Return an object of the same class with other content and attributes."""
         copy = Instance(self.cls)
-        copy.items = map_refs(self.items, change)
-        copy.attributes = map_refs(self.attributes, change)
+        copy.items, copy.attributes = inside
         return copy
 
     def __eq__(self, other: object) -> bool:
@@ -142,3 +140,8 @@ class Instance:
         inside = [] if self.items is None else [repr(self.items)]
         inside += [f"{name}={value!r}" for name, value in self.attributes.items()]
         return f"{self.cls.__name__}({', '.join(inside)})"
+
+
+def existing_in(value: Any) -> Iterator[Existing]:
+    """Yield what was there before the run in recorded arguments, or in an output."""
+    return (leaf for leaf in leaves_in(value) if type(leaf) is Existing)

@@ -19,6 +19,7 @@ from bendtrace.recording.sites import Site
 
 __all__ = [
     "NOTHING",
+    "Container",
     "Guard",
     "ModuleCall",
     "Op",
@@ -30,6 +31,8 @@ __all__ = [
     "TensorMeta",
     "Test",
     "kind_of",
+    "leaves_in",
+    "map_leaves",
     "map_refs",
     "meta_of",
     "ref_to",
@@ -228,11 +231,26 @@ class Op:
     def __repr__(self) -> str:
         return f"%{self.index} = {self.kind.value} {self.target}{self.args}"
 
+    @property
+    def operands(self) -> list[int]:
+        """The ops that gave its arguments, in order."""
+        return [ref.index for ref in refs_in((self.args, self.kwargs))]
+
+    @property
+    def is_given(self) -> bool:
+        """Whether it names an argument or state, which was there before the run."""
+        return self.kind is OpKind.INPUT or self.kind is OpKind.STATE
+
+    @property
+    def is_work(self) -> bool:
+        """Whether it is carried out: a call, or arithmetic."""
+        return self.kind is OpKind.CALL or self.kind is OpKind.SCALAR
+
     def does_the_same_as(self, other: Op) -> bool:
         """Whether both call the same function on the same values."""
         if self.kind is not other.kind or self.args != other.args or self.kwargs != other.kwargs:
             return False
-        if self.kind in (OpKind.INPUT, OpKind.STATE):
+        if self.is_given:
             return str(self.target) == str(other.target)
         return bool(self.target == other.target)
 
@@ -285,6 +303,26 @@ class Guard:
     scope: ModuleCall
     site: Site | None
 
+    @property
+    def operands(self) -> tuple[int, ...]:
+        """The ops whose values it tests."""
+        return (self.index, self.expected) if self.is_on_identity else (self.index,)
+
+    @property
+    def is_on_identity(self) -> bool:
+        """Whether it tests that two ops gave the same tensor, or that they did not."""
+        return self.test is Test.SAME or self.test is Test.OTHER
+
+    def is_like(self, other: Guard) -> bool:
+        """Whether another run has the same test of the same op, at the same place."""
+        mine, its = (self.position, self.index), (other.position, other.index)
+        return mine == its and self.test is other.test
+
+    @property
+    def answer(self) -> object:
+        """The recorded answer to what it asks."""
+        return True if self.is_on_identity else self.expected
+
 
 class State(NamedTuple):
     """In which state a run was when it asked for a value (see `states.py`).
@@ -332,35 +370,56 @@ class Tape:
             self.blockers.append(reason)
 
 
-def refs_in(value: Any) -> Iterator[Ref]:
-    """Yield every `Ref` in recorded arguments, containers included."""
+class Container:
+    """Base of what stands for a value with structure in recorded arguments."""
+
+    __slots__ = ()
+
+    def inside(self) -> tuple[Any, ...]:
+        """Return the recorded values that it holds."""
+        raise NotImplementedError
+
+    def with_inside(self, *inside: Any) -> Any:
+        """Return a copy that holds other recorded values."""
+        raise NotImplementedError
+
+
+def leaves_in(value: Any) -> Iterator[Any]:
+    """Yield what is no container in recorded arguments: every `Ref`, constant and `Existing`."""
     kind = type(value)
-    if kind is Ref:
-        yield value
-    elif kind is tuple or kind is list:
+    if kind is tuple or kind is list:
         for item in value:
-            yield from refs_in(item)
+            yield from leaves_in(item)
     elif kind is dict:
         for item in value.values():
-            yield from refs_in(item)
+            yield from leaves_in(item)
     elif kind is slice:
-        for item in (value.start, value.stop, value.step):
-            yield from refs_in(item)
-    elif hasattr(kind, "refs"):
-        yield from value.refs()
+        yield from leaves_in((value.start, value.stop, value.step))
+    elif issubclass(kind, Container):
+        yield from leaves_in(value.inside())
+    else:
+        yield value
+
+
+def map_leaves(value: Any, change: Callable[[Any], Any]) -> Any:
+    """Rebuild recorded arguments with every leaf (see `leaves_in`) replaced by `change(leaf)`."""
+    kind = type(value)
+    if kind is tuple or kind is list:
+        return kind(map_leaves(item, change) for item in value)
+    if kind is dict:
+        return {key: map_leaves(item, change) for key, item in value.items()}
+    if kind is slice:
+        return slice(*map_leaves((value.start, value.stop, value.step), change))
+    if issubclass(kind, Container):
+        return value.with_inside(*(map_leaves(item, change) for item in value.inside()))
+    return change(value)
+
+
+def refs_in(value: Any) -> Iterator[Ref]:
+    """Yield every `Ref` in recorded arguments, containers included."""
+    return (leaf for leaf in leaves_in(value) if type(leaf) is Ref)
 
 
 def map_refs(value: Any, change: Callable[[Ref], Any]) -> Any:
     """Rebuild recorded arguments with every `Ref` replaced by `change(ref)`."""
-    kind = type(value)
-    if kind is Ref:
-        return change(value)
-    if kind is tuple or kind is list:
-        return kind(map_refs(item, change) for item in value)
-    if kind is dict:
-        return {key: map_refs(item, change) for key, item in value.items()}
-    if kind is slice:
-        return slice(*(map_refs(part, change) for part in (value.start, value.stop, value.step)))
-    if hasattr(kind, "map_refs"):
-        return value.map_refs(change)
-    return value
+    return map_leaves(value, lambda leaf: change(leaf) if type(leaf) is Ref else leaf)

@@ -19,9 +19,9 @@ from bendtrace.recording.functions import (
     name_of,
 )
 from bendtrace.recording.parts import Part
-from bendtrace.recording.tape import Guard, Op, OpKind, Tape, Test, refs_in
+from bendtrace.recording.tape import Guard, Op, OpKind, Tape, Test
 
-__all__ = ["Analysis", "GuardKind", "counts", "is_read"]
+__all__ = ["Analysis", "GuardKind", "counts", "is_read", "tested_by"]
 
 
 class GuardKind(Enum):
@@ -77,10 +77,10 @@ class Analysis:
 
     def _follow(self, op: Op) -> None:
         sources, steady_type, steady_rank = 0, True, True
-        for ref in refs_in((op.args, op.kwargs)):
-            sources |= self._sources[ref.index]
-            steady_type = steady_type and self._steady_type[ref.index]
-            steady_rank = steady_rank and self._steady_rank[ref.index]
+        for index in op.operands:
+            sources |= self._sources[index]
+            steady_type = steady_type and self._steady_type[index]
+            steady_rank = steady_rank and self._steady_rank[index]
         if op.kind is OpKind.STATE:
             sources = 1 << len(self._state)
             self._state.append(op.target)
@@ -102,26 +102,21 @@ class Analysis:
         if op.kind is OpKind.INPUT:
             return not isinstance(op.meta, tuple)  # a number, not a TensorMeta
         if op.kind is OpKind.SCALAR:
-            return all(ref.index in self.computable for ref in refs_in(op.args))
+            return self.computable.issuperset(op.operands)
         return (
             is_read(op)
             and op.raised is None
-            and all(
-                self._ops[ref.index].kind in (OpKind.INPUT, OpKind.STATE)
-                for ref in refs_in((op.args, op.kwargs))
-            )
+            and all(self._ops[index].is_given for index in op.operands)
         )
 
     def _sort(self, guard: Guard) -> tuple[GuardKind, int, int]:
         op = self._ops[guard.index]
-        if guard.index in self.computable and guard.test not in (Test.SAME, Test.OTHER):
+        if guard.index in self.computable and not guard.is_on_identity:
             return GuardKind.INPUT, 0, 0
-        if counts(guard, self._ops) and all(
-            self._ops[ref.index].kind in (OpKind.INPUT, OpKind.STATE) for ref in refs_in(op.args)
-        ):
+        if counts(guard, self._ops) and all(self._ops[index].is_given for index in op.operands):
             return GuardKind.INPUT, 0, 0
         if is_read(op) and op.raised is None:
-            refs = [ref.index for ref in refs_in(op.args)]
+            refs = op.operands
             sources = 0
             for index in refs:
                 sources |= self._sources[index]
@@ -141,6 +136,11 @@ def is_read(op: Op) -> bool:
     return op.kind is OpKind.CALL and (
         op.target in SHAPES or op.target in METADATA or op.target is Tensor.__len__
     )
+
+
+def tested_by(guard: Guard, ops: list[Op]) -> list[int]:
+    """Return the ops whose values an input guard is tested with."""
+    return ops[guard.index].operands if counts(guard, ops) else [guard.index]
 
 
 def counts(guard: Guard, ops: list[Op]) -> bool:

@@ -265,7 +265,7 @@ def plain_values(tape: Tape) -> set[int]:
     """
     plain: set[int] = set()
     for op in tape.ops:
-        if op.kind in (OpKind.INPUT, OpKind.STATE):
+        if op.is_given:
             known = isinstance(op.target, Part) and _is_plain_part(op.target)
         else:
             known = op.kind is OpKind.SCALAR or (op.kind is OpKind.CALL and _is_torchs(op.target))

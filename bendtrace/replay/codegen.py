@@ -1,314 +1,180 @@
-"""Writing a run: the ops in their recorded order, with the data guards in between."""
+"""Writing the ops of a schedule, with its guards in between: whole runs, and segments.
+
+A segment goes from one state to another, or to the end of the run. It is entered with the values
+that its state can still reach, its holes, and leaves with those of the state where a question has
+another answer than the one recorded. Whatever no state needs any more is forgotten at once, as
+the model's own variables would.
+"""
 
 from __future__ import annotations
 
-import operator
 from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 
-from bendtrace.recording.contexts import Context
-from bendtrace.recording.functions import FLEETING, VALUES, name_of
-from bendtrace.recording.handlers import is_handled
-from bendtrace.recording.parts import Access, AttributeKey, Change, PartKind
-from bendtrace.recording.recorder import Recording
-from bendtrace.recording.structure import Existing, Instance, Made
-from bendtrace.recording.tape import (
-    Guard,
-    Op,
-    OpKind,
-    Tape,
-    Test,
-    refs_in,
-)
-from bendtrace.replay.analysis import Analysis, GuardKind, is_read
+from bendtrace.recording.parts import Access, AttributeKey, Change, Part
+from bendtrace.recording.structure import Instance, Made, existing_in
+from bendtrace.recording.tape import Guard, Op, OpKind, Ref, Test, refs_in
 from bendtrace.replay.cheapest import ENTRIES, Call, cheapest, plain_values
-from bendtrace.replay.source import Source, define, fails, gives_nothing, outcome, test_of
+from bendtrace.replay.schedule import Schedule, Unlinked, is_freed, may_be_caught
+from bendtrace.replay.source import Code, Departure, Source, define, fails, gives_nothing, outcome
 
-__all__ = ["HARMLESS", "RunWriter", "existing_in", "may_be_caught", "write_run"]
-
-# Arithmetic that cannot raise on the numbers it was recorded for, so that it can be left out.
-HARMLESS = frozenset(
-    {
-        operator.getitem, operator.add, operator.sub, operator.mul, operator.neg, operator.pos,
-        abs, operator.eq, operator.ne, operator.lt, operator.le, operator.gt, operator.ge,
-        str, repr, format,
-    }
-)  # fmt: skip
+__all__ = ["RunWriter", "SegmentWriter", "write_run"]
 
 _dispatch_modes = torch._C._len_torch_dispatch_stack  # seen in 2.13 to 2.15; test_cheapest notices
 
 
-def write_run(
-    recording: Recording,
-    analysis: Analysis,
-    entry: Context,
-    start: int = 0,
-    before: Tape | None = None,
-    available: frozenset[int] = frozenset(),
-    direct: bool = False,
-) -> Source:
-    """Write `run(A, E)`: the ops from `start` on, with the data guards in between.
+def write_run(schedule: Schedule, direct: bool = False) -> Code:
+    """Return the code of a run that can be resumed where a guard does not hold.
 
     Args:
-        recording: the run to repeat.
-        analysis: its guards, sorted.
-        entry: grad mode and so on when the run begins.
-        start: the first op to carry out; those before were, by another run, whose values
-            come in `E`.
-        before: the tape of that other run, which tested the guards that it has.
-        available: ops before `start` whose values are in `E`.
+        schedule: what it does.
         direct: whether torch functions may be called by what they come down to, so that no
             function mode sees them.
     """
-    writer = RunWriter(recording, analysis, entry, start, before, available)
-    if direct:
-        writer.call_directly()
-    return writer.write()
+    return RunWriter(schedule, direct).write()
 
 
 class RunWriter:
-    """Writes the code of a run; see `write_run` for what it is given."""
+    """Writes `run(A, E)`, which takes the available values from `E`, by the names `v<op>`.
 
-    def __init__(
-        self,
-        recording: Recording,
-        analysis: Analysis,
-        entry: Context,
-        start: int,
-        before: Tape | None,
-        available: frozenset[int],
-    ) -> None:
-        self.recording = recording
-        self.tape = recording.tape
-        self.analysis = analysis
-        self.entry = entry
-        self.start = start
-        self.available = available
+    Where a guard does not hold, it returns a `Departure` with all that it has computed: for that,
+    values are kept until it cannot be left any more.
+
+    Args:
+        schedule: what it does.
+        direct: see `write_run`.
+    """
+
+    def __init__(self, schedule: Schedule, direct: bool = False) -> None:
+        self.schedule = schedule
+        self.tape = schedule.tape
         self.source = Source()
-        # On the first path only what has to be tested in the run; further along a path that
-        # branched off, the check before the run knew nothing of the guards.
-        self.guards: dict[int, list[tuple[int, Guard]]] = {}
-        tested: set[tuple[Any, ...]] = set()
-        passed = before.guards if before is not None else ()
-        known = {test_of(guard) for guard in passed if guard.position < start}
-        for number, guard in enumerate(self.tape.guards):
-            if guard.position < start and test_of(guard) in known:
-                continue  # the other run tested it on its way
-            in_run = start > 0 or analysis.kinds[number] is GuardKind.DATA
-            if in_run and test_of(guard) not in tested:
-                tested.add(test_of(guard))
-                # An op before `start` is tested first thing; a later one where it happened.
-                position = max(guard.position, start)
-                self.guards.setdefault(position, []).append((number, guard))
-        self.changes = recording.changes
-        self.outputs: Any = (recording.root.output, [change.value for change in self.changes])
-        self._takes_over = bool(available)  # whether `E` holds values
-        self._current = entry  # what is in force where the code has come to
+        self._current = schedule.entry  # what is in force where the code has come to
+        self._kept_until = 2 * schedule.last_departure  # the moment until which values are kept
         self._direct: dict[int, Call] = {}
+        if direct:
+            self._call_directly()
 
-    def call_directly(self) -> None:
+    def _call_directly(self) -> None:
         """Call torch functions by what they come down to, wherever that makes no difference."""
-        ops = [op for op in self.tape.ops[self.start :] if op.target in ENTRIES]
+        ops = [op for op in self.tape.ops[self.schedule.start :] if op.target in ENTRIES]
         plain = plain_values(self.tape) if ops else set()
         for op in ops:
             call = cheapest(op, plain)
-            if call is not None and not may_be_caught(op, self.recording):
+            if call is not None and not may_be_caught(op, self.schedule.recording):
                 self._direct[op.index] = call
 
-    def write(self) -> Source:
-        """Write it."""
-        source, ops = self.source, self.tape.ops
+    def write(self) -> Code:
+        """Write it.
+
+        Raises:
+            Unlinked: a segment needs a value that its state does not hold.
+        """
+        schedule, source = self.schedule, self.source
         source.names["__tape__"] = self.tape
-        source.line("def run(A, E):")
-        source.indent = 1
-        needed = self._needed()
-        last_use, last_guard = self._last_uses(needed), self._last_divergence()
-        self._define_parts(needed)
-        late = self._define_available(needed)
-        if self._takes_over and last_guard < self.start:
-            source.line("E.clear()")
-        switches = any(
-            op.context != self.entry and op.kind is OpKind.CALL and op.index in needed
-            for op in (*late, *ops[self.start :])
-        )
-        if switches:
+        source.begin("run(A, E)")
+        self._enter()
+        if schedule.switches:
             source.line("switch = Switch()")
             source.line("try:")
             source.indent = 2
         if any(call.gives_back is not None for call in self._direct.values()):
-            self._ask_for_watchers()
-        for op in late:
+            source.names["asked"] = _dispatch_modes
+            source.line("watched = asked()")
+        for op in schedule.late:
+            self._take_out((op.args, op.kwargs))
             self._switch_for(op)
             define(source, op)
             source.emitted.add(op.index)
-        kept = [i for i in sorted(needed & self.available) if self._is_freed(ops[i])]
-        for position in range(self.start, len(ops) + 1):
+        self._dying = schedule.deaths(self._kept_until)
+        self._forget(2 * schedule.start - 1)
+        position = schedule.start
+        while position < schedule.end:
             self._write_position(position)
-            if position == last_guard:
-                if self._takes_over:
-                    source.line("E.clear()")
-                dead = [i for i in kept if last_use.get(i, -1) < position]
-                if dead:
-                    source.line("del " + ", ".join(f"v{i}" for i in dead))
-                kept = [i for i in kept if last_use.get(i, -1) >= position]
-            if position == len(ops):
-                break
-            op = ops[position]
-            if position in self.tape.forgets:
-                source.line("forget_casts()")
-            if position not in needed or op.kind in (OpKind.INPUT, OpKind.STATE):
-                continue
-            self._switch_for(op)
-            self._carry_out(op)
-            source.emitted.add(position)
-            if position >= last_guard:
-                self._free(op, position, last_use, kept)
-            elif self._is_freed(op):
-                kept.append(position)
-        self._finish()
-        if switches:
+            position = self._write_ops(position)
+        self._write_position(position)
+        if schedule.stop is None:
+            self._take_out(schedule.outputs, [change.part for change in schedule.changes])
+            self._finish()
+        if schedule.switches:
             source.indent = 1
             source.line("finally:")
             source.line("    switch.restore()")
-        return source
+        return Code(source, "run")
 
-    def _ask_for_watchers(self) -> None:
-        self.source.names["asked"] = _dispatch_modes
-        self.source.line("watched = asked()")
+    @property
+    def _takes_over(self) -> bool:
+        """Whether `E` holds values by their names."""
+        return bool(self.schedule.available)
 
-    def _needed(self) -> set[int]:
-        """Ops to carry out, and the inputs and state among them."""
-        roots: set[int] = {ref.index for ref in refs_in(self.outputs)}
-        for listed in self.guards.values():
-            for _, guard in listed:
-                roots.add(guard.index)
-                if guard.test in (Test.SAME, Test.OTHER):
-                    roots.add(guard.expected)
-        for op in self.tape.ops[self.start :]:
-            if not self._droppable(op):
-                roots.add(op.index)
-        needed: set[int] = set()
-        waiting = list(roots)
-        while waiting:
-            index = waiting.pop()
-            if index in needed:
-                continue
-            needed.add(index)
-            if index not in self.available:
-                op = self.tape.ops[index]
-                waiting += [ref.index for ref in refs_in((op.args, op.kwargs))]
-        return needed
-
-    def _last_divergence(self) -> int:
-        """The last position at which the run can depart; until there, all values are kept."""
-        caught = (
-            op.index + 1
-            for op in self.tape.ops[self.start :]
-            if may_be_caught(op, self.recording) and op.kind in (OpKind.CALL, OpKind.SCALAR)
+    def _enter(self) -> None:
+        """Take over what the run is given."""
+        schedule, source, ops = self.schedule, self.source, self.tape.ops
+        carried_out = [ops[i] for i in schedule.needed - schedule.available]
+        used = [map(Ref, schedule.needed), ((op.args, op.kwargs) for op in carried_out)]
+        self._take_out(
+            [*map(list, used), schedule.outputs], [change.part for change in schedule.changes]
         )
-        return max(max(self.guards, default=-1), max(caught, default=-1))
+        for index in sorted(schedule.needed & schedule.available):
+            if not gives_nothing(ops[index]):
+                source.line(f"v{index} = E['v{index}']")
+                source.emitted.add(index)
+        if self._takes_over and schedule.last_departure < schedule.start:
+            source.line("E.clear()")
 
-    def _droppable(self, op: Op) -> bool:
-        """Whether an op that nothing needs can be left out without anybody noticing."""
-        if op.kind in (OpKind.INPUT, OpKind.STATE):
-            return True
-        if op.raised is not None or not self.analysis.fixed_metadata:
-            return False
-        if op.kind is OpKind.CALL and name_of(op.target) in FLEETING:
-            return False
-        if op.kind is OpKind.SCALAR:
-            return op.target in HARMLESS
-        return is_read(op) or _only_writes(op)
-
-    def _last_uses(self, needed: set[int]) -> dict[int, int]:
-        last: dict[int, int] = {}
-        for index in sorted(needed):
-            op = self.tape.ops[index]
-            for ref in refs_in((op.args, op.kwargs)):
-                last[ref.index] = max(index, last.get(ref.index, -1))
-        for position, listed in self.guards.items():
-            for _, guard in listed:
-                used = [guard.index]
-                if guard.test in (Test.SAME, Test.OTHER):
-                    used.append(guard.expected)
-                for index in used:
-                    last[index] = max(position, last.get(index, -1))
-        for ref in refs_in(self.outputs):
-            last[ref.index] = len(self.tape.ops) + 1
-        return last
-
-    def _free(self, op: Op, position: int, last_use: dict[int, int], kept: list[int]) -> None:
-        """Forget what nothing uses any more, as the model's own variables would."""
-        used = {ref.index for ref in refs_in((op.args, op.kwargs))} | {op.index}
-        dead = [
-            index
-            for index in sorted(used)
-            if last_use.get(index, -1) <= position
-            and (index >= self.start or index in kept)
-            and self._is_freed(self.tape.ops[index])
-        ]
-        if dead:
-            self.source.line("del " + ", ".join(f"v{index}" for index in dead))
-
-    @staticmethod
-    def _is_freed(op: Op) -> bool:
-        """Whether the value of an op takes memory that nothing but the run holds."""
-        return (
-            op.kind in (OpKind.CALL, OpKind.SCALAR)
-            and not _is_scalar(op)
-            and op.raised is None
-            and not gives_nothing(op)
-        )
-
-    def _define_parts(self, needed: set[int]) -> None:
-        """Take the arguments and state that are used out of their containers."""
-        wanted: set[int] = set()
-        waiting = [self.tape.ops[i].target for i in needed if self._is_part(i)]
-        waiting += [e.part for e in existing_in(self.outputs)]
-        for index in needed - self.available:
-            op = self.tape.ops[index]
-            waiting += [e.part for e in existing_in((op.args, op.kwargs))]
-        waiting += [change.part for change in self.changes]
-        while waiting:
-            part = waiting.pop()
-            part = part.value if part.kind is PartKind.ALIAS else part
-            if part.index not in wanted:
-                wanted.add(part.index)
-                if part.parent is not None:
-                    waiting.append(part.parent)
-        for part in self.recording.surroundings.parts:
-            if part.index in wanted:
-                name = self.source.part(part)
-                if part.access is not Access.FIXED:
-                    self.source.line(f"{name} = {self.source.reach(part)}")
-        for index in sorted(needed):
-            if self._is_part(index):
-                self.source.line(f"v{index} = {self.source.part(self.tape.ops[index].target)}")
-                self.source.emitted.add(index)
-
-    def _is_part(self, index: int) -> bool:
-        op = self.tape.ops[index]
-        return index not in self.available and op.kind in (OpKind.INPUT, OpKind.STATE)
-
-    def _define_available(self, needed: set[int]) -> list[Op]:
-        """Take over values; return what the other run had left out and is needed now."""
-        late = []
-        for index in sorted(needed):
-            op = self.tape.ops[index]
-            if index in self.available:
-                if not gives_nothing(op):
-                    self.source.line(f"v{index} = E['v{index}']")
-            elif index < self.start and op.kind not in (OpKind.INPUT, OpKind.STATE):
-                late.append(op)
-        return late
+    def _take_out(self, values: Any, parts: Iterable[Part] = ()) -> None:
+        """Take the arguments and state that some values use out of their containers."""
+        source, ops = self.source, self.tape.ops
+        used = {ref.index for ref in refs_in(values)} - self.schedule.available - source.emitted
+        taken = sorted(index for index in used if ops[index].is_given)
+        source.take(
+            [
+                *parts, *(existing.part for existing in existing_in(values)),
+                *(ops[index].target for index in taken),
+            ]
+        )  # fmt: skip
+        for index in taken:
+            source.line(f"v{index} = {source.part(ops[index].target)}")
+            source.emitted.add(index)
 
     def _write_position(self, position: int) -> None:
         """Write what comes before an op."""
-        for number, guard in self.guards.get(position, ()):
+        self._write_guards(position)
+        if self._takes_over and position == self.schedule.last_departure:
+            self.source.line("E.clear()")
+        if position < self.schedule.end or self._kept_until == 2 * position:
+            self._forget(2 * position)
+
+    def _write_guards(self, position: int) -> None:
+        for number, guard in self.schedule.guards.get(position, ()):
             self._depart_unless(number, guard)
+
+    def _write_ops(self, position: int) -> int:
+        """Write an op, and perhaps some that follow it; return the one to go on with."""
+        if position in self.tape.forgets:
+            self.source.line("forget_casts()")
+        op = self.schedule.op_at(position)
+        if op is not None:
+            self._take_out((op.args, op.kwargs))
+            self._switch_for(op)
+            self._carry_out(op)
+            self.source.emitted.add(position)
+            if position not in self.schedule.last_use:
+                moment = max(2 * position + 1, self._kept_until)
+                self._dying.setdefault(moment, []).append(position)
+            self._forget(2 * position + 1)
+        return position + 1
+
+    def _forget(self, moment: int) -> None:
+        """Forget what nothing uses any more, as the model's own variables would."""
+        ops, emitted = self.tape.ops, self.source.emitted
+        dying = sorted(self._dying.get(moment, ()))
+        dead = [index for index in dying if index in emitted and is_freed(ops[index])]
+        if dead:
+            self.source.line("del " + ", ".join(f"v{index}" for index in dead))
 
     def _switch_for(self, op: Op) -> None:
         """Write the switch to the grad mode and so on that an op runs under."""
@@ -333,24 +199,17 @@ class RunWriter:
         source.line(f"    v{op.index} = error.with_traceback(None)")
         source.line(f"else: return Departure({number}, None, locals())")
 
-    def _fails(self, guard: Guard) -> str:
-        return fails(self.source, guard)
-
     def _depart_unless(self, number: int, guard: Guard) -> None:
-        source = self.source
-        now = outcome(guard)
-        source.line(
-            f"if {self._fails(guard)}: return Departure({number}, {now}, locals())",
-            guard.index,
-        )
+        failed, now = fails(self.source, guard), outcome(guard)
+        self.source.line(f"if {failed}: return Departure({number}, {now}, locals())", guard.index)
 
     def _finish(self) -> None:
-        source = self.source
-        source.shared = _shared_in(self.outputs)
-        values = [source.value(change.value) for change in self.changes]
-        for change, value in zip(self.changes, values, strict=True):
+        source, schedule = self.source, self.schedule
+        source.shared = _shared_in(schedule.outputs)
+        values = [source.value(change.value) for change in schedule.changes]
+        for change, value in zip(schedule.changes, values, strict=True):
             source.line(_store(source, change, value))
-        output = source.value(self.recording.root.output)
+        output = source.value(schedule.recording.root.output)
         source.line(f"return {output}")
 
 
@@ -361,20 +220,19 @@ def _shared_in(value: Any) -> frozenset[int]:
     def count(item: Any) -> None:
         if isinstance(item, (tuple, list, dict)):
             counts[id(item)] += 1
-        if isinstance(item, Instance):
-            count(item.items)
-            count(item.attributes)
-        elif isinstance(item, Made):
-            count(item.args)
-        elif isinstance(item, dict):
-            for inner in item.values():
-                count(inner)
-        elif isinstance(item, (tuple, list)):
-            for inner in item:
-                count(inner)
+        if isinstance(item, (Instance, Made)):
+            item = list(item.inside())
+        for inner in _items_of(item):
+            count(inner)
 
     count(value)
     return frozenset(key for key, times in counts.items() if times > 1)
+
+
+def _items_of(value: Any) -> Iterable[Any]:
+    if isinstance(value, dict):
+        return value.values()
+    return value if isinstance(value, (tuple, list)) else ()
 
 
 def _store(source: Source, change: Change, value: str) -> str:
@@ -393,39 +251,76 @@ def _store(source: Source, change: Change, value: str) -> str:
     return f"del {place}" if change.deleted else f"{place} = {value}"
 
 
-def existing_in(value: Any) -> Iterable[Existing]:
-    """Yield what was there before the run in recorded arguments, or in what it gave."""
-    if isinstance(value, Existing):
-        yield value
-    elif isinstance(value, Instance):
-        yield from existing_in((value.items, value.attributes))
-    elif isinstance(value, Made):
-        yield from existing_in(value.args)
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from existing_in(item)
-    elif isinstance(value, dict):
-        yield from existing_in(tuple(value.values()))
+class SegmentWriter(RunWriter):
+    """Writes `run(A, E)`, where `E` lists the values of the holes and is emptied.
 
+    Most calls do not come to the end of a segment: arguments and state are taken out of their
+    containers where something needs them, and no earlier.
 
-def may_be_caught(op: Op, recording: Recording) -> bool:
-    """Whether the model goes on, or leaves traces, when an op raises.
-
-    That is so under a handler, and where it changes things outside: a replay changes them at
-    its end, the model's own Python before the error.
+    Args:
+        schedule: what it does.
+        direct: see `write_run`.
     """
-    if op.kind is OpKind.SCALAR:
-        if op.target in HARMLESS:
-            return False
-    elif op.kind is not OpKind.CALL:
-        return False
-    return op.raised is not None or bool(recording.changes) or is_handled(op)
 
+    _takes_over = False
 
-def _only_writes(op: Op) -> bool:
-    """Whether an op does no more than make the text of a tensor, which it can of any."""
-    return VALUES.get(op.target) == "format" and not any(op.args[1:])
+    def __init__(self, schedule: Schedule, direct: bool = False) -> None:
+        super().__init__(schedule, direct)
+        self._kept_until = -1
 
+    def _enter(self) -> None:
+        schedule, source = self.schedule, self.source
+        for position, index in enumerate(schedule.handed):
+            if index in schedule.needed:
+                source.line(f"v{index} = E[{position}]")
+                source.emitted.add(index)
+        if schedule.handed:
+            source.line("E.clear()")
+        for op in schedule.late:
+            if op.kind is not OpKind.SCALAR and not schedule.is_late(op):
+                raise Unlinked(f"{op} is needed, and not to be reached")
 
-def _is_scalar(op: Op) -> bool:
-    return type(op.meta) in (int, float, bool, torch.dtype, torch.device) or is_read(op)
+    def _depart_unless(self, number: int, guard: Guard) -> None:
+        self._take_out(list(map(Ref, guard.operands)))
+        if number != self.schedule.stop:
+            self._leave(number, guard, outcome(guard), f"if {fails(self.source, guard)}:")
+            return
+        value = f"v{guard.index}"
+        answers = {
+            Test.TRUTH: f"True if {value} else False",
+            Test.LENGTH: f"len({value})",
+            Test.KIND: f"kind_of({value})",
+            Test.SAME: f"True if {value} is v{guard.expected} else None",
+            Test.OTHER: f"None if {value} is v{guard.expected} else True",
+        }
+        self._leave(number, guard, answers.get(guard.test, value), "")
+
+    def _leave(self, number: int, guard: Guard, answer: str, condition: str) -> None:
+        """Write how a segment is left, with the values of the holes."""
+        source, holes = self.source, self.schedule.held.get(number, ())
+        missing = self.schedule.missing(number, source.emitted)
+        self._take_out([(op.args, op.kwargs) for op in missing])
+        if condition:
+            source.line(condition, guard.index)
+            source.indent += 1
+        for op in missing:  # not needed by what follows, and so not noted as there
+            source.line(f"v{op.index} = {source.call(op)}", op.index)
+        if holes:
+            source.line(f"E += {', '.join(f'v{hole}' for hole in holes)},", guard.index)
+        source.line(f"return {self._departure(number, guard, answer)}", guard.index)
+        if condition:
+            source.indent -= 1
+
+    def _departure(self, number: int, guard: Guard, answer: str) -> str:
+        """Return an expression for how a segment is left; of a condition it is made beforehand."""
+
+        def made(value: bool) -> str:
+            name = f"leave_{number}_{value}".lower()
+            self.source.names[name] = Departure(number, value, {})
+            return name
+
+        if answer in ("True", "False"):
+            return made(answer == "True")
+        if guard.test is Test.TRUTH:
+            return f"{made(True)} if v{guard.index} else {made(False)}"
+        return f"Departure({number}, {answer}, {{}})"

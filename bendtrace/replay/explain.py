@@ -1,20 +1,25 @@
-"""Saying in words why a trace does not serve some inputs."""
+"""The guards of a trace as a table, and in words why they keep it from serving some inputs."""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
+from bendtrace._later import tabulate
 from bendtrace.flow import FlowStep, FlowSteps
 from bendtrace.recording.iterations import user_code
 from bendtrace.recording.parts import Access, Part, PartKind
 from bendtrace.recording.tape import Guard, Tape, Test, meta_of
-from bendtrace.replay.program import Divergence, Program
+from bendtrace.replay.analysis import GuardKind
+from bendtrace.replay.program import Program
 from bendtrace.replay.questions import Check
+from bendtrace.replay.stretches import Divergence
 
-__all__ = ["Mismatch", "explain_check", "explain_divergence", "explain_guard"]
+__all__ = ["GuardTable", "Mismatch", "explain_check", "explain_divergence", "explain_guard"]
 
 
 @dataclass(frozen=True)
@@ -75,12 +80,9 @@ def explain_guard(tape: Tape, number: int, new: Any, steps: FlowSteps) -> Mismat
     """Say what a guard found when it was recorded, and what it finds now."""
     guard = tape.guards[number]
     step = next((step for step in steps if step.guard == number), None)
-    if guard.test in (Test.TRUTH, Test.LENGTH):
-        recorded = guard.expected
-    else:
-        recorded = _IDENTITY.get(guard.test, guard.expected)
-        if guard.test in _IDENTITY:
-            new = _IDENTITY[Test.OTHER if guard.test is Test.SAME else Test.SAME]
+    recorded = _IDENTITY.get(guard.test, guard.expected)
+    if guard.is_on_identity:
+        new = _IDENTITY[Test.OTHER if guard.test is Test.SAME else Test.SAME]
     if step is not None:
         what, where = f"{step.kind} `{step.text}`", str(step.place)
     else:
@@ -115,3 +117,56 @@ def _short(value: Any) -> str:
         return f"{dtype}{list(meta_of(value).shape)} on {value.device}{grad}"
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
+
+
+class GuardTable:
+    """The guards of a trace as a table.
+
+    Args:
+        guards: the guards.
+        kinds: when each is tested.
+        names: name of each op's node.
+    """
+
+    def __init__(
+        self, guards: Sequence[Guard], kinds: Sequence[GuardKind], names: Sequence[str]
+    ) -> None:
+        self._rows = list(zip(guards, kinds, strict=True))
+        self._names = names
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, number: int) -> Guard:
+        return self._rows[number][0]
+
+    def kind(self, number: int) -> GuardKind:
+        """Return when a guard is tested."""
+        return self._rows[number][1]
+
+    def to_list(self) -> list[dict[str, Any]]:
+        """Return the guards as plain values, ready for JSON."""
+        rows = []
+        for number, (guard, kind) in enumerate(self._rows):
+            place = ""
+            text = ""
+            if guard.site is not None:
+                found, _, _ = user_code(guard.scope, guard.site)
+                place, text = str(found), found.text
+            rows.append(
+                {
+                    "number": number,
+                    "when": kind.value,
+                    "node": self._names[guard.index],
+                    "test": guard.test.value,
+                    "expected": repr(guard.expected),
+                    "source": text,
+                    "at": place,
+                }
+            )
+        return rows
+
+    def __repr__(self) -> str:
+        rows = [[*{**row, "at": os.path.basename(row["at"])}.values()] for row in self.to_list()]
+        headers = ["#", "when", "node", "test", "expected", "source", "at"]
+        return tabulate.tabulate(rows, headers, disable_numparse=True)

@@ -12,35 +12,26 @@ questions in line.
 
 from __future__ import annotations
 
-import functools
 import itertools
-import types
 from collections.abc import Callable, Iterable, Iterator
 from operator import getitem
 from typing import Any, TypeAlias
 
-import torch
-
 from bendtrace.errors import NondeterminismError
-from bendtrace.recording.agreement import is_one_of_several
 from bendtrace.recording.contexts import Context
 from bendtrace.recording.functions import (
-    RESHAPES_IN_PLACE,
-    SETTERS,
-    is_torchs_function,
     name_of,
 )
-from bendtrace.recording.handlers import is_handled
-from bendtrace.recording.outside import environ
 from bendtrace.recording.parts import identical
 from bendtrace.recording.recorder import Recording
-from bendtrace.recording.tape import Op, OpKind, State, Tape, map_refs, refs_in
-from bendtrace.recording.writes import works_in_place
-from bendtrace.replay.analysis import Analysis, GuardKind, is_read
-from bendtrace.replay.segments import SegmentWriter, Unlinked, answer_of
+from bendtrace.recording.tape import Op, OpKind, State, Tape, map_refs
+from bendtrace.replay.analysis import Analysis, GuardKind
+from bendtrace.replay.codegen import SegmentWriter
+from bendtrace.replay.repeatable import may_draw, may_run_again
+from bendtrace.replay.schedule import Schedule, Unlinked
 from bendtrace.replay.source import Code
 
-__all__ = ["Exit", "Graph", "Node", "Piece", "Trip", "may_run_again"]
+__all__ = ["Exit", "Graph", "Node", "Piece", "Trip"]
 
 
 class Piece:
@@ -104,7 +95,7 @@ class Exit:
             self.written = self._write(self.piece, self.number)
         return self.written
 
-    def write_with(self, writer: Callable[..., SegmentWriter]) -> Code:
+    def write_with(self, writer: Callable[[Schedule, bool], SegmentWriter]) -> Code:
         """Return the same code as another writer writes it."""
         return self._write(self.piece, self.number, writer)
 
@@ -276,7 +267,7 @@ class Graph:
                 continue
             if _is_repeated(tape, number):
                 continue
-            answer = answer_of(tape.guards[number])
+            answer = tape.guards[number].answer
             exit = node.after(answer)
             if exit is None and number == self.first.stop and self._is_led_by_first(recording):
                 self._renew(recording)
@@ -298,7 +289,7 @@ class Graph:
             self._cut_first(has_learnt)
         try:
             for node, piece in made:
-                exit = node.after(answer_of(tape.guards[piece.after]))
+                exit = node.after(tape.guards[piece.after].answer)
                 assert exit is not None
                 assert exit.code
         except Unlinked:
@@ -349,7 +340,7 @@ class Graph:
             number in tape.states
             and number in first.states
             and tape.states[number].key == first.states[number].key
-            and identical(answer_of(tape.guards[number]), answer_of(first.guards[number]))
+            and identical(tape.guards[number].answer, first.guards[number].answer)
             for number in range(stop + 1)
         )
 
@@ -400,7 +391,7 @@ class Graph:
     def _pass(self, piece: Piece, number: int) -> None:
         """Note a state that a piece goes through, and what follows in line."""
         tape = piece.recording.tape
-        key, answer = tape.states[number].key, answer_of(tape.guards[number])
+        key, answer = tape.states[number].key, tape.guards[number].answer
         node = self._nodes.get(key)
         if node is None:
             node = self._nodes[key] = Node(piece, number)
@@ -411,14 +402,15 @@ class Graph:
             node.add(Exit(answer, piece, number, self._write))
 
     def _write(
-        self, piece: Piece, number: int, writer: Callable[..., SegmentWriter] = SegmentWriter
+        self,
+        piece: Piece,
+        number: int,
+        writer: Callable[[Schedule, bool], SegmentWriter] = SegmentWriter,
     ) -> Code:
-        written = writer(
-            piece.recording, piece.analysis, self._entry, number, piece.stop, number < 0
+        schedule = Schedule.of_segment(
+            piece.recording, piece.analysis, self._entry, number, piece.stop
         )
-        if self._direct:
-            written.call_directly()
-        return Code(written.write(), "run")
+        return writer(schedule, self._direct).write()
 
 
 def _joined(trips: Iterable[Trip]) -> Iterator[Trip]:
@@ -501,7 +493,7 @@ def _asked_alike(one: Tape, after: int, until: int | None, other: Tape, number: 
     last = len(one.guards) if until is None else until
     pairs = zip(one.guards[after + 1 : last + 1], other.guards[number + 1 :], strict=False)
     return all(
-        mine.test is its.test and (place == last or identical(answer_of(mine), answer_of(its)))
+        mine.test is its.test and (place == last or identical(mine.answer, its.answer))
         for place, (mine, its) in enumerate(pairs, after + 1)
     )
 
@@ -547,156 +539,6 @@ class _Names:
         op = self._ops[index]
         if op.kind is OpKind.SCALAR and op.target is getitem:
             return "element", self.name(op.args[0].index), op.args[1]
-        if op.kind in (OpKind.INPUT, OpKind.STATE):
+        if op.is_given:
             return "part", op.target.label
         return "late", name_of(op.target), self.of(op)
-
-
-def may_run_again(recording: Recording) -> bool:
-    """Whether a run can be given up at any question, and the model be run instead.
-
-    That is so where it has changed nothing by then: replays change objects at their end, and
-    random numbers can be drawn again.
-    """
-    tape = recording.tape
-    if recording.writes_outside or tape.is_joint or tape.forgets or tape.blockers:
-        return False
-    if recording.surroundings.generators or is_one_of_several():
-        return False
-    return all(map(_is_repeatable, tape.ops)) and not _may_write_outside(tape)
-
-
-def may_draw(recording: Recording) -> bool:
-    """Whether a replay of a run may draw random numbers, as far as functions tell."""
-    ops = recording.tape.ops
-    return recording.draws or any(
-        op.kind is OpKind.CALL and not is_read(op) and _draws(op.target) and not _is_idle(op)
-        for op in ops
-    )
-
-
-def _is_idle(op: Op) -> bool:
-    """Whether a dropout is switched off, whatever the call."""
-    position, name, off = _SWITCHES.get(name_of(op.target), (0, "", None))
-    given = op.kwargs.get(name, op.args[position] if len(op.args) > position else off)
-    return name != "" and type(given) in (bool, float, int) and not given
-
-
-def _is_repeatable(op: Op) -> bool:
-    if op.raised is not None or op.context.autocast or is_handled(op):
-        return False
-    if op.kind is not OpKind.CALL:
-        return True
-    name = name_of(op.target)
-    return (
-        (is_torchs_function(op.target) or _is_getter(op.target) or op.target is environ)
-        and op.target not in SETTERS
-        and name not in RESHAPES_IN_PLACE
-        and name not in _ACTS_OUTSIDE
-    )
-
-
-def _may_write_outside(tape: Tape) -> bool:
-    """Whether a replay may write to an argument, or to state, under whatever name."""
-    ops = tape.ops
-    outside: dict[int, bool] = {}
-
-    def is_outside(index: int) -> bool:
-        if index not in outside:
-            op = ops[index]
-            if op.kind is OpKind.CALL and _makes_anew(op.target):
-                outside[index] = False
-            elif op.kind is OpKind.CALL or op.kind is OpKind.SCALAR:
-                given = refs_in((op.args, op.kwargs))
-                outside[index] = any(is_outside(ref.index) for ref in given)
-            else:
-                outside[index] = True
-        return outside[index]
-
-    for op in ops:
-        if op.kind is OpKind.CALL:
-            written = set(op.writes)
-            if works_in_place(op) or name_of(op.target) == "__setitem__":
-                written.update(ref.index for ref in refs_in((op.args[:1], op.kwargs.get("out"))))
-            if any(map(is_outside, written)):
-                return True
-    return False
-
-
-def _is_getter(function: Any) -> bool:
-    """Whether a function gets an attribute of a tensor."""
-    is_wrapper = isinstance(function, types.MethodWrapperType) and function.__name__ == "__get__"
-    return is_wrapper and isinstance(function.__self__, types.GetSetDescriptorType)
-
-
-@functools.cache
-def _overloads(name: str) -> tuple[Any, ...]:
-    """Return the operators of torch that a function of that name comes down to."""
-    packet = getattr(torch.ops.aten, name, None) if name.isidentifier() else None
-    if not isinstance(packet, torch._ops.OpOverloadPacket):
-        return ()
-    found = [getattr(packet, each) for each in packet.overloads()]
-    exists = torch._C._dispatch_has_kernel  # those for lists and numbers are not torch's own
-    return tuple(one for one in found if "out" not in one._overloadname and exists(one.name()))
-
-
-@functools.cache
-def _draws(function: Any) -> bool:
-    """Whether a function may draw random numbers; what is not known may."""
-    name = name_of(function)
-    is_operator = name.startswith("__") and name.endswith("__")
-    if _is_getter(function) or is_operator or name in _OF_PYTHON or function is environ:
-        return False
-    found = _overloads(name)
-    return (
-        not found
-        or name in _COMPOSED
-        or any(torch.Tag.nondeterministic_seeded in one.tags for one in found)
-    )
-
-
-@functools.cache
-def _makes_anew(function: Any) -> bool:
-    """Whether what a function gives has memory of its own for sure."""
-    name = name_of(function)
-    if name in _ANEW:
-        return True
-    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
-    found = _overloads(name)
-    return (
-        bool(found)
-        and not any(given.alias_info is not None for one in found for given in one._schema.returns)
-        and not any(has_kernel(one.name(), "CompositeImplicitAutograd") for one in found)
-    )
-
-
-# Where what draws is told not to: the position of the argument, its name, and its default.
-_SWITCHES: dict[str, tuple[int, str, Any]] = {
-    "dropout": (2, "training", True),
-    "scaled_dot_product_attention": (4, "dropout_p", 0.0),
-}
-_ACTS_OUTSIDE = frozenset(
-    {
-        "backward", "register_hook", "register_post_accumulate_grad_hook", "retain_grad", "grad",
-        "share_memory_", "print", "pin_memory",
-    }
-)  # fmt: skip
-# Python in front of operators that draw nothing by themselves.
-_COMPOSED = frozenset({"fractional_max_pool2d", "fractional_max_pool3d"})
-_OF_PYTHON = frozenset(
-    {
-        "item", "tolist", "bool", "float", "int", "double", "half", "long", "size", "dim",
-        "numel", "shape", "type", "tensor", "as_tensor", "cpu", "cuda", "is_floating_point",
-        "is_complex", "is_contiguous", "apply_along_dim", "stack", "cat", "zeros", "ones", "full",
-        "empty", "arange", "element_size",
-    }
-)  # fmt: skip
-# Whose operators are compositions, and yet never give back what they are given.
-_ANEW = frozenset(
-    {
-        "linear", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d",
-        "conv_transpose3d", "batch_norm", "layer_norm", "group_norm", "instance_norm", "matmul",
-        "zeros", "ones", "empty", "full", "arange", "tensor", "zeros_like", "ones_like",
-        "empty_like", "full_like", "clone", "new_zeros", "new_ones", "new_empty", "new_full",
-    }
-)  # fmt: skip

@@ -7,21 +7,21 @@ from collections.abc import Collection, Iterator, Sequence
 from functools import cached_property
 from typing import Any
 
-from bendtrace.recording.functions import FLEETING, name_of
+from bendtrace.recording.contexts import Context
 from bendtrace.recording.handlers import is_handled
 from bendtrace.recording.parts import Change, Part
 from bendtrace.recording.recorder import Recording
-from bendtrace.recording.tape import Guard, ModuleCall, Op, OpKind, Ref, Test, refs_in
+from bendtrace.recording.structure import existing_in
+from bendtrace.recording.tape import Guard, ModuleCall, Op, OpKind, leaves_in, refs_in
 from bendtrace.recording.writes import works_in_place
-from bendtrace.replay.analysis import Analysis, GuardKind, is_read
-from bendtrace.replay.codegen import HARMLESS, existing_in
-from bendtrace.replay.cutting import Cut, Cuts, Lack, argument_of
-from bendtrace.replay.memory import OUTSIDE, Memory, is_work
+from bendtrace.replay.analysis import Analysis, GuardKind
+from bendtrace.replay.codegen import RunWriter
+from bendtrace.replay.cutting import Cut, Cuts, Lack, Memory, argument_of
+from bendtrace.replay.schedule import Schedule, is_droppable
 from bendtrace.replay.source import test_of
+from bendtrace.replay.stretches import Stretch
 
-__all__ = ["Rest"]
-
-_IDENTITY = (Test.SAME, Test.OTHER)
+__all__ = ["Rest", "write_rest"]
 
 
 class Rest:
@@ -143,7 +143,7 @@ class Rest:
             if index not in found:
                 found.add(index)
                 waiting += _used_by(self._ops[index])
-        return sorted(index for index in found if is_work(self._ops[index]))
+        return sorted(index for index in found if self._ops[index].is_work)
 
     # What is needed
 
@@ -156,7 +156,7 @@ class Rest:
             self._need(ref.index, end, None, -1, self.recording.output_reads.get(ref.index))
         done = -1
         while done != (done := self._size()):
-            self._sorted = sorted(i for i in self.needed if is_work(self._ops[i]))
+            self._sorted = sorted(i for i in self.needed if self._ops[i].is_work)
             self._add_changes()
             self._add_effects()
             self._add_guards()
@@ -200,8 +200,7 @@ class Rest:
                 self._use(op.target, index)
             for existing in existing_in((op.args, op.kwargs)):
                 self._use(existing.part, index)
-            for ref in refs_in((op.args, op.kwargs)):
-                waiting.append((ref.index, index, None, index, op.reads.get(ref.index)))
+            waiting += [(i, index, None, index, op.reads.get(i)) for i in op.operands]
 
     def _use(self, part: Part, by: int) -> None:
         if argument_of(part) in self._missing:
@@ -246,7 +245,7 @@ class Rest:
             return True
         if any(self._lacks(index, end) for index in refs):
             return False
-        computed = [index for index in refs if is_work(self._ops[index])]
+        computed = [index for index in refs if self._ops[index].is_work]
         if computed:
             return any(self._takes_place(self._ops[i]) or i in self.needed for i in computed)
         calls = [c for c in self.recording.tape.calls if holder and c.path == holder]
@@ -257,20 +256,10 @@ class Rest:
     def _add_effects(self) -> None:
         known = self.needed | self.available | set(self._dropped)
         for op in self._ops:
-            if op.index in known or self.cuts.replaces(op) or self._is_droppable(op):
+            if op.index in known or self.cuts.replaces(op) or is_droppable(op, self._analysis):
                 continue
             if self._takes_place(op):
                 self._need(op.index, 0, None, -1)
-
-    def _is_droppable(self, op: Op) -> bool:
-        """Whether an op that nothing needs can be left out without anybody noticing."""
-        if op.kind in OUTSIDE:
-            return True
-        if op.raised is not None or not self._analysis.fixed_metadata:
-            return False
-        if op.kind is OpKind.CALL and name_of(op.target) in FLEETING:
-            return False
-        return is_read(op) or (op.kind is OpKind.SCALAR and op.target in HARMLESS)
 
     def _takes_place(self, op: Op) -> bool:
         """Whether an op that nothing needs belongs to the rest."""
@@ -318,7 +307,7 @@ class Rest:
             self.guards[number] = guard
             reader = self._ops[guard.index]
             self._need(guard.index, guard.position, guard.scope, -1)
-            if guard.test in _IDENTITY:
+            if guard.is_on_identity:
                 self._need(guard.expected, guard.position, guard.scope, reader.index)
         for op in self._ops[self.start :]:  # whether an error was caught is a condition as well
             if (
@@ -333,7 +322,7 @@ class Rest:
     def _matters(self, guard: Guard) -> bool:
         position, scope = guard.position, guard.scope
         kind = self._kinds[id(guard)]
-        if guard.test in _IDENTITY:  # no two names are mixed up of what is not computed
+        if guard.is_on_identity:  # no two names are mixed up of what is not computed
             return (
                 guard.index in self.needed
                 and self.cuts.at(guard.index, position, scope) is None
@@ -389,12 +378,11 @@ class Rest:
             or op.raised is not None
             or self.memory.sees(op, written)
             or any(
-                self.cuts.has_begun(ref.index, self.start)
-                and self.cuts.at(ref.index, op.index) is None
-                for ref in refs_in((op.args, op.kwargs))
+                self.cuts.has_begun(index, self.start) and self.cuts.at(index, op.index) is None
+                for index in op.operands
             )
             for op in map(self._ops.__getitem__, self.needed)
-            if op.index < self.start and is_work(op)
+            if op.index < self.start and op.is_work
         )
 
     def disturbs(self, done: Collection[int], until: int) -> bool:
@@ -427,7 +415,7 @@ class Rest:
 
 def _used_by(op: Op) -> list[int]:
     """Return the ops that an op uses: those that gave its arguments, and that wrote to them."""
-    return [ref.index for ref in refs_in((op.args, op.kwargs))] + list(op.reads.values())
+    return op.operands + list(op.reads.values())
 
 
 def _any_in(ordered: Sequence[int], call: ModuleCall) -> bool:
@@ -447,9 +435,66 @@ def _is_below(path: str, module: str) -> bool:
 
 
 def _decides(output: Any) -> bool:
-    """Whether what a call gave holds numbers or the like that Python may go by."""
-    if isinstance(output, (tuple, list)):
-        return any(map(_decides, output))
-    if isinstance(output, dict):
-        return any(map(_decides, output.values()))
-    return isinstance(output, (bool, int, float, str)) and not isinstance(output, Ref)
+    """Whether the output of a call holds numbers or the like that Python may go by."""
+    return any(isinstance(leaf, (bool, int, float, str)) for leaf in leaves_in(output))
+
+
+def write_rest(rest: Rest, analysis: Analysis, entry: Context) -> Stretch:
+    """Write the code of the rest of a run.
+
+    It takes the given values, and for a run that goes on those computed so far, from `E`:
+    `s<slot>` and `v<op>`.
+
+    Args:
+        rest: what is needed.
+        analysis: the guards of the run, sorted.
+        entry: grad mode and so on when it begins.
+    """
+    whole = rest.recording
+    kept = Recording(whole.tape, whole.surroundings, whole.root)
+    kept.changes, kept.output_reads = rest.changes, whole.output_reads
+    schedule = Schedule(
+        kept, analysis, entry, rest.guards, start=rest.start, available=rest.available,
+        needed=rest.needed | rest.available,
+    )  # fmt: skip
+    code = _RestWriter(schedule, rest).write()
+    return Stretch(kept, 0, code=code, available=rest.available, start=rest.start)
+
+
+class _RestWriter(RunWriter):
+    """Writes `run(A, E)` with the given values in the place of what led to them."""
+
+    _takes_over = True
+
+    def __init__(self, schedule: Schedule, rest: Rest) -> None:
+        super().__init__(schedule)
+        self._rest = rest
+        self._cuts: dict[int, list[Cut]] = {}
+        for cut in sorted(rest.used, key=lambda cut: cut.start):
+            self._cuts.setdefault(max(cut.start, rest.start), []).append(cut)
+
+    def _enter(self) -> None:
+        for slot in sorted({cut.slot for cut in self._rest.used}):
+            self.source.line(f"s{slot} = E['s{slot}']")
+        super()._enter()
+
+    def _write_guards(self, position: int) -> None:
+        """Write the guards at a position, and from when on which given values count."""
+        cuts = self._cuts.get(position, [])
+        guards = self.schedule.guards.get(position, [])
+        ahead = [item for item in guards if self._is_ahead(item[1], cuts)]
+        for number, guard in ahead:
+            self._depart_unless(number, guard)
+        for cut in cuts:
+            self.source.line(f"v{cut.index} = s{cut.slot}")
+        for number, guard in guards:
+            if (number, guard) not in ahead:
+                self._depart_unless(number, guard)
+
+    def _is_ahead(self, guard: Guard, cuts: list[Cut]) -> bool:
+        """Whether a guard is about the values that calls have had before some cuts."""
+        return any(
+            cut.index in guard.operands
+            and self._rest.cuts.at(cut.index, guard.position, guard.scope) is not cut
+            for cut in cuts
+        )

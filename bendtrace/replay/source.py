@@ -9,7 +9,7 @@ from __future__ import annotations
 import builtins
 import operator
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from keyword import iskeyword
 from typing import Any
 
@@ -34,9 +34,11 @@ from bendtrace.replay.analysis import counts
 from bendtrace.replay.cheapest import Asked, Call
 
 __all__ = [
+    "INFIX",
     "Code",
     "Departure",
     "Source",
+    "counted",
     "define",
     "fails",
     "gives_nothing",
@@ -45,7 +47,7 @@ __all__ = [
     "test_of",
 ]
 
-_INFIX: dict[Any, str] = {
+INFIX: dict[Any, str] = {
     operator.add: "+", operator.sub: "-", operator.mul: "*", operator.truediv: "/",
     operator.floordiv: "//", operator.mod: "%", operator.lshift: "<<", operator.rshift: ">>",
     operator.and_: "&", operator.or_: "|", operator.xor: "^", operator.eq: "==",
@@ -110,8 +112,32 @@ class Source:
         self.emitted: set[int] = set()
         self.indent = 0
         self.shared: frozenset[int] = frozenset()  # containers that are used twice
+        self._taken: set[int] = set()  # parts that have their names
         self._constants: dict[int, str] = {}
         self._built: dict[int, str] = {}
+
+    def begin(self, head: str) -> None:
+        """Begin a function, in which no part has its name yet."""
+        self._taken.clear()
+        self.indent = 0
+        self.line(f"def {head}:")
+        self.indent = 1
+
+    def take(self, parts: Iterable[Part]) -> None:
+        """Add the lines that give parts their names, after what they are reached from."""
+        wanted: dict[int, Part] = {}
+        waiting = list(parts)
+        while waiting:
+            part = waiting.pop()
+            part = part.value if part.kind is PartKind.ALIAS else part
+            if part.index not in self._taken:
+                self._taken.add(part.index)
+                wanted[part.index] = part
+                waiting += () if part.parent is None else (part.parent,)
+        for _, part in sorted(wanted.items()):
+            name = self.part(part)
+            if part.access is not Access.FIXED:
+                self.line(f"{name} = {self.reach(part)}")
 
     def line(self, text: str, op: int | None = None) -> None:
         """Add a line, carrying out `op`."""
@@ -159,11 +185,15 @@ class Source:
             return f"{parent}.get({self.bound(UNSET)})"
         return f"getattr({parent}, {part.key.name!r})"
 
+    def name(self, index: int) -> str:
+        """Return the name of the value of an op."""
+        return f"v{index}"
+
     def value(self, value: Any) -> str:
         """Return an expression for recorded arguments."""
         kind = type(value)
         if kind is Ref:
-            return f"v{value.index}"
+            return self.name(value.index)
         if kind is tuple or kind is list or kind is dict:
             return self._container(value)
         if kind is slice and any(refs_in(value)):
@@ -239,8 +269,8 @@ class Source:
     def call(self, op: Op) -> str:
         """Return an expression (or, for an item assignment, a statement) that does an op."""
         args, target = op.args, op.target
-        if op.kind is OpKind.SCALAR and target in _INFIX:
-            return f"({self.value(args[0])} {_INFIX[target]} {self.value(args[1])})"
+        if op.kind is OpKind.SCALAR and target in INFIX:
+            return f"({self.value(args[0])} {INFIX[target]} {self.value(args[1])})"
         if op.kind is OpKind.CALL and exchanged():  # what follows would be looked up by name
             return self._called(target, args, op.kwargs)
         if target is operator.getitem or (target is Tensor.__getitem__ and not op.kwargs):
@@ -271,21 +301,27 @@ class Source:
         return f"{self.constant(target)}({', '.join(given)})"
 
 
-def needed_for(ops: list[Op], roots: Iterable[int]) -> set[int]:
-    """Return the ops that the values of some depend on, these included."""
+def needed_for(ops: list[Op], roots: Iterable[int], available: Collection[int] = ()) -> set[int]:
+    """Return the ops that the values of some depend on, these included.
+
+    Args:
+        ops: all ops.
+        roots: these.
+        available: ops whose values are there, whatever they depend on.
+    """
     needed: set[int] = set()
     waiting = list(roots)
     while waiting:
         index = waiting.pop()
         if index not in needed:
             needed.add(index)
-            waiting += [ref.index for ref in refs_in((ops[index].args, ops[index].kwargs))]
+            waiting += () if index in available else ops[index].operands
     return needed
 
 
 def define(source: Source, op: Op) -> None:
     """Add the line that gives an op its value."""
-    if op.kind in (OpKind.INPUT, OpKind.STATE):
+    if op.is_given:
         source.line(f"v{op.index} = {source.part(op.target)}", op.index)
     else:
         source.line(f"v{op.index} = {source.call(op)}", op.index)
@@ -298,7 +334,7 @@ def gives_nothing(op: Op) -> bool:
 
 def test_of(guard: Guard) -> tuple[Any, ...]:
     """What makes two guards the same test."""
-    other = guard.expected if guard.test in (Test.SAME, Test.OTHER) else None
+    other = guard.expected if guard.is_on_identity else None
     return guard.index, guard.test, other
 
 
@@ -308,9 +344,7 @@ def fails(source: Source, guard: Guard, ops: list[Op] | None = None) -> str:
     With `ops`, the guard is tested before the run, from what it counts alone.
     """
     if ops is not None and counts(guard, ops):
-        tensor, *dim = ops[guard.index].args
-        dim = dim or [ops[guard.index].kwargs.get("dim", 0)]
-        return f"{source.value(tensor)}.size({source.value(dim[0])}) != {guard.expected}"
+        return f"{counted(source, ops[guard.index])} != {guard.expected}"
     name = f"v{guard.index}"
     if guard.test is Test.TRUTH:
         return f"not {name}" if guard.expected else name
@@ -332,6 +366,13 @@ def fails(source: Source, guard: Guard, ops: list[Op] | None = None) -> str:
     return f"not identical({name}, {expected})"
 
 
+def counted(source: Source, op: Op) -> str:
+    """Return an expression for how many slices an op takes a tensor apart into."""
+    tensor, *dim = op.args
+    dim = dim or [op.kwargs.get("dim", 0)]
+    return f"{source.value(tensor)}.size({source.value(dim[0])})"
+
+
 def outcome(guard: Guard) -> str:
     """Return an expression for what a guard that does not hold came to instead."""
     name = f"v{guard.index}"
@@ -341,4 +382,4 @@ def outcome(guard: Guard) -> str:
         return f"len({name})"
     if guard.test is Test.KIND:
         return f"kind_of({name})"
-    return "None" if guard.test in (Test.SAME, Test.OTHER) else name
+    return "None" if guard.is_on_identity else name

@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
+import operator
 import os
 import threading
 import traceback
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from bendtrace.errors import NondeterminismError, TraceLimitWarning
-from bendtrace.recording.parts import Part, PartKind, identical
+from bendtrace.recording.functions import name_of
+from bendtrace.recording.parts import Access, Part, PartKind, identical
 from bendtrace.recording.places import users_level
 from bendtrace.recording.recorder import Recording
-from bendtrace.recording.tape import Guard
+from bendtrace.recording.tape import Op, OpKind, Ref, Test
 from bendtrace.replay.ambience import Ambience
-from bendtrace.replay.index import ProgramIndex
-from bendtrace.replay.program import Divergence, Failure, Finished, Path, Program, Stretch
-from bendtrace.replay.segments import answer_of
+from bendtrace.replay.analysis import GuardKind
+from bendtrace.replay.program import Program
+from bendtrace.replay.stretches import Divergence, Failure, Finished, Path, Stretch
 
-__all__ = ["TraceTree"]
+__all__ = ["ProgramIndex", "TraceTree"]
 
 _SETTLED = 16
 # So many programs are looked at one by one; among more, what served such arguments goes first.
@@ -126,10 +129,13 @@ class TraceTree:
                 recording.tape.block(f"{label} changes on every call{see}")
         program = Program(recording, ambience, ignored)
         with self._lock:
-            self._indices.setdefault(names, ProgramIndex()).add(program)
-            self._programs[names] = (program, *self._programs.get(names, ()))
+            self._insert(names, program)
         self._keep_to_limit()
         return program
+
+    def _insert(self, names: tuple[str, ...], program: Program) -> None:
+        self._indices.setdefault(names, ProgramIndex()).add(program)
+        self._programs[names] = (program, *self._programs.get(names, ()))
 
     def grow(self, program: Program, divergence: Divergence, recording: Recording) -> None:
         """Keep the path that a resumed run took after `divergence`."""
@@ -148,8 +154,7 @@ class TraceTree:
             if program in listed:
                 self._drop(names, program)
                 for other in others:
-                    self._indices[names].add(other)
-                    self._programs[names] = (other, *self._programs[names])
+                    self._insert(names, other)
                 return
 
     def ran_live(self, program: Program, divergence: Divergence | None = None) -> None:
@@ -189,8 +194,7 @@ class TraceTree:
                 program.root.make_side(*leaves).live = live.live
             if live in self._programs.get(names, ()):  # else another thread was faster
                 self._drop(names, live)
-            self._indices.setdefault(names, ProgramIndex()).add(program)
-            self._programs[names] = (program, *self._programs.get(names, ()))
+            self._insert(names, program)
         self._keep_to_limit()
         return program, leaves
 
@@ -328,8 +332,7 @@ class TraceTree:
         arguments: tuple[Any, ...],
     ) -> Recording | None:  # fmt: skip
         """Find a recorded run that is the same up to a divergence and then took its side."""
-        guard = divergence.guard
-        if guard is None or not program.analysis.fixed_metadata:
+        if divergence.guard is None or not program.analysis.fixed_metadata:
             return None  # the arguments are not any more what the other programs check
         goes = _goes_on_from if divergence.is_anew else _goes_the_other_way
         index = self._indices.get(names)
@@ -337,7 +340,7 @@ class TraceTree:
             if other is program or other.live_only or not other.admits(arguments):
                 continue
             for recording in other.recordings():
-                if goes(recording, divergence, guard):
+                if not recording.tape.blockers and goes(recording, divergence):
                     return recording
         return None
 
@@ -380,58 +383,136 @@ def _described(part: Part) -> tuple[str, Any]:
     return part.label, part.size if part.kind is PartKind.TENSOR else None
 
 
-def _equal(guard: Guard, other: Guard) -> bool:
-    """Whether two guards ask for the same outcome of the same test."""
-    if (guard.position, guard.index, guard.test) != (other.position, other.index, other.test):
-        return False
-    return identical(guard.expected, other.expected)
-
-
 def _parting(recording: Recording, other: Recording) -> Departing | None:
     """Return the first guard of a run that another run, the same so far, found otherwise."""
-    for number, (mine, its) in enumerate(
-        zip(recording.tape.guards, other.tape.guards, strict=False)
-    ):
-        if (mine.position, mine.index, mine.test) != (its.position, its.index, its.test):
+    pairs = zip(recording.tape.guards, other.tape.guards, strict=False)
+    for number, (mine, its) in enumerate(pairs):
+        if not mine.is_like(its):
             return None
         if not identical(mine.expected, its.expected):
             return number, its.expected
     return None
 
 
-def _goes_on_from(recording: Recording, divergence: Divergence, guard: Guard) -> bool:
+def _goes_on_from(recording: Recording, divergence: Divergence) -> bool:
     """Whether a run was in the state of a divergence, and found the same answer there."""
     state = divergence.recording.tape.states.get(divergence.number)
     tape = recording.tape
-    return (
-        state is not None
-        and not tape.blockers
-        and any(
-            own.key == state.key and identical(answer_of(tape.guards[number]), divergence.outcome)
-            for number, own in tape.states.items()
-        )
+    return state is not None and any(
+        own.key == state.key and identical(tape.guards[number].answer, divergence.outcome)
+        for number, own in tape.states.items()
     )
 
 
-def _goes_the_other_way(recording: Recording, divergence: Divergence, guard: Guard) -> bool:
-    guards = recording.tape.guards
-    if recording.tape.blockers or len(guards) <= divergence.number:
+def _goes_the_other_way(recording: Recording, divergence: Divergence) -> bool:
+    """Whether a run did the same up to a divergence, and took its side."""
+    here = divergence.recording
+    parting = _parting(here, recording)
+    if parting is None or parting[0] != divergence.number:
         return False
-    twin = guards[divergence.number]
-    if (twin.position, twin.index, twin.test) != (guard.position, guard.index, guard.test):
+    if not identical(parting[1], divergence.outcome):
         return False
-    if not identical(twin.expected, divergence.outcome):
+    parts = here.surroundings.parts, recording.surroundings.parts
+    if list(map(_described, parts[0])) != list(map(_described, parts[1])):
         return False
-    here, there = divergence.recording, recording
-    if list(map(_described, here.surroundings.parts)) != list(
-        map(_described, there.surroundings.parts)
-    ):
-        return False
-    before = zip(here.tape.guards[: divergence.number], guards, strict=False)
-    if not all(_equal(mine, other) for mine, other in before):
-        return False
-    done = divergence.stretch.ops_until(divergence.position)
-    if len(there.tape.ops) < len(done):
-        return False
-    prefixes = zip(done, there.tape.ops, strict=False)
-    return all(mine.does_the_same_as(other) for mine, other in prefixes)
+    done, ops = divergence.stretch.ops_until(divergence.position), recording.tape.ops
+    return len(ops) >= len(done) and all(
+        mine.does_the_same_as(other) for mine, other in zip(done, ops, strict=False)
+    )
+
+
+class Fixed(NamedTuple):
+    """A number that a program insists on.
+
+    Attributes:
+        argument: which of the arguments, in order, it is about.
+        dim: of which dimension it is the size; None where the argument is the number itself.
+    """
+
+    argument: int
+    dim: int | None
+
+    def read(self, arguments: tuple[Any, ...]) -> Any:
+        """Return the number among other arguments; None if there is no such number."""
+        argument = arguments[self.argument]
+        if self.dim is None:
+            return argument if type(argument) is int else None
+        if not isinstance(argument, Tensor) or argument.is_nested:
+            return None
+        return argument.size(self.dim) if -argument.dim() <= self.dim < argument.dim() else None
+
+
+class ProgramIndex:
+    """Programs by the numbers that they insist on.
+
+    Programs that insist on the same sizes, and on the same numbers among the arguments, are in one
+    table, by the values of these; to find what may serve some arguments takes a look into each
+    table. What is left out insists on something else. The rest has to be asked whether its guards
+    hold.
+
+    Threads may read while one adds or removes: what they read is exchanged, never changed.
+    """
+
+    def __init__(self) -> None:
+        self._tables: dict[tuple[Fixed, ...], dict[tuple[Any, ...], tuple[Program, ...]]] = {}
+
+    def add(self, program: Program) -> None:
+        """Take a program in."""
+        fixed = _fixed_by(program)
+        table = self._tables.get(tuple(fixed), {})
+        values = tuple(fixed.values())
+        table[values] = (program, *table.get(values, ()))
+        self._tables = {**self._tables, tuple(fixed): table}
+
+    def remove(self, program: Program) -> None:
+        """Leave a program out."""
+        for table in self._tables.values():
+            for values, programs in list(table.items()):
+                if program in programs:
+                    table[values] = tuple(other for other in programs if other is not program)
+
+    def candidates(self, arguments: tuple[Any, ...]) -> Iterator[Program]:
+        """Yield the programs that may serve some arguments, the latest first in each table."""
+        for fixed, table in self._tables.items():
+            yield from table.get(tuple(one.read(arguments) for one in fixed), ())
+
+
+def _fixed_by(program: Program) -> dict[Fixed, int]:
+    """Return the numbers that a program insists on, in an order that only depends on which."""
+    tape = program.recording.tape
+    found: dict[Fixed, int] = {}
+    if program.ignored:  # parts of it are not looked at
+        return found
+    for guard, kind in zip(tape.guards, program.analysis.kinds, strict=True):
+        if kind is GuardKind.INPUT and guard.test is Test.VALUE and type(guard.expected) is int:
+            fixed = _number(tape.ops, tape.ops[guard.index])
+            if fixed is not None:
+                found[fixed] = guard.expected
+    return dict(sorted(found.items(), key=lambda item: (item[0].argument, str(item[0].dim))))
+
+
+def _number(ops: list[Op], op: Op) -> Fixed | None:
+    """Say which number of the arguments an op gives, if it is one."""
+    if op.kind is OpKind.INPUT:
+        position = _position(op)
+        return None if position is None else Fixed(position, None)
+    dim: Any = None
+    if op.target is operator.getitem and type(op.args[0]) is Ref:
+        op, dim = ops[op.args[0].index], op.args[1]
+    asked = name_of(op.target) if op.kind is OpKind.CALL else ""
+    if op.kwargs or asked not in ("shape", "size") or type(op.args[0]) is not Ref:
+        return None
+    if asked == "size" and len(op.args) == 2:
+        dim = op.args[1]
+    elif len(op.args) != 1:
+        return None
+    position = _position(ops[op.args[0].index])
+    return None if position is None or type(dim) is not int else Fixed(position, dim)
+
+
+def _position(op: Op) -> int | None:
+    """Return which argument an op gives, if it is one of them and not a part of one."""
+    part = op.target
+    if op.kind is OpKind.INPUT and isinstance(part, Part) and part.access is Access.ROOT:
+        return int(part.key)
+    return None

@@ -18,7 +18,8 @@ from torch import nn
 import bendtrace as bt
 from bendtrace.recording.run import Signature, record
 from bendtrace.replay.ambience import Ambience
-from bendtrace.replay.program import Finished, Program
+from bendtrace.replay.program import Program
+from bendtrace.replay.stretches import Finished
 from tests.benchmarks.models import Gated, LoopRNN
 from tests.benchmarks.timing import interleaved
 from tests.hf_models import MODELS

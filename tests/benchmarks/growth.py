@@ -16,7 +16,8 @@ import bendtrace as bt
 from bendtrace.recording.recorder import Recording
 from bendtrace.recording.run import Signature, record
 from bendtrace.replay.ambience import Ambience
-from bendtrace.replay.program import Finished, Program
+from bendtrace.replay.program import Program
+from bendtrace.replay.stretches import Finished
 from tests.benchmarks.timing import once
 
 __all__ = ["GROWTHS", "exponent", "growth"]

@@ -20,7 +20,8 @@ from torch import Tensor, nn
 import bendtrace as bt
 from bendtrace.recording.run import Signature, record
 from bendtrace.replay.ambience import Ambience
-from bendtrace.replay.program import Finished, Program
+from bendtrace.replay.program import Program
+from bendtrace.replay.stretches import Finished
 from tests.benchmarks.flat import flat_of
 from tests.promise import bits
 

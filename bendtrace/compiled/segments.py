@@ -10,32 +10,142 @@ and the rounds of a loop, share what is compiled.
 from __future__ import annotations
 
 import functools
+import itertools
 import operator
-from collections.abc import Callable
+import threading
+import time
+import warnings
+from collections import deque
+from collections.abc import Callable, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
-from bendtrace.compiled.bodies import Body
+from bendtrace.compiled.attempts import CompiledFunction, Failed, Quiet, State, now
 from bendtrace.compiled.eligible import why_not_op, why_not_under
 from bendtrace.compiled.expressions import Expressions
 from bendtrace.compiled.settings import Settings
 from bendtrace.recording.functions import METADATA, SHAPES, name_of
 from bendtrace.recording.tape import Op, OpKind, TensorMeta, refs_in
 from bendtrace.recording.writes import works_in_place
+from bendtrace.replay.codegen import SegmentWriter
 from bendtrace.replay.graph import Exit
 from bendtrace.replay.program import Program
-from bendtrace.replay.segments import SegmentWriter, Unlinked
+from bendtrace.replay.schedule import Schedule, Unlinked, is_freed
 from bendtrace.replay.source import gives_nothing
 
-__all__ = ["CompiledSegments"]
+__all__ = ["Body", "CompiledSegments"]
 
+_serials = itertools.count()
 _FEWEST = 2  # ops of a body
+_MOST_FAILURES = 4  # of a body, in a row
 _LONGEST = 1024
 _MOST_BODIES = 1024  # those that are of no use included
 _PASSES = 8  # of a segment before it is compiled
+
+
+class Body(CompiledFunction):
+    """Ops that follow each other, compiled.
+
+    It is called by the code of segments with what the ops need, and gives what they make; or None,
+    for the ops to be carried out one by one. `seen` is told what that gave.
+
+    Args:
+        text: the source of a function of tensors and sizes.
+        names: what the names in it stand for.
+        settings: how to compile.
+        targets: the functions that it calls.
+
+    Attributes:
+        text: as given.
+        functions: the names of the functions that it calls.
+    """
+
+    def __init__(
+        self, text: str, names: dict[str, Any], settings: Settings, targets: Sequence[Any]
+    ) -> None:
+        super().__init__(settings)
+        self.text = text
+        self.functions = tuple(map(name_of, targets))
+        self._names = names
+        exec(compile(text, f"<bendtrace body {next(_serials)}>", "exec"), names)
+        self._compilers: deque[Callable[..., Any]] = deque()
+        self._pending = threading.local()
+        self._compiling = threading.Lock()
+
+    def __call__(self, *given: Any) -> Sequence[Tensor] | None:
+        """Carry out the ops; None if that has to be done one by one."""
+        pending = self._pending.__dict__
+        pending.clear()
+        is_measured = self.state is State.MEASURED
+        if not self.is_used:
+            return None
+        begun = now(given) if is_measured else 0.0
+        if is_measured and len(self.replayed) < len(self.served):
+            pending["begun"] = begun, given
+            return None
+        try:
+            made = self._run(given)
+        except Exception as error:
+            self.note(error)
+            self.failures += 1
+            if self.failures >= _MOST_FAILURES:
+                self.state = State.REFUSED
+            return None
+        if made is None:
+            return None
+        if self.graphs != self._confirmed:
+            pending["made"] = made, given
+            return None
+        made = self.in_order(made)
+        self.hits += 1
+        self.failures = 0
+        if is_measured:
+            self.was_served(now(given) - begun)
+        return made
+
+    def seen(self, *results: Tensor) -> None:
+        """Learn from what the ops gave when they were carried out one by one."""
+        pending = self._pending.__dict__
+        if "made" in pending:
+            made, given = pending.pop("made")
+            known = [value for value in given if isinstance(value, Tensor)]
+            self.compare(list(made), list(results), made, known)
+        elif "begun" in pending:
+            begun, given = pending.pop("begun")
+            self.was_replayed(now(given) - begun)
+
+    def _run(self, given: Sequence[Any]) -> Sequence[Tensor] | None:
+        if self._confirmed:
+            return self._called(given)
+        if not self._compiling.acquire(blocking=False):
+            return None  # another thread compiles
+        begun = time.perf_counter()
+        try:
+            with warnings.catch_warnings(), Quiet():
+                warnings.simplefilter("ignore")
+                if self._function is None:
+                    on_cpu = all(v.device.type == "cpu" for v in given if isinstance(v, Tensor))
+                    self._compilers.extend(self.settings.compilers(on_cpu))
+                    self.compile(self._names["body"], self._compilers.popleft())
+                while True:
+                    try:
+                        return self._called(given)
+                    except Exception as error:
+                        if not (Failed(error).is_final and self._compilers):
+                            raise
+                    # With what compiles where the first cannot.
+                    self.compile(self._names["body"], self._compilers.popleft())
+        finally:
+            self.seconds += time.perf_counter() - begun
+            self._compiling.release()
+
+    def _called(self, given: Sequence[Any]) -> Sequence[Tensor]:
+        result = self.call(given)
+        assert result is not None
+        return result[1]
 
 
 class CompiledSegments:
@@ -117,14 +227,18 @@ class CompiledWriter(SegmentWriter):
     """Writes a segment with calls of bodies in it.
 
     Args:
-        args: as `SegmentWriter` has them.
+        schedule: what it does.
+        direct: see `write_run`.
         find: returns the body for a text, the names in it, and its ops; or None.
     """
 
     def __init__(
-        self, *args: Any, find: Callable[[str, dict[str, Any], list[Op]], Body | None]
+        self,
+        schedule: Schedule,
+        direct: bool,
+        find: Callable[[str, dict[str, Any], list[Op]], Body | None],
     ) -> None:
-        super().__init__(*args)
+        super().__init__(schedule, direct)
         self._find = find
         self._plain_until = 0  # the first op that may be in a body
 
@@ -136,7 +250,7 @@ class CompiledWriter(SegmentWriter):
                 self._plain_until = plan.ops[-1].index + 1
             return super()._write_ops(position)
         source, last = self.source, plan.ops[-1].index
-        self._take_out(plan.ops)
+        self._take_out([(op.args, op.kwargs) for op in plan.ops])
         self._switch_for(plan.ops[0])
         name = source.bound(body)
         results = "".join(f"v{index}, " for index in plan.outputs)
@@ -147,7 +261,7 @@ class CompiledWriter(SegmentWriter):
             self._carry_out(op)
         source.line(f"{name}.seen({results})")
         left = {*plan.outputs, *plan.same}
-        inner = [op for op in plan.ops if op.index not in left and self._is_freed(op)]
+        inner = [op for op in plan.ops if op.index not in left and is_freed(op)]
         if inner:
             source.line("del " + ", ".join(f"v{op.index}" for op in inner))
         source.indent -= 1
@@ -161,7 +275,7 @@ class CompiledWriter(SegmentWriter):
             self._carry_out(op)
             source.emitted.add(op.index)
         for moment in range(2 * position + 1, 2 * last + 2):
-            self._forget(self._dying.get(moment, ()))
+            self._forget(moment)
         return last + 1
 
     def _plan(self, position: int) -> _Plan | None:
@@ -174,7 +288,7 @@ class CompiledWriter(SegmentWriter):
                 return None
             again = self._asked_again(ops)
             later = {op.index for op in ops if self._is_used_after(op.index, ops)}
-            later.update(r.index for op in again for r in refs_in((op.args, op.kwargs)))
+            later.update(index for op in again for index in op.operands)
             # Several tensors in a tuple are taken apart within a body, or made outside.
             torn = [op for op in ops if op.index in later and _gives_several(op)]
             if torn:
@@ -195,11 +309,11 @@ class CompiledWriter(SegmentWriter):
         tape, found = self.tape, []
         known: set[int] = set()
         first = tape.ops[position]
-        for index in range(position, min(self._end, position + _LONGEST)):
-            op = tape.ops[index]
-            if index > position and index in self.guards:
+        for index in range(position, min(self.schedule.end, position + _LONGEST)):
+            op = self.schedule.op_at(index)
+            if index > position and index in self.schedule.guards:
                 break
-            if index not in self._required or op.kind in (OpKind.INPUT, OpKind.STATE):
+            if op is None:
                 continue
             if op.context != first.context or not self._is_compilable(op, known):
                 break
@@ -215,15 +329,15 @@ class CompiledWriter(SegmentWriter):
             return False
         if not (_gives_tensors(op) or _is_of_sizes(op, ops)):
             return False
-        for ref in refs_in((op.args, op.kwargs)):
-            given = ops[ref.index]
+        for index in op.operands:
+            given = ops[index]
             is_number = type(given.meta) in (int, bool) and _is_of_sizes(given, ops)
-            if not (ref.index in known or isinstance(given.meta, TensorMeta) or is_number):
+            if not (index in known or isinstance(given.meta, TensorMeta) or is_number):
                 return False
         return True
 
     def _is_used_after(self, index: int, ops: list[Op]) -> bool:
-        return self._last_use.get(index, -1) > 2 * ops[-1].index + 1
+        return self.schedule.last_use.get(index, -1) > 2 * ops[-1].index + 1
 
     def _asked_again(self, ops: list[Op]) -> list[Op]:
         """Return what is asked of sizes, and used behind a body as well as in it."""
@@ -234,7 +348,7 @@ class CompiledWriter(SegmentWriter):
                 op.index in wanted or self._is_used_after(op.index, ops)
             ):
                 found.insert(0, op)
-                wanted.update(ref.index for ref in refs_in((op.args, op.kwargs)))
+                wanted.update(op.operands)
         return found
 
 
@@ -264,17 +378,17 @@ class _Plan(Expressions):
         needed = {op.index for op in ops if _gives_tensors(op)}
         for op in reversed(ops):
             if op.index in needed:
-                needed.update(ref.index for ref in refs_in((op.args, op.kwargs)))
+                needed.update(op.operands)
         self.ops = [op for op in ops if op.index in needed]
         self.again = again
         self.inputs: list[int] = []
         inside = {op.index for op in self.ops}
         lines: list[str] = []
         for op in self.ops:
-            for ref in refs_in((op.args, op.kwargs)):
-                if ref.index not in inside and ref.index not in self._own:
-                    self._own[ref.index] = f"a{len(self.inputs)}"
-                    self.inputs.append(ref.index)
+            for index in op.operands:
+                if index not in inside and index not in self._own:
+                    self._own[index] = f"a{len(self.inputs)}"
+                    self.inputs.append(index)
             call = self.call(op)
             self._own[op.index] = f"t{len(lines)}"
             lines.append(f"    t{len(lines)} = {call}\n")
@@ -311,7 +425,7 @@ def _is_of_sizes(op: Op, ops: list[Op]) -> bool:
         return op.target in SHAPES or op.target in METADATA or op.target is Tensor.__len__
     if op.kind is not OpKind.SCALAR or _gives_tensors(op):
         return False
-    return all(_is_of_sizes(ops[ref.index], ops) for ref in refs_in((op.args, op.kwargs)))
+    return all(_is_of_sizes(ops[index], ops) for index in op.operands)
 
 
 def _has_sizes_of_values(op: Op, ops: list[Op]) -> bool:

@@ -1,0 +1,313 @@
+"""The schedule of a recorded run: what is done in which order, and when each value dies.
+
+Everything that writes code for a run, or carries it out op by op, goes by a schedule: which ops
+are needed, which guards are tested between them, and what is used for the last time where.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from functools import cached_property
+
+import torch
+
+from bendtrace.recording.contexts import Context
+from bendtrace.recording.functions import FLEETING, VALUES, name_of
+from bendtrace.recording.handlers import is_handled
+from bendtrace.recording.recorder import Recording
+from bendtrace.recording.tape import Guard, Op, OpKind, Tape, refs_in
+from bendtrace.replay.analysis import Analysis, GuardKind, is_read
+from bendtrace.replay.source import gives_nothing, needed_for, test_of
+
+__all__ = ["Schedule", "Unlinked", "is_droppable", "is_freed", "may_be_caught"]
+
+# Arithmetic that cannot raise on the numbers it was recorded for, so that it can be left out.
+_HARMLESS = frozenset(
+    {
+        operator.getitem, operator.add, operator.sub, operator.mul, operator.neg, operator.pos,
+        abs, operator.eq, operator.ne, operator.lt, operator.le, operator.gt, operator.ge,
+        str, repr, format,
+    }
+)  # fmt: skip
+
+
+class Unlinked(Exception):
+    """A segment needs a value that its state does not hold."""
+
+
+class Schedule:
+    """What is done between two places of a recorded run.
+
+    A position on the tape has two moments: guards are tested at `2 * position`, and the op there
+    is carried out at `2 * position + 1`.
+
+    Args:
+        recording: the run.
+        analysis: its guards, sorted.
+        entry: grad mode and so on when the run begins.
+        guards: the guards to test, by their numbers.
+        start: the first op to carry out.
+        stop: the guard to end with, whatever its answer; None for the end of the run.
+        available: ops before `start` whose values are handed over.
+        held: for a guard, the ops whose values are handed on where it does not hold.
+        needed: the ops to carry out, and the inputs and state among what they use; None for all
+            that the guards and the output need, and all that cannot be left out.
+
+    Attributes:
+        guards: those tested at each position, in order.
+        end: the position after the last op.
+        handed: as `available` was given, in that order.
+        changes: what the run has changed by then.
+        outputs: what is built at the end.
+    """
+
+    def __init__(
+        self,
+        recording: Recording,
+        analysis: Analysis,
+        entry: Context,
+        guards: Mapping[int, Guard],
+        *,
+        start: int = 0,
+        stop: int | None = None,
+        available: Collection[int] = (),
+        held: Mapping[int, tuple[int, ...]] | None = None,
+        needed: set[int] | None = None,
+    ) -> None:
+        self.recording = recording
+        self.tape: Tape = recording.tape
+        self.analysis = analysis
+        self.entry = entry
+        self.start = start
+        self.stop = stop
+        self.available = frozenset(available)
+        self.handed = tuple(available)
+        self.held = held or {}
+        self.end = len(self.tape.ops) if stop is None else self.tape.guards[stop].position
+        self.changes = recording.changes if stop is None else []
+        values = [change.value for change in self.changes]
+        self.outputs = (recording.root.output, values) if stop is None else ()
+        self.guards: dict[int, list[tuple[int, Guard]]] = {}
+        for number, guard in guards.items():
+            # What was put before `start` is tested first thing.
+            self.guards.setdefault(max(guard.position, start), []).append((number, guard))
+        if needed is not None:
+            self.needed = needed
+
+    @classmethod
+    def of_run(
+        cls,
+        recording: Recording,
+        analysis: Analysis,
+        entry: Context,
+        start: int = 0,
+        before: Tape | None = None,
+        available: Collection[int] = (),
+    ) -> Schedule:
+        """Return the schedule of a run from some op on.
+
+        Args:
+            recording: the run.
+            analysis: its guards, sorted.
+            entry: grad mode and so on when it begins.
+            start: the first op to carry out; those before were, by another run.
+            before: the tape of that other run, which tested the guards that it has.
+            available: ops before `start` whose values are handed over.
+        """
+        passed = before.guards if before is not None else ()
+        known = {test_of(guard) for guard in passed if guard.position < start}
+        tested: set[object] = set()
+        guards: dict[int, Guard] = {}
+        for number, guard in enumerate(recording.tape.guards):
+            # The check before the run knew nothing of the guards of a path that branched off.
+            in_run = start > 0 or analysis.kinds[number] is GuardKind.DATA
+            is_known = guard.position < start and test_of(guard) in known
+            if in_run and not is_known and test_of(guard) not in tested:
+                tested.add(test_of(guard))
+                guards[number] = guard
+        return cls(recording, analysis, entry, guards, start=start, available=available)
+
+    @classmethod
+    def of_segment(
+        cls, recording: Recording, analysis: Analysis, entry: Context, after: int, stop: int | None
+    ) -> Schedule:
+        """Return the schedule of a segment: from a state to another, or to the end of the run.
+
+        Args:
+            recording: the run.
+            analysis: its guards, sorted.
+            entry: grad mode and so on when a run begins.
+            after: the guard whose recorded answer leads into the segment; -1 for the beginning
+                of the run, when input guards have been tested.
+            stop: the guard that it ends with; None for the end of the run.
+        """
+        tape = recording.tape
+        is_first = after < 0
+        tested = set() if is_first else {test_of(tape.guards[after])}
+        last = len(tape.guards) - 1 if stop is None else stop
+        guards: dict[int, Guard] = {}
+        for number in range(after + 1, last + 1):
+            guard = tape.guards[number]
+            is_checked = is_first and analysis.kinds[number] is not GuardKind.DATA
+            if number == stop or not (is_checked or test_of(guard) in tested):
+                tested.add(test_of(guard))
+                guards[number] = guard
+        return cls(
+            recording,
+            analysis,
+            entry,
+            guards,
+            start=0 if is_first else tape.guards[after].position,
+            stop=stop,
+            available=() if is_first else tape.states[after].holes,
+            held={n: tape.states[n].holes for n in guards if n in tape.states},
+        )
+
+    def steps(self) -> Iterator[tuple[int, list[tuple[int, Guard]], Op | None]]:
+        """Yield each position with the guards there, and the op that is carried out, if one is."""
+        for position in range(self.start, self.end + 1):
+            yield position, self.guards.get(position, []), self.op_at(position)
+
+    def op_at(self, position: int) -> Op | None:
+        """Return the op that is carried out at a position; None if none is."""
+        if position >= self.end or position not in self.needed:
+            return None
+        op = self.tape.ops[position]
+        return None if op.is_given else op
+
+    @cached_property
+    def needed(self) -> set[int]:
+        """The ops to carry out, and the inputs and state among what they use."""
+        ops = self.tape.ops
+        roots = {ref.index for ref in refs_in(self.outputs)}
+        for listed in self.guards.values():
+            for number, guard in listed:
+                roots.update(guard.operands)
+                for hole in self.held.get(number, ()):
+                    roots.update(self._parts_of(hole) if self.is_late(ops[hole]) else (hole,))
+        remaining = ops[self.start : self.end]
+        roots.update(op.index for op in remaining if not is_droppable(op, self.analysis))
+        return needed_for(ops, roots, self.available)
+
+    @cached_property
+    def late(self) -> list[Op]:
+        """The ops before `start` that were left out there, and are needed now."""
+        ops = map(self.tape.ops.__getitem__, sorted(self.needed - self.available))
+        return [op for op in ops if op.index < self.start and not op.is_given]
+
+    @cached_property
+    def last_use(self) -> dict[int, int]:
+        """The moment at which the value of each op is used last."""
+        last: dict[int, int] = {}
+
+        def use(indices: Iterable[int], moment: int) -> None:
+            for index in indices:
+                last[index] = max(moment, last.get(index, -1))
+
+        for index in sorted(self.needed):
+            moment = 2 * index + 1 if index >= self.start else 2 * self.start - 1
+            use(self.tape.ops[index].operands, moment)
+        for position, listed in self.guards.items():
+            for number, guard in listed:
+                use((*guard.operands, *self.held.get(number, ())), 2 * position)
+        use((ref.index for ref in refs_in(self.outputs)), 2 * len(self.tape.ops) + 2)
+        return last
+
+    def deaths(self, kept_until: int = -1) -> dict[int, list[int]]:
+        """Return which values nothing uses any more, by the moment from which on.
+
+        Args:
+            kept_until: the moment until which all values are kept.
+        """
+        dying: dict[int, list[int]] = {}
+        for index, moment in self.last_use.items():
+            dying.setdefault(max(moment, kept_until, 2 * self.start - 1), []).append(index)
+        return dying
+
+    @cached_property
+    def last_departure(self) -> int:
+        """The last position where the run can be left with all that it has computed; else -1."""
+        caught = (
+            op.index + 1
+            for op in self.tape.ops[self.start :]
+            if op.is_work and may_be_caught(op, self.recording)
+        )
+        return max(max(self.guards, default=-1), max(caught, default=-1))
+
+    @cached_property
+    def switches(self) -> bool:
+        """Whether ops run under another grad mode, or the like, than the run begins with."""
+        ops = self.tape.ops[self.start : self.end]
+        return any(
+            op.kind is OpKind.CALL and op.context != self.entry and op.index in self.needed
+            for op in (*self.late, *ops)
+        )
+
+    def is_late(self, op: Op) -> bool:
+        """Whether a value can be computed at any time, from arguments and state alone."""
+        return op.index in self.analysis.computable or (
+            is_read(op) and all(self.tape.ops[index].is_given for index in op.operands)
+        )
+
+    def missing(self, number: int, computed: Collection[int]) -> list[Op]:
+        """Return what has to be computed where a guard does not hold, for what is handed on.
+
+        Args:
+            number: the guard.
+            computed: the ops whose values are there.
+
+        Raises:
+            Unlinked: that needs a value which is not there.
+        """
+        ops, found = self.tape.ops, set()
+        waiting = [hole for hole in self.held.get(number, ()) if hole not in computed]
+        while waiting:
+            op = ops[waiting.pop()]
+            if op.index in found or op.is_given:
+                continue
+            if not self.is_late(op):
+                raise Unlinked(f"{op} is held, and not to be reached")
+            found.add(op.index)
+            waiting += [index for index in op.operands if index not in computed]
+        return [ops[index] for index in sorted(found)]
+
+    def _parts_of(self, index: int) -> Iterator[int]:
+        """Yield the arguments and the state that a value is computed from."""
+        op = self.tape.ops[index]
+        if op.is_given:
+            yield index
+        for operand in op.operands:
+            yield from self._parts_of(operand)
+
+
+def is_droppable(op: Op, analysis: Analysis) -> bool:
+    """Whether an op that nothing needs can be left out without anybody noticing."""
+    if op.is_given:
+        return True
+    if op.raised is not None or not analysis.fixed_metadata:
+        return False
+    if op.kind is OpKind.CALL and name_of(op.target) in FLEETING:
+        return False
+    if op.kind is OpKind.SCALAR:
+        return op.target in _HARMLESS
+    # The text of a tensor can be made of any.
+    only_writes = VALUES.get(op.target) == "format" and not any(op.args[1:])
+    return is_read(op) or only_writes
+
+
+def is_freed(op: Op) -> bool:
+    """Whether the value of an op takes memory that nothing but the run holds."""
+    is_scalar = type(op.meta) in (int, float, bool, torch.dtype, torch.device) or is_read(op)
+    return op.is_work and not is_scalar and op.raised is None and not gives_nothing(op)
+
+
+def may_be_caught(op: Op, recording: Recording) -> bool:
+    """Whether the model goes on, or leaves traces, when an op raises.
+
+    That is so under a handler, and where it changes things outside: a replay changes them at
+    its end, the model's own Python before the error.
+    """
+    if not op.is_work or (op.kind is OpKind.SCALAR and op.target in _HARMLESS):
+        return False
+    return op.raised is not None or bool(recording.changes) or is_handled(op)

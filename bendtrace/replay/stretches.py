@@ -1,0 +1,268 @@
+"""Straight-line code for recorded runs, where others branch off it, and how a replay ends."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import torch
+
+from bendtrace.recording.contexts import AutocastHold
+from bendtrace.recording.parts import identical
+from bendtrace.recording.recorder import Prefix, Recording
+from bendtrace.recording.tape import Guard, Op, OpKind
+from bendtrace.replay.graph import Trip
+from bendtrace.replay.source import Code, gives_nothing
+
+__all__ = [
+    "Divergence",
+    "Failure",
+    "Finished",
+    "Path",
+    "RandomStates",
+    "Side",
+    "Stretch",
+    "random_states",
+    "restore",
+]
+
+# The name of an exception's type, and the file and line where the model raised it.
+Failure = tuple[str, str, int]
+
+
+# Torch's generators of random numbers, each with its state at some moment.
+RandomStates: TypeAlias = tuple[tuple[torch.Generator, torch.Tensor], ...]
+
+
+def random_states() -> RandomStates:
+    """Return the states of torch's generators of random numbers now."""
+    generators = [torch.default_generator]
+    if torch.cuda.is_initialized():
+        generators += torch.cuda.default_generators
+    return tuple((generator, generator.get_state()) for generator in generators)
+
+
+def restore(states: RandomStates) -> None:
+    """Have random numbers drawn again."""
+    for generator, state in states:
+        generator.set_state(state)
+
+
+@dataclass(eq=False)
+class Path:
+    """A recorded run, and how often a call went the same way.
+
+    Attributes:
+        recording: the run.
+        hits: calls that came to the end of the path, the recorded one included.
+        worth: what the calls before the latest eviction count for now (see `TraceTree`).
+        weighed: how many of the hits `worth` accounts for.
+    """
+
+    recording: Recording
+    # Counted without a lock. CPython 3.11 and later switches threads at calls and jumps, and so
+    # not within `path.hits += 1`; a build without the GIL may lose a count, and nothing else.
+    hits: int = 0
+    worth: int = 0
+    weighed: int = 0
+
+    @property
+    def uses(self) -> int:
+        """How much the path was used of late."""
+        return self.worth + self.hits - self.weighed
+
+    def age(self) -> None:
+        """Let what was used until now count for half."""
+        self.worth, self.weighed = self.uses // 2, self.hits
+
+
+@dataclass(eq=False)
+class Side:
+    """How runs go on after a guard had another outcome than in the run that put it.
+
+    Attributes:
+        outcome: what the test gave; the `Raised` of an op that raised, None if it did not.
+        target: code for what follows, if that is known.
+        live: the run that showed that it can only be run live.
+        failures: exceptions that the model raised before such a run came to its end.
+    """
+
+    outcome: Any
+    target: Stretch | None = None
+    live: Path | None = None
+    failures: Counter[Failure] = field(default_factory=Counter)
+
+
+@dataclass(eq=False)
+class Stretch(Path):
+    """Straight-line code for the rest of a recorded run, from some op on.
+
+    Attributes:
+        code: the generated function.
+        available: ops before it whose values are handed over when it is entered.
+        start: the first op that it carries out.
+        parent: the code that it branches off.
+        sides: where runs go on whose guard (by number; -1 - i where op i raised, or did not
+            although it had when recorded) had another outcome.
+        failures: names of exceptions that its ops raised and the model has no handler for.
+        casts: whether some of it runs under autocast.
+    """
+
+    code: Code = field(kw_only=True)
+    available: frozenset[int] = frozenset()
+    start: int = 0
+    parent: Stretch | None = field(default=None, repr=False)
+    # Read without a lock: the tuples are exchanged, not changed.
+    sides: dict[int, tuple[Side, ...]] = field(default_factory=dict)
+    failures: Counter[tuple[int, str]] = field(default_factory=Counter)
+    casts: bool = field(init=False)
+    # Made where there are many sides, and anew where one is gone.
+    _by_outcome: dict[int, dict[tuple[type, Any], Side]] = field(default_factory=dict, repr=False)
+
+    def __post_init__(self) -> None:
+        self.casts = any(op.context.autocast for op in self.recording.tape.ops)
+
+    def ops_until(self, position: int) -> list[Op]:
+        """Return the ops that were carried out before a position, as those who did so know them."""
+        pieces: list[list[Op]] = []
+        stretch: Stretch | None = self
+        while stretch is not None:
+            pieces.append(stretch.recording.tape.ops[stretch.start : position])
+            position = min(position, stretch.start)
+            stretch = stretch.parent
+        return [op for piece in reversed(pieces) for op in piece]
+
+    def side(self, number: int, outcome: Any) -> Side | None:
+        """Return what is known of an outcome of a guard."""
+        sides = self.sides.get(number, ())
+        if len(sides) > _FEW and type(outcome) in (bool, int, str):
+            return self._looked_up(number, sides).get((type(outcome), outcome))
+        for side in sides:
+            if identical(side.outcome, outcome):
+                return side
+        return None
+
+    def _looked_up(self, number: int, sides: tuple[Side, ...]) -> dict[tuple[type, Any], Side]:
+        """Return the sides of a guard by their outcomes, as far as these are plain."""
+        known = self._by_outcome.get(number)
+        if known is None or len(known) != len(sides):
+            plain = (side for side in sides if type(side.outcome) in (bool, int, str))
+            known = {(type(side.outcome), side.outcome): side for side in plain}
+            self._by_outcome[number] = known
+        return known
+
+    def make_side(self, number: int, outcome: Any) -> Side:
+        """Return what is known of an outcome of a guard, which is added if it is new."""
+        side = self.side(number, outcome)
+        if side is None:
+            side = Side(outcome)
+            if (known := self._by_outcome.get(number)) is not None:
+                known[type(outcome), outcome if type(outcome) in (bool, int, str) else side] = side
+            self.sides[number] = (*self.sides.get(number, ()), side)
+        return side
+
+
+@dataclass(eq=False)
+class Finished:
+    """A replay that reached its end, with what it returned.
+
+    Attributes:
+        output: what it returned.
+        stretch: the code that it ended in.
+        way: the parts of the graph that it went along; None where paths do not join.
+    """
+
+    output: Any
+    stretch: Stretch
+    way: list[Trip] | None = None
+
+    @property
+    def recording(self) -> Recording:
+        """The run that was repeated."""
+        return self.stretch.recording
+
+
+@dataclass(eq=False)
+class Divergence:
+    """A replay that came to a guard whose other side is not known.
+
+    Attributes:
+        stretch: the code that was running.
+        recording: the run that was being replayed. (That of `stretch` may be another by now:
+            threads grow the graph.)
+        number: the guard on the tape of `recording`; -1 - i where op i raised, or did not raise
+            although it had when recorded.
+        outcome: what the test gave.
+        values: the variables of the run so far: `v<op>`, and others.
+        hold: on autocast's cache; released by who goes on.
+        is_anew: whether nothing is kept of the run, and the model is to be run from its start.
+        random_states: of torch's generators when it began, if the run may have drawn.
+    """
+
+    stretch: Stretch
+    recording: Recording
+    number: int
+    outcome: Any
+    values: dict[str, Any]
+    hold: AutocastHold
+    is_anew: bool = False
+    random_states: RandomStates = ()
+
+    @property
+    def guard(self) -> Guard | None:
+        """The guard that does not hold; None where an op raised or did not."""
+        return self.recording.tape.guards[self.number] if self.number >= 0 else None
+
+    @property
+    def position(self) -> int:
+        """The first op that has not been carried out."""
+        if self.guard is not None:
+            # A path that branched off may have to test something first that is older than it.
+            return max(self.guard.position, self.stretch.start)
+        op = self.recording.tape.ops[-1 - self.number]
+        # Arithmetic that raises leaves no op, a torch function that raises does.
+        return op.index + (op.kind is OpKind.CALL)
+
+    @property
+    def known_live(self) -> bool:
+        """Whether it is known already that what follows can only be run live."""
+        side = self.stretch.side(self.number, self.outcome)
+        return side is not None and side.target is None and side.live is not None
+
+    def prefix(self) -> Prefix | None:
+        """What a resumed run does not have to do again; None if that is nothing."""
+        if self.is_anew:
+            self.rewind()
+            return None
+        ops = self.stretch.ops_until(self.position)
+        computed: dict[int, Any] = {}
+        errors: dict[int, Exception] = {}
+        for op in ops:
+            value = self.values.get(f"v{op.index}", _MISSING)
+            if isinstance(value, Exception):
+                errors[op.index] = value
+            elif gives_nothing(op):
+                computed[op.index] = None
+            elif value is not _MISSING:
+                computed[op.index] = value
+        return Prefix(ops, computed, errors, self.hold)
+
+    def rewind(self) -> None:
+        """Have random numbers drawn again."""
+        restore(self.random_states)
+
+    def release(self, prefix: Prefix | None) -> None:
+        """Let go of the values, once a run has been resumed with them."""
+        if prefix is None:
+            return
+        # Whoever else still holds the prefix, as the recorder does until the garbage collector
+        # comes by, would keep them alive.
+        self.hold.release()  # if the run did not even begin
+        prefix.values.clear()
+        prefix.errors.clear()
+        self.values.clear()
+
+
+_MISSING = object()
+_FEW = 8  # sides that are looked at one by one
