@@ -84,6 +84,34 @@ def _only_counting_references() -> Iterator[None]:
     gc.enable()
 
 
+def test_memory_is_counted_by_who_has_it_and_not_by_its_address() -> None:
+    """A cache of eight tensors, of which each is exchanged for a longer one."""
+
+    def caches() -> list[Tensor]:
+        return [torch.ones(64, 64) for _ in range(8)]
+
+    def extend(cache: list[Tensor], others: list[Tensor]) -> None:
+        for index in range(len(cache)):
+            cache[index] = torch.cat([cache[index], torch.ones(1, 64)])
+        others.clear()
+
+    row = SIZE // 64
+    cache = caches()
+    # The eight, and for a moment the last one twice.
+    assert peak_of(lambda: extend(cache, [])) == (9 * SIZE + 9 * row, 8 * row)
+    assert sum(tensor.nbytes for tensor in cache) == 8 * SIZE + 8 * row
+    cache = caches()
+    # Somebody has the old ones until the end of the call.
+    assert peak_of(lambda others=[*cache]: extend(cache, others)) == (
+        16 * SIZE + 9 * row, 8 * row,
+    )  # fmt: skip
+    cache = caches()
+    kept = [*cache]
+    # And here for longer: they are none of the call's.
+    assert peak_of(lambda: extend(cache, [])) == (8 * SIZE + 9 * row, 8 * SIZE + 8 * row)
+    del kept
+
+
 @MODES
 @pytest.mark.parametrize(
     "make", [Chain, lambda: Chain(first=True), Sorts, Cell, lambda: nn.LSTM(64, 64)]
