@@ -659,6 +659,41 @@ def test_branches_join() -> None:
     assert bended.stats.live == 0
 
 
+class Remembers(nn.Module):
+    """Notes its latest value, and how often it went each way, before each question."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = torch.zeros(3)
+        self.kept = {"last": torch.zeros(3)}
+        self.name = "nothing"
+
+    def forward(self, x: Tensor) -> Tensor:
+        for gate in range(8):
+            self.last = x * 1
+            self.kept["last"] = x + 1
+            if x[gate % 3] > 0:
+                x = x.roll(1) - 0.5
+            else:
+                x = x * -0.75
+            self.name = "first" if gate < 4 else "second"
+        return x
+
+
+def test_branches_behind_changed_attributes_join() -> None:
+    """What has been changed so far is part of a state, and can be read."""
+    model, other = Remembers(), Remembers()
+    bended = bt.BendedModule(model)
+    torch.manual_seed(0)
+    for x in torch.randn(200, 3) * 2:
+        assert torch.equal(bended(x), other(x))
+        assert torch.equal(model.last, other.last)
+        assert torch.equal(model.kept["last"], other.kept["last"])
+        assert model.name == other.name
+    assert bended.stats.traces < 40
+    assert bended.stats.replays > 160
+
+
 def test_loops_close() -> None:
     def halve(x: Tensor) -> Tensor:
         while x.norm() > 0.1:
