@@ -22,7 +22,7 @@ from bendtrace.recording.tape import Op, OpKind, Tape, refs_in
 from bendtrace.recording.writes import works_in_place
 from bendtrace.replay.analysis import is_read
 
-__all__ = ["may_draw", "may_run_again"]
+__all__ = ["may_draw", "may_run_again", "may_write_to"]
 
 
 def may_run_again(recording: Recording) -> bool:
@@ -71,27 +71,28 @@ def _is_repeatable(op: Op) -> bool:
 
 def _may_write_outside(tape: Tape) -> bool:
     """Whether a replay may write to an argument, or to state, under whatever name."""
-    ops = tape.ops
-    outside: dict[int, bool] = {}
+    return may_write_to(tape, {op.index for op in tape.ops if not op.is_work})
 
-    def is_outside(index: int) -> bool:
-        if index not in outside:
-            op = ops[index]
-            if op.kind is OpKind.CALL and _makes_anew(op.target):
-                outside[index] = False
-            elif op.kind is OpKind.CALL or op.kind is OpKind.SCALAR:
-                outside[index] = any(map(is_outside, op.operands))
-            else:
-                outside[index] = True
-        return outside[index]
 
-    for op in ops:
+def may_write_to(tape: Tape, values: set[int]) -> bool:
+    """Whether a replay may write to the memory of some values, under whatever name.
+
+    Args:
+        tape: what is replayed.
+        values: the ops that give them.
+    """
+    names = set(values)
+    for op in tape.ops:
         if op.kind is OpKind.CALL:
             written = set(op.writes)
             if works_in_place(op) or name_of(op.target) == "__setitem__":
                 written.update(ref.index for ref in refs_in((op.args[:1], op.kwargs.get("out"))))
-            if any(map(is_outside, written)):
+            if not names.isdisjoint(written):
                 return True
+            if _makes_anew(op.target):
+                continue
+        if op.is_work and not names.isdisjoint(op.operands):
+            names.add(op.index)
     return False
 
 
