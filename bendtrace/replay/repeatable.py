@@ -21,6 +21,7 @@ from bendtrace.recording.recorder import Recording
 from bendtrace.recording.tape import Op, OpKind, Tape, refs_in
 from bendtrace.recording.writes import works_in_place
 from bendtrace.replay.analysis import is_read
+from bendtrace.replay.pure import computes_only, overloads
 
 __all__ = ["may_draw", "may_run_again", "may_write_to"]
 
@@ -60,9 +61,11 @@ def _is_repeatable(op: Op) -> bool:
         return False
     if op.kind is not OpKind.CALL:
         return True
+    if _is_getter(op.target) or _sets_nothing(op):
+        return True
     name = name_of(op.target)
     return (
-        (is_torchs_function(op.target) or _is_getter(op.target) or op.target is environ)
+        (is_torchs_function(op.target) or op.target is environ or computes_only(op))
         and op.target not in SETTERS
         and name not in RESHAPES_IN_PLACE
         and name not in _ACTS_OUTSIDE
@@ -83,7 +86,7 @@ def may_write_to(tape: Tape, values: set[int]) -> bool:
     """
     names = set(values)
     for op in tape.ops:
-        if op.kind is OpKind.CALL:
+        if op.kind is OpKind.CALL and not _sets_nothing(op):
             written = set(op.writes)
             if works_in_place(op) or name_of(op.target) == "__setitem__":
                 written.update(ref.index for ref in refs_in((op.args[:1], op.kwargs.get("out"))))
@@ -96,21 +99,15 @@ def may_write_to(tape: Tape, values: set[int]) -> bool:
     return False
 
 
+def _sets_nothing(op: Op) -> bool:
+    """Whether an op is `x.data = x`, as `Module.to` does where nothing is to be converted."""
+    return op.target == _SET_DATA and op.args[0] == op.args[1]
+
+
 def _is_getter(function: Any) -> bool:
     """Whether a function gets an attribute of a tensor."""
     is_wrapper = isinstance(function, types.MethodWrapperType) and function.__name__ == "__get__"
     return is_wrapper and isinstance(function.__self__, types.GetSetDescriptorType)
-
-
-@functools.cache
-def _overloads(name: str) -> tuple[Any, ...]:
-    """Return the operators of torch that a function of that name comes down to."""
-    packet = getattr(torch.ops.aten, name, None) if name.isidentifier() else None
-    if not isinstance(packet, torch._ops.OpOverloadPacket):
-        return ()
-    found = [getattr(packet, each) for each in packet.overloads()]
-    exists = torch._C._dispatch_has_kernel  # those for lists and numbers are not torch's own
-    return tuple(one for one in found if "out" not in one._overloadname and exists(one.name()))
 
 
 @functools.cache
@@ -120,7 +117,7 @@ def _draws(function: Any) -> bool:
     is_operator = name.startswith("__") and name.endswith("__")
     if _is_getter(function) or is_operator or name in _OF_PYTHON or function is environ:
         return False
-    found = _overloads(name)
+    found = overloads(name)
     return (
         not found
         or name in _COMPOSED
@@ -135,7 +132,7 @@ def _makes_anew(function: Any) -> bool:
     if name in _ANEW:
         return True
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
-    found = _overloads(name)
+    found = overloads(name)
     return (
         bool(found)
         and not any(given.alias_info is not None for one in found for given in one._schema.returns)
@@ -143,6 +140,7 @@ def _makes_anew(function: Any) -> bool:
     )
 
 
+_SET_DATA = getattr(torch.Tensor.data, "__set__")  # noqa: B009 - a slot of the descriptor
 # Where what draws is told not to: the position of the argument, its name, and its default.
 _SWITCHES: dict[str, tuple[int, str, Any]] = {
     "dropout": (2, "training", True),
