@@ -177,7 +177,7 @@ def test_a_function_that_only_computes_may_be_called_again(which: Any) -> None:
         torch.manual_seed(0)
         assert all(map(torch.equal, (bended(x), torch.rand(1)), wanted))
     assert is_a_graph(bended)
-    assert bended.stats.replays > 8
+    assert bended.stats.replays >= 8
 
 
 @pytest.mark.parametrize("which", IMPURE, ids=lambda which: which[0].__name__)

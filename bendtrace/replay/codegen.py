@@ -85,9 +85,14 @@ class RunWriter:
             source.names["asked"] = _dispatch_modes
             source.line("watched = asked()")
         for op in schedule.late:
-            self._take_out((op.args, op.kwargs))
-            self._switch_for(op)
-            define(source, op)
+            if op.index in schedule.same:
+                root = schedule.same[op.index]
+                self._take_out([Ref(root)])
+                source.line(f"v{op.index} = v{root}")
+            else:
+                self._take_out((op.args, op.kwargs))
+                self._switch_for(op)
+                define(source, op)
             source.emitted.add(op.index)
         self._dying = schedule.deaths(self._kept_until)
         self._forget(2 * schedule.start - 1)
@@ -286,7 +291,8 @@ class SegmentWriter(RunWriter):
         if schedule.handed:
             source.line("E.clear()")
         for op in schedule.late:
-            if op.kind is not OpKind.SCALAR and not schedule.is_late(op):
+            is_known = op.kind is OpKind.SCALAR or op.index in schedule.same
+            if not (is_known or schedule.is_late(op)):
                 raise Unlinked(f"{op} is needed, and not to be reached")
 
     def _depart_unless(self, number: int, guard: Guard) -> None:

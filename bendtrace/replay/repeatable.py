@@ -101,7 +101,7 @@ def may_write_to(tape: Tape, values: set[int]) -> bool:
 
 def _sets_nothing(op: Op) -> bool:
     """Whether an op is `x.data = x`, as `Module.to` does where nothing is to be converted."""
-    return op.target == _SET_DATA and op.args[0] == op.args[1]
+    return bool(op.target == _SET_DATA and op.args[0] == op.args[1])
 
 
 def _is_getter(function: Any) -> bool:

@@ -12,6 +12,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import cached_property
 from keyword import iskeyword
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -312,13 +313,19 @@ class Source:
         return f"{self.constant(target)}({', '.join(given)})"
 
 
-def needed_for(ops: list[Op], roots: Iterable[int], available: Collection[int] = ()) -> set[int]:
+def needed_for(
+    ops: list[Op],
+    roots: Iterable[int],
+    available: Collection[int] = (),
+    same: Mapping[int, int] = MappingProxyType({}),
+) -> set[int]:
     """Return the ops that the values of some depend on, these included.
 
     Args:
         ops: all ops.
         roots: these.
         available: ops whose values are there, whatever they depend on.
+        same: ops whose values are those of others.
     """
     needed: set[int] = set()
     waiting = list(roots)
@@ -326,7 +333,8 @@ def needed_for(ops: list[Op], roots: Iterable[int], available: Collection[int] =
         index = waiting.pop()
         if index not in needed:
             needed.add(index)
-            waiting += () if index in available else ops[index].operands
+            if index not in available:
+                waiting += [same[index]] if index in same else ops[index].operands
     return needed
 
 
