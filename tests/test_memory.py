@@ -180,6 +180,52 @@ def test_a_known_other_side_lets_go_of_what_the_first_had_kept(mode: Mode) -> No
     assert bended.stats == bt.Stats(traces=2, replays=2, retraces=1, resumes=1)
 
 
+class Gated(nn.Module):
+    """A question in each layer, and as many ways through as there are answers."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            h = layer(x)
+            x = torch.relu(h) + x if h.mean() > 0 else torch.tanh(h) + x
+        return x
+
+
+class Leaves(Gated):
+    """Leaves after the layer whose output says so."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+            if x[0, 0] > 0.4:
+                return x * 2
+        return x
+
+
+@pytest.mark.parametrize("model", [Gated(20), Leaves(20)], ids=["gated", "leaves"])
+def test_in_a_stream_of_inputs_a_replay_holds_what_eager_holds(model: nn.Module) -> None:
+    """Also where segments are put together as no run has put them together."""
+    bended = bt.BendedModule(model)
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for x in torch.randn(100, 64, 64):
+            bended(x)
+        counted = 0
+        for x in torch.randn(20, 64, 64):
+            before = bended.stats.replays
+            eager, _ = peak_of(lambda x=x: model(x * 1))
+            replay, left = peak_of(lambda x=x: bended(x * 1))
+            assert left == 0
+            if bended.stats.replays > before:
+                counted += 1
+                assert replay <= 1.1 * eager
+    assert counted > 10
+
+
 def test_where_an_error_is_caught_the_known_way_on_lets_go_too() -> None:
     chain = Chain(layers=4)
 
