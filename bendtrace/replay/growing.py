@@ -9,11 +9,11 @@ any more; whoever has it, or a view of it, keeps it alive, and then that very te
 
 from __future__ import annotations
 
-import weakref
 from collections import Counter
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -130,8 +130,7 @@ def places_of(parts: Iterable[Part]) -> frozenset[_Place]:
     return frozenset(_place_of(part) for part in parts if part.kind is PartKind.TENSOR)
 
 
-@dataclass(frozen=True, eq=False)
-class _Grown:
+class _Grown(NamedTuple):
     """A tensor that was exchanged, and what it takes to put it back.
 
     Attributes:
@@ -147,9 +146,9 @@ class _Grown:
 
     growth: Growth
     holder: Any
-    new: Tensor = field(repr=False)
-    old: weakref.ref[Tensor]
-    storage: weakref.ref[torch.UntypedStorage]
+    new: Tensor
+    old: ref[Tensor]
+    storage: ref[torch.UntypedStorage]
     shape: torch.Size
     strides: tuple[int, ...]
     in_inference: bool
@@ -204,8 +203,8 @@ class Holes(list[Any]):
             if storage.nbytes() != old.nbytes or memory in self._memory:
                 return False
             grown = _Grown(
-                growth, holder, new, weakref.ref(old), weakref.ref(storage), old.shape,
-                old.stride(), old.is_inference(),
+                growth, holder, new, ref(old), ref(storage), old.shape, old.stride(),
+                old.is_inference(),
             )  # fmt: skip
         except RuntimeError:  # a tensor that has no memory, or not one of its own
             return False
