@@ -6,6 +6,8 @@ import time
 import warnings
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
@@ -13,7 +15,7 @@ from torch import Tensor, nn
 from bendtrace.compiled.attempts import CompiledFunction, Quiet, State
 from bendtrace.compiled.eligible import why_not
 from bendtrace.compiled.probing import Refusal, Unknown, probe
-from bendtrace.compiled.settings import Settings
+from bendtrace.compiled.settings import Settings, dynamo
 from bendtrace.compiled.straight import Straight
 from bendtrace.recording.functions import name_of
 from bendtrace.recording.recorder import Recording
@@ -39,6 +41,7 @@ class _Failed:
 FAILED = _Failed()
 
 
+@dataclass(slots=True, eq=False)
 class Unchecked:
     """What a graph gave that was compiled for this call: a replay has to confirm it.
 
@@ -48,12 +51,9 @@ class Unchecked:
         known: tensors that were there before.
     """
 
-    __slots__ = ("known", "made", "output")
-
-    def __init__(self, output: Any, made: Sequence[Tensor], known: list[Tensor]) -> None:
-        self.output = output
-        self.made = made
-        self.known = known
+    output: Any
+    made: Sequence[Tensor]
+    known: list[Tensor]
 
 
 class CompiledPath(CompiledFunction):
@@ -162,7 +162,7 @@ class CompiledPath(CompiledFunction):
             gathered_now = self._gather(arguments)
             self._sizes = {self._sizes_of(gathered_now): True} if self._needs_sizes else {}
             try:
-                with _Capturing(self._is_dynamic):
+                with _capturing(self._is_dynamic):
                     first = self.attempt(arguments, raises=True)
                 break
             except Refusal:
@@ -280,29 +280,12 @@ class CompiledPath(CompiledFunction):
         return tuple((t.shape, t.stride()) for t in tensors if type(t) is not nn.Parameter)
 
 
-class _Capturing:
-    """Within it, torch.compile takes ops whose results have sizes that depend on values."""
-
-    def __init__(self, wanted: bool) -> None:
-        self._wanted = wanted
-
-    def __enter__(self) -> None:
-        if self._wanted:
-            config = _dynamo().config
-            self._before = {name: getattr(config, name) for name in _CAPTURES}
-            for name in _CAPTURES:
-                setattr(config, name, True)
-
-    def __exit__(self, *_: object) -> None:
-        if self._wanted:
-            for name, value in self._before.items():
-                setattr(_dynamo().config, name, value)
-
-
-def _dynamo() -> Any:
-    import torch._dynamo  # late: it takes a second to import
-
-    return torch._dynamo
+def _capturing(wanted: bool) -> AbstractContextManager[Any]:
+    """Return a context in which torch.compile takes ops that give sizes which depend on values."""
+    if not wanted:
+        return nullcontext()
+    patch: AbstractContextManager[Any] = dynamo().config.patch(dict.fromkeys(_CAPTURES, True))
+    return patch
 
 
 def _leaves(recording: Recording) -> list[int]:

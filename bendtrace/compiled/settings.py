@@ -12,7 +12,7 @@ import torch
 
 from bendtrace.errors import InputError
 
-__all__ = ["Settings", "settings_of"]
+__all__ = ["Settings", "dynamo", "settings_of"]
 
 _DYNAMIC = (None, True, False)
 
@@ -65,7 +65,7 @@ class Settings:
         """
         if self.backend != "inductor":
             if isinstance(self.backend, str):
-                return (_dynamo().lookup_backend(self.backend),)
+                return (dynamo().lookup_backend(self.backend),)
             return (self.backend,)
         if self.options is None and self.mode is None and on_cpu:
             return self._inductor(_FOR_CPU), self._inductor(None)
@@ -146,10 +146,11 @@ def _near(name: str, known: Iterable[str]) -> str:
 
 @functools.cache
 def _backends() -> tuple[str, ...]:
-    return tuple(_dynamo().list_backends(exclude_tags=()))
+    return tuple(dynamo().list_backends(exclude_tags=()))
 
 
-def _dynamo() -> Any:
+def dynamo() -> Any:
+    """Return the module that torch.compile is in."""
     import torch._dynamo  # late: it takes a second
 
     return torch._dynamo

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import warnings
 from collections import deque
+from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -29,6 +30,7 @@ _EVERY = 16  # calls, until segments are looked at again
 _MOST = 64  # paths of which something is known
 
 
+@dataclass(slots=True, eq=False)
 class Guess:
     """What came of trying a call on a compiled path.
 
@@ -41,20 +43,16 @@ class Guess:
         may_compile: whether a replay may use compiled segments.
     """
 
-    __slots__ = ("began", "may_compile", "output", "path", "recording", "unchecked")
-
-    def __init__(self, path: CompiledPath | None = None) -> None:
-        self.path = path
-        self.recording: Recording | None = None
-        self.output: Any = None
-        self.unchecked: Unchecked | None = None
-        self.began = 0.0
-        self.may_compile = False
+    path: CompiledPath | None = None
+    recording: Recording | None = None
+    output: Any = None
+    unchecked: Unchecked | None = None
+    began: float = 0.0
+    may_compile: bool = False
 
 
 _WATCHED = Guess()
-_NONE = Guess()
-_NONE.may_compile = True
+_NONE = Guess(may_compile=True)
 
 
 class Speculation:

@@ -311,7 +311,7 @@ def _members(table: dict[str, Any]) -> tuple[Any, ...]:
     )
 
 
-_ASKED = frozenset({"__getattr__", "__setattr__", "__getitem__", "__iter__", "__len__"})
+_ASKED = frozenset({"__call__", "__getattr__", "__setattr__", "__getitem__", "__iter__", "__len__"})
 
 
 def _ordered(value: Any) -> tuple[Any, ...]:

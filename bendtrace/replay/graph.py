@@ -15,6 +15,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from operator import getitem
 from typing import Any, TypeAlias
 
@@ -70,6 +71,7 @@ class Piece:
             self.trips[entered, left] = 1
 
 
+@dataclass(slots=True, eq=False)
 class Exit:
     """How runs go on after an answer.
 
@@ -81,15 +83,12 @@ class Exit:
         compiled: the same with compiled ops in it, if there is such code.
     """
 
-    __slots__ = ("_write", "answer", "compiled", "number", "piece", "written")
-
-    def __init__(self, answer: Any, piece: Piece, number: int, write: Callable[..., Code]) -> None:
-        self.answer = answer
-        self.piece = piece
-        self.number = number
-        self._write = write
-        self.written: Code | None = None
-        self.compiled: Code | None = None
+    answer: Any
+    piece: Piece
+    number: int
+    _write: Callable[..., Code]
+    written: Code | None = None
+    compiled: Code | None = None
 
     @property
     def code(self) -> Code:

@@ -10,6 +10,7 @@ import builtins
 import operator
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
 from functools import cached_property
 from keyword import iskeyword
 from types import MappingProxyType
@@ -64,6 +65,7 @@ _GETTERS = {
 _NEW = frozenset({object.__new__, dict.__new__})  # which make objects without anything in them
 
 
+@dataclass(slots=True, eq=False)
 class Departure:
     """How a run ends that does not reach its end: a guard does not hold.
 
@@ -73,12 +75,9 @@ class Departure:
         values: the names and values of the run so far.
     """
 
-    __slots__ = ("guard", "outcome", "values")
-
-    def __init__(self, guard: int, outcome: Any, values: dict[str, Any]) -> None:
-        self.guard = guard
-        self.outcome = outcome
-        self.values = values
+    guard: int
+    outcome: Any
+    values: dict[str, Any]
 
 
 class Code:

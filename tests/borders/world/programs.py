@@ -275,6 +275,8 @@ _add("conv_forward", "WAS = nn.Conv1d._conv_forward\nclass W(nn.Module):\n    de
      "nn.Conv1d._conv_forward = lambda self, i, w, b: i * 2", "", "nn.Conv1d._conv_forward = WAS", "")  # fmt: skip
 _add("linear_forward", "WAS = nn.Linear.forward\nmodel = nn.Sequential(nn.Linear(3, 3))\n",
      "nn.Linear.forward = lambda self, i: i * 2", "", "nn.Linear.forward = WAS", "")  # fmt: skip
+_add("linear_call", "WAS = nn.Module.__call__\nmodel = nn.Sequential(nn.Linear(3, 3))\n",
+     "nn.Linear.__call__ = lambda self, i: WAS(self, i) * 2", "", "del nn.Linear.__call__", "")  # fmt: skip
 _add("module_property", "WAS = nn.Linear.__dict__.get('extra_repr')\nclass W(nn.Linear):\n    def forward(self, x): return x * len(self.extra_repr())\nmodel = W(3, 3)\n",
      "nn.Linear.extra_repr = lambda self: 'a'", "", "nn.Linear.extra_repr = WAS", "")  # fmt: skip
 _add("bases", "class A:\n    v = 1\nclass B:\n    v = 2\nclass C(A): pass\nC_ = C()\ndef model(x): return x * C_.v\n",
