@@ -442,8 +442,8 @@ class SiteError(InputError):
         ... except bt.errors.SiteError as error:
         ...     print(error)
         ...     print(error.site)
-        cannot exchange 'relu': relu: the corrupted run did not come by it (missing='nan' gives nan
-        for what cannot be exchanged)
+        cannot replace 'relu': relu: the corrupted run did not reach it (missing='nan' gives nan for
+        what cannot be replaced)
         relu
     """
 

@@ -84,6 +84,34 @@ def _only_counting_references() -> Iterator[None]:
     gc.enable()
 
 
+def test_memory_is_counted_by_who_has_it_and_not_by_its_address() -> None:
+    """A cache of eight tensors, of which each is exchanged for a longer one."""
+
+    def caches() -> list[Tensor]:
+        return [torch.ones(64, 64) for _ in range(8)]
+
+    def extend(cache: list[Tensor], others: list[Tensor]) -> None:
+        for index in range(len(cache)):
+            cache[index] = torch.cat([cache[index], torch.ones(1, 64)])
+        others.clear()
+
+    row = SIZE // 64
+    cache = caches()
+    # The eight, and for a moment the last one twice.
+    assert peak_of(lambda: extend(cache, [])) == (9 * SIZE + 9 * row, 8 * row)
+    assert sum(tensor.nbytes for tensor in cache) == 8 * SIZE + 8 * row
+    cache = caches()
+    # Somebody has the old ones until the end of the call.
+    assert peak_of(lambda others=[*cache]: extend(cache, others)) == (
+        16 * SIZE + 9 * row, 8 * row,
+    )  # fmt: skip
+    cache = caches()
+    kept = [*cache]
+    # And here for longer: they are none of the call's.
+    assert peak_of(lambda: extend(cache, [])) == (8 * SIZE + 9 * row, 8 * SIZE + 8 * row)
+    del kept
+
+
 @MODES
 @pytest.mark.parametrize(
     "make", [Chain, lambda: Chain(first=True), Sorts, Cell, lambda: nn.LSTM(64, 64)]
@@ -150,6 +178,52 @@ def test_a_known_other_side_lets_go_of_what_the_first_had_kept(mode: Mode) -> No
             assert replay <= eager
             assert left == 0
     assert bended.stats == bt.Stats(traces=2, replays=2, retraces=1, resumes=1)
+
+
+class Gated(nn.Module):
+    """A question in each layer, and as many ways through as there are answers."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            h = layer(x)
+            x = torch.relu(h) + x if h.mean() > 0 else torch.tanh(h) + x
+        return x
+
+
+class Leaves(Gated):
+    """Leaves after the layer whose output says so."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+            if x[0, 0] > 0.4:
+                return x * 2
+        return x
+
+
+@pytest.mark.parametrize("model", [Gated(20), Leaves(20)], ids=["gated", "leaves"])
+def test_in_a_stream_of_inputs_a_replay_holds_what_eager_holds(model: nn.Module) -> None:
+    """Also where segments are put together as no run has put them together."""
+    bended = bt.BendedModule(model)
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for x in torch.randn(100, 64, 64):
+            bended(x)
+        counted = 0
+        for x in torch.randn(20, 64, 64):
+            before = bended.stats.replays
+            eager, _ = peak_of(lambda x=x: model(x * 1))
+            replay, left = peak_of(lambda x=x: bended(x * 1))
+            assert left == 0
+            if bended.stats.replays > before:
+                counted += 1
+                assert replay <= 1.1 * eager
+    assert counted > 10
 
 
 def test_where_an_error_is_caught_the_known_way_on_lets_go_too() -> None:

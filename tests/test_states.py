@@ -37,6 +37,8 @@ WEIGHT = nn.Parameter(torch.tensor([1.0, 2.0, 3.0]))
 class Noted:
     """An object that a branch changes."""
 
+    latest: Tensor
+
     def __init__(self) -> None:
         self.count = 0
 
@@ -656,6 +658,41 @@ def test_branches_join() -> None:
     for x in torch.randn(400, 4):
         assert torch.equal(bended(x), gated(x))
     assert bended.stats.traces < 20, bended.stats  # of 20 pairs of a question and an answer
+    assert bended.stats.live == 0
+
+
+class Remembers(nn.Module):
+    """Notes its latest value, and how often it went each way, before each question."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = torch.zeros(3)
+        self.kept = {"last": torch.zeros(3)}
+        self.noted = Noted()
+        self.noted.latest = torch.zeros(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x.sum(0)
+        for gate in range(8):
+            self.last = y * 1
+            self.kept["last"] = y + 1
+            y = torch.relu(y) + 1 if x[gate].mean() > 0 else torch.tanh(y) - 1
+            self.noted.count, self.noted.latest = gate // 4, y
+        return y
+
+
+def test_branches_behind_changed_attributes_join() -> None:
+    """What has been changed so far is part of a state, and can be read."""
+    model, other = Remembers(), Remembers()
+    bended = bt.BendedModule(model)
+    torch.manual_seed(0)
+    for x in torch.randn(200, 8, 3):
+        assert torch.equal(bended(x), other(x))
+        assert torch.equal(model.last, other.last)
+        assert torch.equal(model.kept["last"], other.kept["last"])
+        assert torch.equal(model.noted.latest, other.noted.latest)
+        assert model.noted.count == other.noted.count
+    assert bended.stats.traces < 18  # of 16 pairs of a question and an answer
     assert bended.stats.live == 0
 
 

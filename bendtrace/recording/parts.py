@@ -32,6 +32,7 @@ __all__ = [
     "identical",
     "is_array",
     "module_of",
+    "put",
     "requires_grad",
     "slots_of",
 ]
@@ -209,13 +210,7 @@ class Change:
 
     def store(self, value: Any) -> None:
         """Put `value` where the change was made."""
-        container = self.part.value
-        if self.key is None:
-            container[:] = value
-        elif isinstance(self.key, AttributeKey):
-            self.key.put(container, value)
-        else:
-            container[self.key] = value
+        put(self.part.value, self.key, value)
 
     def covers(self, part: Part) -> bool:
         """Whether a part is in what was changed, or what has other keys or items for it."""
@@ -264,6 +259,16 @@ class AttributeKey(str):
             owner.__dict__[self.name] = value
         else:
             object.__setattr__(owner, self.name, value)
+
+
+def put(container: Any, key: Any, value: Any) -> None:
+    """Put a value into a container, by the key of a change."""
+    if key is None:
+        container[:] = value
+    elif isinstance(key, AttributeKey):
+        key.put(container, value)
+    else:
+        container[key] = value
 
 
 def layout_over_ranks(tensor: torch.Tensor) -> dict[str, Any]:

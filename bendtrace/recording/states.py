@@ -37,6 +37,7 @@ from bendtrace.recording.objects import can_build
 from bendtrace.recording.parts import (
     PLAIN_TYPES,
     Access,
+    AttributeKey,
     Part,
     PartKind,
     attributes_of,
@@ -459,11 +460,17 @@ class _Reader:
             raise _Unreadable("the run has changed what cannot be followed")
         return tuple(
             (
-                change.part.label, self.value(change.key), change.deleted,
+                change.part.label, self._key(change.key), change.deleted,
                 self.value(change.value),
             )
             for change in changes
         )  # fmt: skip
+
+    def _key(self, key: Any) -> Any:
+        """Return what stands for the key of a change."""
+        if isinstance(key, AttributeKey):
+            return "attribute", str(key), key.name, key.access.name
+        return self.value(key)
 
     # Kinds of values
 

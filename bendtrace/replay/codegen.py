@@ -85,9 +85,14 @@ class RunWriter:
             source.names["asked"] = _dispatch_modes
             source.line("watched = asked()")
         for op in schedule.late:
-            self._take_out((op.args, op.kwargs))
-            self._switch_for(op)
-            define(source, op)
+            if op.index in schedule.same:
+                root = schedule.same[op.index]
+                self._take_out([Ref(root)])
+                source.line(f"v{op.index} = v{root}")
+            else:
+                self._take_out((op.args, op.kwargs))
+                self._switch_for(op)
+                define(source, op)
             source.emitted.add(op.index)
         self._dying = schedule.deaths(self._kept_until)
         self._forget(2 * schedule.start - 1)
@@ -162,6 +167,7 @@ class RunWriter:
             self._switch_for(op)
             self._carry_out(op)
             self.source.emitted.add(position)
+            self._grow(position)
             if position not in self.schedule.last_use:
                 moment = max(2 * position + 1, self._kept_until)
                 self._dying.setdefault(moment, []).append(position)
@@ -172,9 +178,17 @@ class RunWriter:
         """Forget what nothing uses any more, as the model's own variables would."""
         ops, emitted = self.tape.ops, self.source.emitted
         dying = sorted(self._dying.get(moment, ()))
-        dead = [index for index in dying if index in emitted and is_freed(ops[index])]
+        dead = [f"v{i}" for i in dying if i in emitted and is_freed(ops[i])]
+        dead += [name for index in dying for name in self._names_of_grown(index)]
         if dead:
-            self.source.line("del " + ", ".join(f"v{index}" for index in dead))
+            self.source.line("del " + ", ".join(dead))
+
+    def _grow(self, position: int) -> None:
+        """Exchange what an op makes longer, if that may be done before the end."""
+
+    def _names_of_grown(self, index: int) -> Iterable[str]:
+        """Return by what names the code knows a tensor from outside that is let go."""
+        return ()
 
     def _switch_for(self, op: Op) -> None:
         """Write the switch to the grad mode and so on that an op runs under."""
@@ -277,7 +291,8 @@ class SegmentWriter(RunWriter):
         if schedule.handed:
             source.line("E.clear()")
         for op in schedule.late:
-            if op.kind is not OpKind.SCALAR and not schedule.is_late(op):
+            is_known = op.kind is OpKind.SCALAR or op.index in schedule.same
+            if not (is_known or schedule.is_late(op)):
                 raise Unlinked(f"{op} is needed, and not to be reached")
 
     def _depart_unless(self, number: int, guard: Guard) -> None:
@@ -294,6 +309,23 @@ class SegmentWriter(RunWriter):
             Test.OTHER: f"None if {value} is v{guard.expected} else True",
         }
         self._leave(number, guard, answers.get(guard.test, value), "")
+
+    def _grow(self, position: int) -> None:
+        growth = self.schedule.growths.get(position)
+        if growth is None or growth.old not in self.source.emitted:
+            return
+        source, change = self.source, growth.change
+        source.take([change.part])
+        old, new, holder = f"v{growth.old}", f"v{growth.new}", source.part(change.part)
+        source.line(f"if E.grows({source.bound(growth)}, {holder}, {old}, {new}):")
+        source.line(f"    {_store(source, change, new)}")
+
+    def _names_of_grown(self, index: int) -> Iterable[str]:
+        for growth in self.schedule.growths.values():
+            if growth.old == index and index in self.source.emitted:
+                yield f"v{index}"
+                if growth.part in self.source.taken:
+                    yield self.source.part(growth.part)
 
     def _leave(self, number: int, guard: Guard, answer: str, condition: str) -> None:
         """Write how a segment is left, with the values of the holes."""

@@ -12,6 +12,7 @@ questions in line.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ from bendtrace.recording.recorder import Recording
 from bendtrace.recording.tape import Op, OpKind, Ref, State, Tape, map_refs
 from bendtrace.replay.analysis import Analysis, GuardKind
 from bendtrace.replay.codegen import SegmentWriter
+from bendtrace.replay.growing import Growth, growths_of
 from bendtrace.replay.repeatable import may_draw, may_run_again
 from bendtrace.replay.schedule import Schedule, Unlinked
 from bendtrace.replay.source import Code
@@ -55,6 +57,11 @@ class Piece:
         self.trips: dict[tuple[int, int | None], int] = {}
         self.analysis = Analysis(recording.tape) if analysis is None else analysis
         self.owner: Any = None  # what counts the calls that take it
+
+    @functools.cached_property
+    def growths(self) -> dict[int, Growth]:
+        """What of the surroundings may be exchanged before the end, by the ops that make it."""
+        return growths_of(self.recording)
 
     def count(self, entered: int, left: int | None) -> None:
         """Count a call that went along it from one guard to another."""
@@ -179,6 +186,7 @@ class Graph:
     Attributes:
         first: the piece that the first run is.
         draws: whether some run may draw random numbers.
+        may_grow: whether caches may be exchanged before the end of a call (see `growing.py`).
         is_broken: whether it turned out to be of no use.
         has_begun_anew: whether all that was known first has been given up.
         beginning: what a call begins with.
@@ -193,6 +201,7 @@ class Graph:
         self._nodes: dict[bytes, Node] = {}
         self.draws = may_draw(recording)
         self.is_broken = self.has_begun_anew = False
+        self.may_grow = direct  # a mode would see that
         self.retired: list[Piece] = []
         self._ways: dict[tuple[Trip, ...], Piece] = {}
         self.first = Piece(recording, -1, analysis)
@@ -409,7 +418,7 @@ class Graph:
         writer: Callable[[Schedule, bool], SegmentWriter] = SegmentWriter,
     ) -> Code:
         schedule = Schedule.of_segment(
-            piece.recording, piece.analysis, self._entry, number, piece.stop
+            piece.recording, piece.analysis, self._entry, number, piece.stop, piece.growths
         )
         return writer(schedule, self._direct).write()
 

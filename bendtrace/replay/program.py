@@ -19,11 +19,20 @@ from bendtrace.replay.analysis import Analysis, counts, tested_by
 from bendtrace.replay.check import CheckWriter
 from bendtrace.replay.codegen import write_run
 from bendtrace.replay.graph import Exit, Graph, Piece, Trip
+from bendtrace.replay.growing import Holes
 from bendtrace.replay.questions import Check
 from bendtrace.replay.repeatable import may_run_again
 from bendtrace.replay.schedule import Schedule, Unlinked, may_be_caught
 from bendtrace.replay.source import Code, Departure, Source, counted, define, needed_for, outcome
-from bendtrace.replay.stretches import Divergence, Finished, Path, Side, Stretch, random_states
+from bendtrace.replay.stretches import (
+    Divergence,
+    Finished,
+    Path,
+    Side,
+    Stretch,
+    random_states,
+    restore,
+)
 
 __all__ = ["Program"]
 
@@ -169,18 +178,22 @@ class Program:
         assert exit is not None
         piece, entered = graph.first, -1
         code = (exit.compiled if compiled else None) or exit.code
-        held: list[Any] = []
+        held = Holes(graph.may_grow and not compiled)
         trips: list[Trip] = []
         while True:
             try:
                 result = code.function(arguments, held)
             except Exception as error:
+                held.put_back()
                 departure = _raised(error, piece.owner, piece.recording, code)
                 if departure is None:
                     _count_raised(trips, piece, entered, error, code)
                     raise
                 number, answer = departure.guard, departure.outcome
                 del departure
+            except BaseException:
+                held.put_back()
+                raise
             else:
                 if type(result) is not Departure:
                     trips.append((piece, entered, None))
@@ -198,6 +211,13 @@ class Program:
                     if exit is not None and (found := exit.written or _written(exit)) is not None:
                         if compiled:
                             found = exit.compiled or found
+                        if held.grown and not held.may_enter(
+                            exit.piece.growths.values(), found.places
+                        ):
+                            held.put_back()
+                            restore(states)
+                            graph.may_grow = False
+                            return self._walk(graph, arguments, first, compiled)
                         trips.append((piece, entered, number))
                         piece, entered, code = exit.piece, exit.number, found
                         continue
@@ -206,7 +226,7 @@ class Program:
                     answer = copy.deepcopy(answer)
                 if node is not None:
                     piece, number = node.piece, node.number
-            held.clear()
+            held.put_back()
             return Divergence(
                 piece.owner, piece.recording, number, answer, {}, AutocastHold(), True, states
             )

@@ -21,8 +21,9 @@ from bendtrace.recording.recorder import Recording
 from bendtrace.recording.tape import Op, OpKind, Tape, refs_in
 from bendtrace.recording.writes import works_in_place
 from bendtrace.replay.analysis import is_read
+from bendtrace.replay.pure import computes_only, overloads
 
-__all__ = ["may_draw", "may_run_again"]
+__all__ = ["may_draw", "may_run_again", "may_write_to"]
 
 
 def may_run_again(recording: Recording) -> bool:
@@ -38,8 +39,14 @@ def may_run_again(recording: Recording) -> bool:
         return False
     if any(op.raised is not None or op.context.autocast or is_handled(op) for op in tape.ops):
         return False
-    called = {id(op.target): op.target for op in tape.ops if op.kind is OpKind.CALL}
-    return all(map(_is_repeatable, called.values())) and not _may_write_outside(tape)
+    calls = [op for op in tape.ops if op.kind is OpKind.CALL]
+    called = {id(op.target): op.target for op in calls}
+    others = {key for key, function in called.items() if not _is_repeatable(function)}
+    return all(
+        _sets_nothing(op) or (computes_only(op) and not _acts(op.target))
+        for op in calls
+        if id(op.target) in others
+    ) and not _may_write_outside(tape)
 
 
 def may_draw(recording: Recording) -> bool:
@@ -59,39 +66,48 @@ def _is_idle(op: Op) -> bool:
 
 
 def _is_repeatable(function: Any) -> bool:
+    """Whether all calls of a function of torch may be done again."""
+    if _is_getter(function):
+        return True
+    return (is_torchs_function(function) or function is environ) and not _acts(function)
+
+
+def _acts(function: Any) -> bool:
+    """Whether a function does more than give a value, going by its name."""
     name = name_of(function)
-    return (
-        (is_torchs_function(function) or _is_getter(function) or function is environ)
-        and function not in SETTERS
-        and name not in RESHAPES_IN_PLACE
-        and name not in _ACTS_OUTSIDE
-    )
+    return function in SETTERS or name in RESHAPES_IN_PLACE or name in _ACTS_OUTSIDE
 
 
 def _may_write_outside(tape: Tape) -> bool:
     """Whether a replay may write to an argument, or to state, under whatever name."""
-    ops = tape.ops
-    outside: dict[int, bool] = {}
+    return may_write_to(tape, {op.index for op in tape.ops if not op.is_work})
 
-    def is_outside(index: int) -> bool:
-        if index not in outside:
-            op = ops[index]
-            if op.kind is OpKind.CALL and _makes_anew(op.target):
-                outside[index] = False
-            elif op.kind is OpKind.CALL or op.kind is OpKind.SCALAR:
-                outside[index] = any(map(is_outside, op.operands))
-            else:
-                outside[index] = True
-        return outside[index]
 
-    for op in ops:
-        if op.kind is OpKind.CALL:
+def may_write_to(tape: Tape, values: set[int]) -> bool:
+    """Whether a replay may write to the memory of some values, under whatever name.
+
+    Args:
+        tape: what is replayed.
+        values: the ops that give them.
+    """
+    names = set(values)
+    for op in tape.ops:
+        if op.kind is OpKind.CALL and not _sets_nothing(op):
             written = set(op.writes)
             if works_in_place(op) or name_of(op.target) == "__setitem__":
                 written.update(ref.index for ref in refs_in((op.args[:1], op.kwargs.get("out"))))
-            if any(map(is_outside, written)):
+            if not names.isdisjoint(written):
                 return True
+            if _makes_anew(op.target):
+                continue
+        if op.is_work and not names.isdisjoint(op.operands):
+            names.add(op.index)
     return False
+
+
+def _sets_nothing(op: Op) -> bool:
+    """Whether an op is `x.data = x`, as `Module.to` does where nothing is to be converted."""
+    return bool(op.target == _SET_DATA and op.args[0] == op.args[1])
 
 
 def _is_getter(function: Any) -> bool:
@@ -101,24 +117,13 @@ def _is_getter(function: Any) -> bool:
 
 
 @functools.cache
-def _overloads(name: str) -> tuple[Any, ...]:
-    """Return the operators of torch that a function of that name comes down to."""
-    packet = getattr(torch.ops.aten, name, None) if name.isidentifier() else None
-    if not isinstance(packet, torch._ops.OpOverloadPacket):
-        return ()
-    found = [getattr(packet, each) for each in packet.overloads()]
-    exists = torch._C._dispatch_has_kernel  # those for lists and numbers are not torch's own
-    return tuple(one for one in found if "out" not in one._overloadname and exists(one.name()))
-
-
-@functools.cache
 def _draws(function: Any) -> bool:
     """Whether a function may draw random numbers; what is not known may."""
     name = name_of(function)
     is_operator = name.startswith("__") and name.endswith("__")
     if _is_getter(function) or is_operator or name in _OF_PYTHON or function is environ:
         return False
-    found = _overloads(name)
+    found = overloads(name)
     return (
         not found
         or name in _COMPOSED
@@ -133,7 +138,7 @@ def _makes_anew(function: Any) -> bool:
     if name in _ANEW:
         return True
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
-    found = _overloads(name)
+    found = overloads(name)
     return (
         bool(found)
         and not any(given.alias_info is not None for one in found for given in one._schema.returns)
@@ -141,6 +146,7 @@ def _makes_anew(function: Any) -> bool:
     )
 
 
+_SET_DATA = getattr(torch.Tensor.data, "__set__")  # noqa: B009 - a slot of the descriptor
 # Where what draws is told not to: the position of the argument, its name, and its default.
 _SWITCHES: dict[str, tuple[int, str, Any]] = {
     "dropout": (2, "training", True),

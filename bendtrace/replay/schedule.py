@@ -16,8 +16,9 @@ from bendtrace.recording.contexts import Context
 from bendtrace.recording.functions import FLEETING, VALUES, name_of
 from bendtrace.recording.handlers import is_handled
 from bendtrace.recording.recorder import Recording
-from bendtrace.recording.tape import Guard, Op, OpKind, Tape, refs_in
+from bendtrace.recording.tape import Guard, Op, OpKind, Tape, Test, refs_in
 from bendtrace.replay.analysis import Analysis, GuardKind, is_read
+from bendtrace.replay.growing import Growth
 from bendtrace.replay.source import gives_nothing, needed_for, test_of
 
 __all__ = ["Schedule", "Unlinked", "is_droppable", "is_freed", "may_be_caught"]
@@ -53,6 +54,8 @@ class Schedule:
         held: for a guard, the ops whose values are handed on where it does not hold.
         needed: the ops to carry out, and the inputs and state among what they use; None for all
             that the guards and the output need, and all that cannot be left out.
+        growths: what of the surroundings may be exchanged before the end, by the ops that make it.
+        same: ops before `start` that gave back an argument or state, with the op that names it.
 
     Attributes:
         guards: those tested at each position, in order.
@@ -74,6 +77,8 @@ class Schedule:
         available: Collection[int] = (),
         held: Mapping[int, tuple[int, ...]] | None = None,
         needed: set[int] | None = None,
+        growths: Mapping[int, Growth] | None = None,
+        same: Mapping[int, int] | None = None,
     ) -> None:
         self.recording = recording
         self.tape: Tape = recording.tape
@@ -84,6 +89,8 @@ class Schedule:
         self.available = frozenset(available)
         self.handed = tuple(available)
         self.held = held or {}
+        self.growths = growths or {}
+        self.same = same or {}
         self.end = len(self.tape.ops) if stop is None else self.tape.guards[stop].position
         self.changes = recording.changes if stop is None else []
         values = [change.value for change in self.changes]
@@ -130,7 +137,13 @@ class Schedule:
 
     @classmethod
     def of_segment(
-        cls, recording: Recording, analysis: Analysis, entry: Context, after: int, stop: int | None
+        cls,
+        recording: Recording,
+        analysis: Analysis,
+        entry: Context,
+        after: int,
+        stop: int | None,
+        growths: Mapping[int, Growth],
     ) -> Schedule:
         """Return the schedule of a segment: from a state to another, or to the end of the run.
 
@@ -141,6 +154,7 @@ class Schedule:
             after: the guard whose recorded answer leads into the segment; -1 for the beginning
                 of the run, when input guards have been tested.
             stop: the guard that it ends with; None for the end of the run.
+            growths: what may be exchanged before the end of the run.
         """
         tape = recording.tape
         is_first = after < 0
@@ -162,6 +176,8 @@ class Schedule:
             stop=stop,
             available=() if is_first else tape.states[after].holes,
             held={n: tape.states[n].holes for n in guards if n in tape.states},
+            growths=growths,
+            same=_same_as_given(tape, after),
         )
 
     def steps(self) -> Iterator[tuple[int, list[tuple[int, Guard]], Op | None]]:
@@ -188,7 +204,7 @@ class Schedule:
                     roots.update(self._parts_of(hole) if self.is_late(ops[hole]) else (hole,))
         remaining = ops[self.start : self.end]
         roots.update(op.index for op in remaining if not is_droppable(op, self.analysis))
-        return needed_for(ops, roots, self.available)
+        return needed_for(ops, roots, self.available, self.same)
 
     @cached_property
     def late(self) -> list[Op]:
@@ -210,7 +226,11 @@ class Schedule:
             use(self.tape.ops[index].operands, moment)
         for position, listed in self.guards.items():
             for number, guard in listed:
-                use((*guard.operands, *self.held.get(number, ())), 2 * position)
+                holes = self.held.get(number, ())
+                use((*guard.operands, *holes), 2 * position)
+                for hole in holes:  # which may have to be computed there
+                    if self.is_late(self.tape.ops[hole]):
+                        use(self._parts_of(hole), 2 * position)
         use((ref.index for ref in refs_in(self.outputs)), 2 * len(self.tape.ops) + 2)
         return last
 
@@ -279,6 +299,20 @@ class Schedule:
             yield index
         for operand in op.operands:
             yield from self._parts_of(operand)
+
+
+def _same_as_given(tape: Tape, last: int) -> dict[int, int]:
+    """Return the ops that gave back an argument or state, as guards have found up to some one.
+
+    A state knows such a tensor as what it was before the run, and by no op.
+    """
+    found: dict[int, int] = {}
+    for guard in tape.guards[: last + 1]:
+        if guard.test is Test.SAME:
+            root = found.get(guard.expected, guard.expected)
+            if tape.ops[root].is_given:
+                found[guard.index] = root
+    return found
 
 
 def is_droppable(op: Op, analysis: Analysis) -> bool:

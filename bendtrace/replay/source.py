@@ -11,7 +11,9 @@ import operator
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from keyword import iskeyword
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -33,6 +35,7 @@ from bendtrace.recording.tape import (
 )
 from bendtrace.replay.analysis import counts
 from bendtrace.replay.cheapest import Asked, Call
+from bendtrace.replay.growing import places_of
 
 __all__ = [
     "INFIX",
@@ -85,7 +88,13 @@ class Code:
         function: the function.
         op_of_line: for each line of the text, the op that it carries out.
         emitted: how many lines stand before each op that has one.
+        taken: the parts that it takes out of their containers.
     """
+
+    @cached_property
+    def places(self) -> frozenset[Any]:
+        """Where it reads tensors."""
+        return places_of(self.taken)
 
     def __init__(self, source: Source, name: str) -> None:
         self.text = "\n".join(source.lines) + "\n"
@@ -95,6 +104,7 @@ class Code:
         self.function: Callable[..., Any] = source.names[name]
         self.op_of_line = source.op_of_line
         self.emitted = source.emitted
+        self.taken = source.taken
 
 
 class Source:
@@ -109,6 +119,7 @@ class Source:
         }  # fmt: skip
         self.op_of_line: dict[int, int] = {}
         self.emitted: set[int] = set()
+        self.taken: list[Part] = []
         self.indent = 0
         self.shared: frozenset[int] = frozenset()  # containers that are used twice
         self._taken: set[int] = set()  # parts that have their names
@@ -134,6 +145,7 @@ class Source:
                 wanted[part.index] = part
                 waiting += () if part.parent is None else (part.parent,)
         for _, part in sorted(wanted.items()):
+            self.taken.append(part)
             name = self.part(part)
             if part.access is not Access.FIXED:
                 self.line(f"{name} = {self.reach(part)}")
@@ -300,13 +312,19 @@ class Source:
         return f"{self.constant(target)}({', '.join(given)})"
 
 
-def needed_for(ops: list[Op], roots: Iterable[int], available: Collection[int] = ()) -> set[int]:
+def needed_for(
+    ops: list[Op],
+    roots: Iterable[int],
+    available: Collection[int] = (),
+    same: Mapping[int, int] = MappingProxyType({}),
+) -> set[int]:
     """Return the ops that the values of some depend on, these included.
 
     Args:
         ops: all ops.
         roots: these.
         available: ops whose values are there, whatever they depend on.
+        same: ops whose values are those of others.
     """
     needed: set[int] = set()
     waiting = list(roots)
@@ -314,7 +332,8 @@ def needed_for(ops: list[Op], roots: Iterable[int], available: Collection[int] =
         index = waiting.pop()
         if index not in needed:
             needed.add(index)
-            waiting += () if index in available else ops[index].operands
+            if index not in available:
+                waiting += [same[index]] if index in same else ops[index].operands
     return needed
 
 

@@ -23,49 +23,69 @@ from tests.hf_models import MODELS
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of the storages that ops make, while they live.
+    """Counts the bytes of the storages that ops make or free, while they live.
+
+    A storage that was there before, such as a cache, counts if it is freed meanwhile: then it
+    counts from the beginning.
 
     Attributes:
-        live: bytes alive now.
-        peak: the most that were alive after an op.
+        freed: bytes that were freed of what was there before.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.live = self.peak = 0
+        self.freed = self._live = self._highest = 0
         # A storage has one Python object for as long as it lives, whoever holds it (torch 2.1).
-        self._made: dict[int, weakref.ref[Any]] = {}
-        self._given: set[int] = set()
+        # Afterwards another may have its address. With each, its bytes, and whether an op made it.
+        self._known: dict[int, tuple[weakref.ref[Any], int, bool]] = {}
+
+    @property
+    def live(self) -> int:
+        """The bytes alive now, less those that were freed of what was there before."""
+        self._forget()
+        return self._live
+
+    @property
+    def peak(self) -> int:
+        """The most bytes that were alive after an op."""
+        self._forget()
+        return self._highest + self.freed
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._forget()
         for value in tree_leaves((args, kwargs)):
-            if isinstance(value, Tensor) and value._typed_storage()._cdata not in self._made:
-                self._given.add(value._typed_storage()._cdata)
+            if isinstance(value, Tensor):
+                self._note(value.untyped_storage(), is_made=False)
         out = func(*args, **(kwargs or {}))
+        self._forget()
         for value in tree_leaves(out):
             if isinstance(value, Tensor):
-                self._note(value.untyped_storage())
+                self._note(value.untyped_storage(), is_made=True)
         return out
 
-    def _note(self, storage: torch.UntypedStorage) -> None:
-        key, size = storage._cdata, storage.nbytes()
-        if key in self._made or key in self._given:
-            return
+    def _note(self, storage: torch.UntypedStorage, is_made: bool) -> None:
+        if storage._cdata not in self._known:
+            self._known[storage._cdata] = weakref.ref(storage), storage.nbytes(), is_made
+            self._live += storage.nbytes() if is_made else 0
+            self._highest = max(self._highest, self._live)
 
-        def gone(_: Any) -> None:
-            self.live -= size
-            del self._made[key]
-
-        self._made[key] = weakref.ref(storage, gone)
-        self.live += size
-        self.peak = max(self.peak, self.live)
+    def _forget(self) -> None:
+        """Take off what has gone since."""
+        # Without callbacks, which would run in the middle of what is measured.
+        gone = [key for key, (storage, _, _) in self._known.items() if storage() is None]
+        for key in gone:
+            _, size, is_made = self._known.pop(key)
+            self._live -= size
+            self.freed += 0 if is_made else size
 
 
 def peak_of(call: Callable[[], Any]) -> tuple[int, int]:
     """Return the most bytes alive at once during a call, and those alive after it.
 
-    The result counts for the former; nobody has it any more afterwards. The garbage collector
-    waits, since it would come by at moments that differ from run to run.
+    Of what was there before the call, only what it frees counts, for the former from the
+    beginning; the latter is what is alive more than before. The result counts for the former;
+    nobody has it any more afterwards. The garbage collector waits, since it would come by at
+    moments that differ from run to run.
     """
     gc.collect()
     gc.disable()

@@ -37,7 +37,7 @@ def test_what_changes_between_calls_is_replayed_meanwhile(
 
 def test_code_that_was_not_foreseen_is_known_after_one_live_call(tmp_path: Path) -> None:
     bended = check(PROGRAMS["singledispatch-reads"], tmp_path)
-    assert bended.stats == bt.served.Stats(traces=3, replays=2, retraces=2, live=1)
+    assert bended.stats == bt.Stats(traces=3, replays=2, retraces=2, live=1)
 
 
 def test_a_reason_to_run_live_names_the_line(tmp_path: Path) -> None:

@@ -147,4 +147,4 @@ def check_ddp_by_hooks_is_as_in_eager_and_live_only_once() -> None:
         found.append(train(called, list(model.parameters()), batches(4, own=True)))
     assert_same(*found)
     # The first call makes what the hooks keep.
-    assert called.stats == bt.served.Stats(traces=1, replays=2, live=1)
+    assert called.stats == bt.Stats(traces=1, replays=2, live=1)

@@ -1,0 +1,230 @@
+"""Caches that a run makes longer: the old tensor is let go as soon as the new one is there.
+
+A replay changes objects at its end, since the model may have to be run from its start instead.
+A cache of keys and values would then be there twice. Where a tensor is exchanged for
+`torch.cat([tensor, ...])`, the old one is the beginning of the new one: it can be cut out of that
+if the run is given up. Nobody can tell it from the one that was there, because nobody has that one
+any more; whoever has it, or a view of it, keeps it alive, and then that very tensor is put back.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+from weakref import ref
+
+import torch
+from torch import Tensor
+
+from bendtrace.recording.parts import Access, Change, Part, PartKind, TensorFacts, put
+from bendtrace.recording.recorder import Recording
+from bendtrace.recording.structure import existing_in
+from bendtrace.recording.tape import Op, OpKind, Ref
+from bendtrace.replay.repeatable import may_write_to
+
+__all__ = ["Growth", "Holes", "growths_of", "places_of"]
+
+_CAT = frozenset({torch.cat, torch.concat, torch.concatenate})
+
+# How a thing is reached from an argument or a fixed object: the same in all runs of a program.
+_Place = tuple[Any, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Growth:
+    """A tensor outside that a run exchanges for a longer one.
+
+    Attributes:
+        old: the op that names the tensor which was there.
+        new: the op that makes the longer one.
+        dim: along which it is longer.
+        change: the exchange.
+        part: the tensor which was there.
+        place: where it is.
+    """
+
+    old: int
+    new: int
+    dim: int
+    change: Change
+    part: Part
+    place: _Place
+
+
+def growths_of(recording: Recording) -> dict[int, Growth]:
+    """Return what a run makes longer, by the ops that make it."""
+    if not recording.changes:
+        return {}
+    tape, parts = recording.tape, recording.surroundings.parts
+    tensors = {
+        (part.parent.index, part.key): part
+        for part in parts
+        if part.kind is PartKind.TENSOR and part.parent is not None and _is_plain(part)
+    }
+    known: dict[int, int] = {}  # the only op for each part
+    times = Counter(op.target.index for op in tape.ops if op.is_given and _is_part(op))
+    for op in tape.ops:
+        if op.is_given and _is_part(op) and times[op.target.index] == 1:
+            known[op.target.index] = op.index
+    # What is reached by way of a tensor, or is the same as it, would be looked for in it.
+    used = {part.parent.index for part in parts if part.parent is not None}
+    used.update(part.value.index for part in parts if part.kind is PartKind.ALIAS)
+    given = [(op.args, op.kwargs) for op in tape.ops]
+    outputs = [recording.root.output, *(change.value for change in recording.changes)]
+    used.update(existing.part.index for existing in existing_in([given, outputs]))
+    found: dict[int, Growth] = {}
+    for change in recording.changes:
+        if type(change.value) is not Ref or change.deleted or change.key is None:
+            continue
+        part = tensors.get((change.part.index, change.key))
+        if part is None or part.index not in known or part.index in used:
+            continue
+        old, op = known[part.index], tape.ops[change.value.index]
+        dim = _dim_of(op, old)
+        if dim is not None and op.index not in found and not may_write_to(tape, {op.index}):
+            found[op.index] = Growth(old, op.index, dim, change, part, _place_of(part))
+    return found
+
+
+def _is_plain(part: Part) -> bool:
+    """Whether a part is a tensor like all others, in something that can be written to."""
+    facts = part.size
+    return (
+        part.type is Tensor
+        and type(facts) is TensorFacts
+        and part.access in (Access.ITEM, Access.DICT, Access.ATTRIBUTE)
+        and not (facts.requires_grad or facts.attributes)
+        and facts.layout is torch.strided
+        and facts.dtype.is_floating_point
+    )
+
+
+def _is_part(op: Op) -> bool:
+    return isinstance(op.target, Part)
+
+
+def _dim_of(op: Op, old: int) -> int | None:
+    """Return along which dimension an op makes a tensor longer; None if it does not."""
+    if op.kind is not OpKind.CALL or op.target not in _CAT or op.raised is not None:
+        return None
+    tensors = op.args[0] if op.args else None
+    if type(tensors) not in (tuple, list) or not tensors or tensors[0] != Ref(old):
+        return None
+    dim = op.args[1] if len(op.args) > 1 else op.kwargs.get("dim", 0)
+    return dim if type(dim) is int and not op.kwargs.keys() - {"dim"} else None
+
+
+def _place_of(part: Part) -> _Place:
+    steps: list[Any] = []
+    step: Part | None = part
+    while step is not None:
+        steps.append((step.access, id(step.value) if step.access is Access.FIXED else step.key))
+        step = None if step.access is Access.FIXED else step.parent
+    return tuple(steps)
+
+
+def places_of(parts: Iterable[Part]) -> frozenset[_Place]:
+    """Return where the tensors among some parts are."""
+    return frozenset(_place_of(part) for part in parts if part.kind is PartKind.TENSOR)
+
+
+class _Grown(NamedTuple):
+    """A tensor that was exchanged, and what it takes to put it back.
+
+    Attributes:
+        growth: what was exchanged for what.
+        holder: what holds it.
+        new: the longer tensor.
+        old: the one that was there, as long as somebody has it.
+        storage: its memory, as long as somebody has that.
+        shape: its sizes.
+        strides: its strides.
+        in_inference: whether it was made in inference mode.
+    """
+
+    growth: Growth
+    holder: Any
+    new: Tensor
+    old: ref[Tensor]
+    storage: ref[torch.UntypedStorage]
+    shape: torch.Size
+    strides: tuple[int, ...]
+    in_inference: bool
+
+    def cut_out(self) -> Tensor:
+        """Return the tensor that was there, or one that is like it in all."""
+        old, storage, new = self.old(), self.storage(), self.new
+        if old is not None:
+            return old
+        with torch._C.DisableTorchFunction(), torch.inference_mode(self.in_inference):
+            if storage is not None:
+                empty = torch.empty(0, dtype=new.dtype, device=new.device)
+                return empty.set_(storage, 0, self.shape, self.strides)
+            made = torch.empty_strided(self.shape, self.strides, dtype=new.dtype, device=new.device)
+            begin = new.detach().narrow(self.growth.dim, 0, self.shape[self.growth.dim])
+            return made.copy_(begin)
+
+
+class Holes(list[Any]):
+    """The values that segments hand to each other in a call, and what has grown in it.
+
+    Args:
+        may_grow: whether tensors are exchanged before the end.
+    """
+
+    def __init__(self, may_grow: bool) -> None:
+        super().__init__()
+        self.may_grow = may_grow
+        self.grown: list[_Grown] = []
+        self._places: set[_Place] = set()
+        self._memory: set[int] = set()
+
+    def grows(self, growth: Growth, holder: Any, old: Tensor, new: Tensor) -> bool:
+        """Say whether a tensor may be exchanged now, and remember it."""
+        if not self.may_grow or growth.place in self._places:
+            return False
+        try:
+            if (
+                old.requires_grad
+                or old.dtype is not new.dtype
+                or not old.numel()
+                or old.dim() != new.dim()
+                or old.is_nested
+                or not old.is_contiguous()
+                or old.is_neg()
+                or old.storage_offset()
+            ):
+                return False
+            storage = old.untyped_storage()
+            memory = storage._cdata
+            # Two that share memory could not be put back so.
+            if storage.nbytes() != old.nbytes or memory in self._memory:
+                return False
+            grown = _Grown(
+                growth, holder, new, ref(old), ref(storage), old.shape, old.stride(),
+                old.is_inference(),
+            )  # fmt: skip
+        except RuntimeError:  # a tensor that has no memory, or not one of its own
+            return False
+        self.grown.append(grown)
+        self._places.add(growth.place)
+        self._memory.add(memory)
+        return True
+
+    def may_enter(self, growths: Collection[Growth], taken: frozenset[_Place]) -> bool:
+        """Whether some code can go on, for which what has grown is as it was.
+
+        Args:
+            growths: what the run that the code is of makes longer.
+            taken: where the code reads tensors.
+        """
+        return self._places.isdisjoint(taken) and self._places <= {g.place for g in growths}
+
+    def put_back(self) -> None:
+        """Make everything as it was when the call began."""
+        self.clear()
+        for grown in reversed(self.grown):
+            put(grown.holder, grown.growth.change.key, grown.cut_out())
+        self.grown.clear()
