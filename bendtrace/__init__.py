@@ -39,8 +39,8 @@ if TYPE_CHECKING:
     from bendtrace.interject.interjection import Inputs, Interjection, NodePass
     from bendtrace.interject.report import Report
     from bendtrace.module import BendedModule
-    from bendtrace.recording.boundaries import opaque
-    from bendtrace.served import Explanation, Stats
+    from bendtrace.stats import Explanation, Stats
+    from bendtrace.torch_rules.intercepts import opaque
     from bendtrace.view.diff.difference import Difference, diff
 
 __all__ = [

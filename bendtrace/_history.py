@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from bendtrace._later import Later, LaterMethod
+from bendtrace._lazy import LazyMethod, LazyModule
 from bendtrace.history.run_log import RunLog
 
 if TYPE_CHECKING:
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
     from bendtrace.view.drawing.picture import Picture, draw
     from bendtrace.view.viewer import viewer_html
 else:
-    storage = Later("bendtrace.storage")
-    draw = LaterMethod("bendtrace.view.drawing.picture", "draw")
-    save = LaterMethod("bendtrace.storage", "save")
-    viewer_html = LaterMethod("bendtrace.view.viewer", "viewer_html")
+    storage = LazyModule("bendtrace.storage")
+    draw = LazyMethod("bendtrace.view.drawing.picture", "draw")
+    save = LazyMethod("bendtrace.storage", "save")
+    viewer_html = LazyMethod("bendtrace.view.viewer", "viewer_html")
 
 __all__ = ["ModelHistory", "load"]
 

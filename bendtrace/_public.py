@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from bendtrace._later import imported
+from bendtrace._lazy import imported
 
 __all__ = ["COMPAT", "MODULES", "PLACES", "importer"]
 
@@ -32,7 +32,7 @@ PLACES = {
     "BendedModule": "bendtrace.module",
     "BendtraceError": "bendtrace.errors",
     "Difference": "bendtrace.view.diff.difference",
-    "Explanation": "bendtrace.served",
+    "Explanation": "bendtrace.stats",
     "HookManager": "bendtrace.hooks",
     "Inputs": "bendtrace.interject.interjection",
     "Insertion": "bendtrace.interject.insertion",
@@ -42,13 +42,13 @@ PLACES = {
     "NodePass": "bendtrace.interject.interjection",
     "PatchableGraph": "bendtrace.compat.graphpatch",
     "Report": "bendtrace.interject.report",
-    "Stats": "bendtrace.served",
+    "Stats": "bendtrace.stats",
     "Trace": "bendtrace._trace",
     "diff": "bendtrace.view.diff.difference",
     "harvest": "bendtrace.harvesting.harvest",
     "load": "bendtrace._history",
     "log_forward_pass": "bendtrace.compat.torchlens",
-    "opaque": "bendtrace.recording.boundaries",
+    "opaque": "bendtrace.torch_rules.intercepts",
     "show_model_graph": "bendtrace.compat.torchlens",
     "trace": "bendtrace._trace",
 }

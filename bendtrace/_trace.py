@@ -16,7 +16,7 @@ import torch
 from torch import fx, nn
 
 from bendtrace._history import ModelHistory
-from bendtrace._later import Later
+from bendtrace._lazy import LazyModule
 from bendtrace.errors import DivergenceError, InputError, LayerKeyError, NotReplayableError
 from bendtrace.flow import FlowSteps
 from bendtrace.history.building import Log
@@ -29,12 +29,12 @@ from bendtrace.paths.naming import Registry
 from bendtrace.paths.view import Tree
 from bendtrace.recording.recorder import Recording
 from bendtrace.recording.run import Signature, record
-from bendtrace.recording.tape import ModuleCall, Op
-from bendtrace.replay.ambience import Ambience
 from bendtrace.replay.explain import GuardTable, explain_check, explain_divergence
+from bendtrace.replay.global_state import GlobalState
 from bendtrace.replay.program import Program
 from bendtrace.replay.stretches import Divergence
 from bendtrace.run import Run, name_of_function
+from bendtrace.tape.tape import ModuleCall, Op
 
 if TYPE_CHECKING:
     from bendtrace import storage
@@ -44,10 +44,10 @@ if TYPE_CHECKING:
     from bendtrace.history.validate import Validation
     from bendtrace.interject.selectors import naming
 else:
-    conversion = Later("bendtrace.graph.fx")
-    naming = Later("bendtrace.interject.selectors.naming")
-    storage = Later("bendtrace.storage")
-    validate = Later("bendtrace.history.validate")
+    conversion = LazyModule("bendtrace.graph.fx")
+    naming = LazyModule("bendtrace.interject.selectors.naming")
+    storage = LazyModule("bendtrace.storage")
+    validate = LazyModule("bendtrace.history.validate")
 
 __all__ = ["OPTIONS", "Trace", "run_trace", "trace"]
 
@@ -158,7 +158,7 @@ def _run_trace(
     options: SaveOptions | None,
 ) -> Trace:
     owner, function = function, getattr(function, "_bendtrace_model", function)
-    ambience = Ambience.current()
+    global_state = GlobalState.current()
     signature = Signature(function)
     registry = getattr(owner, "_registry", None)
     with ExitStack() as stack:
@@ -167,7 +167,7 @@ def _run_trace(
             inserter = stack.enter_context(owner._inserting(args, kwargs))  # type: ignore[attr-defined]
         if options is None:
             recording = record(function, args, kwargs, signature, inserter=inserter)
-            made = Trace(recording, ambience, signature, function, registry=registry)
+            made = Trace(recording, global_state, signature, function, registry=registry)
             made.keeps = None if inserter is None else inserter.plan
             return made
         store = None
@@ -179,7 +179,9 @@ def _run_trace(
         capture.seconds = time.perf_counter() - began
         if capture.error is not None:
             raise capture.error
-        made = Trace(recording, ambience, signature, function, capture=capture, registry=registry)
+        made = Trace(
+            recording, global_state, signature, function, capture=capture, registry=registry
+        )
         made.keeps = None if inserter is None else inserter.plan
         capture.finish(recording.result, made.output_values)
         made.settle(capture)
@@ -231,7 +233,7 @@ class Trace(ModelHistory):
     def __init__(
         self,
         recording: Recording,
-        ambience: Ambience,
+        global_state: GlobalState,
         signature: Signature,
         function: Callable[..., Any],
         program: Program | None = None,
@@ -241,7 +243,7 @@ class Trace(ModelHistory):
         self.recording = recording
         self.function = function
         self.output = recording.result
-        self._ambience = ambience
+        self._global_state = global_state
         self._signature = signature
         self._capture = capture
         self.run = Run(recording, function, registry)
@@ -278,7 +280,7 @@ class Trace(ModelHistory):
     @cached_property
     def program(self) -> Program:
         """The generated replay."""
-        return Program(self.recording, self._ambience)
+        return Program(self.recording, self._global_state)
 
     @property
     def guards(self) -> GuardTable:
@@ -532,7 +534,7 @@ class Trace(ModelHistory):
         }
 
     def _arguments(self) -> list[Any]:
-        parts = self.recording.surroundings.parts
+        parts = self.recording.environment.parts
         return [part for part in parts if part.is_argument and part.parent is None]
 
     def _require_replayable(self) -> None:

@@ -17,13 +17,13 @@ from torch.overrides import TorchFunctionMode
 from bendtrace._compare import same_bits
 from bendtrace._trace import trace
 from bendtrace.errors import AuditError, InputError
+from bendtrace.preserved_state import PreservedState
 from bendtrace.recording.finish import Recording
-from bendtrace.recording.functions import said_of
-from bendtrace.recording.parts import PLAIN_TYPES, Part, PartKind
 from bendtrace.recording.serving import call_itself
-from bendtrace.recording.tape import Op, OpKind, refs_in
-from bendtrace.recording.writes import storage_of
-from bendtrace.still import Still
+from bendtrace.tape.captured import PLAIN_TYPES, Captured, CaptureKind
+from bendtrace.tape.tape import Op, OpKind, refs_in
+from bendtrace.torch_rules.functions import said_of
+from bendtrace.torch_rules.writes import storage_of
 
 __all__ = ["Audit", "Auditor"]
 
@@ -91,7 +91,7 @@ class Audit:
                     "and would be changed twice: such calls cannot be audited"
                 )
         self._versions = [(tensor, tensor._version) for tensor in shared.values()]
-        self._before = Still(_nothing)
+        self._before = PreservedState(_nothing)
 
     def compare(self, recording: Recording, output: Any) -> None:
         """Let the model itself do what a replay has done, and compare.
@@ -103,7 +103,7 @@ class Audit:
         Raises:
             AuditError: something is different.
         """
-        after, wanted = Still(_nothing), self._copies
+        after, wanted = PreservedState(_nothing), self._copies
         self._before.rewind()
         try:
             result = call_itself(*self._copies)
@@ -126,7 +126,7 @@ class Audit:
 
     def _error(self, recording: Recording, what: str) -> AuditError:
         self._before.rewind()
-        after = Still(_nothing)
+        after = PreservedState(_nothing)
         try:
             anew = trace(self._spare[0], *self._spare[1], **self._spare[2]).recording
         except Exception as error:
@@ -169,9 +169,9 @@ def _unwritten(recording: Recording) -> dict[int, Tensor]:
             written.add(index)
             waiting += [ref.index for ref in refs_in((ops[index].args, ops[index].kwargs))]
     states = {ops[index].target for index in written if ops[index].kind is OpKind.STATE}
-    held: dict[Part, Tensor] = {}
-    for part in recording.surroundings.parts:
-        if part.kind is PartKind.TENSOR and not part.is_argument:
+    held: dict[Captured, Tensor] = {}
+    for part in recording.environment.parts:
+        if part.kind is CaptureKind.TENSOR and not part.is_argument:
             tensor = _read(part)
             if tensor is not None:
                 held[part] = tensor
@@ -183,7 +183,7 @@ def _unwritten(recording: Recording) -> dict[int, Tensor]:
     }
 
 
-def _read(part: Part) -> Tensor | None:
+def _read(part: Captured) -> Tensor | None:
     try:
         found = part.read(())
     except (LookupError, AttributeError, TypeError, ValueError):  # it is not there any more

@@ -20,16 +20,23 @@ from dataclasses import dataclass, replace
 from textwrap import shorten
 from typing import Any, overload
 
-from bendtrace._later import tabulate
-from bendtrace.recording.features import is_off
+from bendtrace._lazy import tabulate
 from bendtrace.recording.finish import Recording
-from bendtrace.recording.functions import SHAPES, is_gate
 from bendtrace.recording.iterations import Iterations, Mark, is_inside_comparison, marks_of
 from bendtrace.recording.probes import look_at_flow_once
-from bendtrace.recording.sites import Place, Span
-from bendtrace.recording.statements import part_taken
-from bendtrace.recording.syntax import Loop
-from bendtrace.recording.tape import Guard, Op, OpKind, Ref, Tape, Test
+from bendtrace.source.features import is_off
+from bendtrace.source.sites import Place, Span
+from bendtrace.source.statements import part_taken
+from bendtrace.source.syntax import Loop
+from bendtrace.tape.tape import (
+    Guard,
+    Op,
+    OpKind,
+    Ref,
+    Tape,
+    Test,
+)
+from bendtrace.torch_rules.functions import SHAPES, is_gate
 
 __all__ = [
     "AssertFlowStep",

@@ -16,6 +16,8 @@ from typing import Any, Literal, Self, TypeAlias
 
 from torch import nn
 
+from bendtrace.base_module import BaseModule
+from bendtrace.environment.owners import module_of
 from bendtrace.errors import InputError
 from bendtrace.interject.hooks import (
     Category,
@@ -33,8 +35,6 @@ from bendtrace.interject.hooks import (
 )
 from bendtrace.interject.insertion import Insertion
 from bendtrace.interject.native import Attached
-from bendtrace.recording.owners import module_of
-from bendtrace.replaying import ReplayingModule
 
 __all__ = ["HookFunction", "HookHandle", "HookManager"]
 
@@ -84,8 +84,8 @@ class HookManager:
     def __init__(self, model: nn.Module | None = None) -> None:
         if model is not None and not isinstance(model, nn.Module):
             raise InputError(f"a model has to be a module, not a {type(model).__name__}")
-        self._board = model._board if isinstance(model, ReplayingModule) else None
-        self._model = module_of(model.model) if isinstance(model, ReplayingModule) else model
+        self._board = model._board if isinstance(model, BaseModule) else None
+        self._model = module_of(model.model) if isinstance(model, BaseModule) else model
         self._modules: list[Registered] = []
         self._functions: list[HookFunction] = []
 

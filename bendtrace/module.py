@@ -7,6 +7,7 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from bendtrace.base_module import BaseModule
 from bendtrace.hooks import HookManager
 from bendtrace.interject.activations import get_activations, inputs_of
 from bendtrace.interject.bends.bending import Bending, Out
@@ -14,16 +15,15 @@ from bendtrace.interject.bends.catalogue import Filter
 from bendtrace.interject.bends.config import BendingConfig
 from bendtrace.interject.bends.handle import BendHandle
 from bendtrace.interject.bends.parameter import Value
-from bendtrace.interject.given import from_activations, told
 from bendtrace.interject.insertion import Insertion
 from bendtrace.interject.patches.context import PatchContext, Patches
+from bendtrace.interject.resume_point import from_activations, told
 from bendtrace.paths.text import Text
-from bendtrace.replaying import ReplayingModule
 
 __all__ = ["BendedModule"]
 
 
-class BendedModule(ReplayingModule):
+class BendedModule(BaseModule):
     """A model that is traced when called, and replayed when it would do the same again.
 
     It behaves like the model for every input. The first call, and each call that leads down
@@ -59,7 +59,7 @@ class BendedModule(ReplayingModule):
         Stats(traces=2, replays=2, retraces=1, resumes=1, live=0)
     """
 
-    _untraced = ReplayingModule._untraced | {"_bending", "hooks"}
+    _untraced = BaseModule._untraced | {"_bending", "hooks"}
     _shared = ("audit", "remove_all", "reset", "update")
 
     def __init__(

@@ -28,7 +28,7 @@ from bendtrace.interject.where import near_misses
 from bendtrace.module import BendedModule
 from bendtrace.paths.candidates import Candidate, CandidateGraph, NodeSelector
 from bendtrace.paths.naming import identifier
-from bendtrace.recording.functions import is_torchs_function
+from bendtrace.torch_rules.functions import is_torchs_function
 
 __all__ = [
     "between",

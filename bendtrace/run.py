@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from bendtrace._later import Later
+from bendtrace._lazy import LazyModule
 from bendtrace.flow import FlowSteps, steps_of
 from bendtrace.history.building import Log, build_log
 from bendtrace.history.entries import layer_type, number_type
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from bendtrace.graph import mirror
     from bendtrace.graph.mirror import Graph
 else:
-    mirror = Later("bendtrace.graph.mirror")
+    mirror = LazyModule("bendtrace.graph.mirror")
 
 __all__ = ["Run", "name_of_function"]
 

@@ -7,10 +7,10 @@ from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
-from bendtrace.dispatching import Floor
-from bendtrace.recording.contexts import AutocastHold
+from bendtrace.dispatcher import Floor
 from bendtrace.replay.program import Program
 from bendtrace.replay.stretches import Divergence, random_states
+from bendtrace.tape.contexts import AutocastHold
 
 __all__ = ["past_joins"]
 

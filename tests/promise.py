@@ -15,7 +15,7 @@ from torch import nn
 
 import bendtrace as bt
 from bendtrace.errors import ConversionError, DivergenceError
-from bendtrace.recording.scalars import TRACED
+from bendtrace.tape.scalars import TRACED
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 

@@ -24,7 +24,7 @@ from bendtrace.errors import (
     NodePathError,
 )
 from bendtrace.interject.activations import get_activations, inputs_of
-from bendtrace.interject.given import from_activations, told
+from bendtrace.interject.resume_point import from_activations, told
 from bendtrace.interject.structure import assemble, take_apart
 from tests.corpus import CASES
 from tests.corpus._case import Case

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.modules.module import register_module_forward_hook
 from torch.overrides import TorchFunctionMode
 
-from bendtrace.replay.ambience import Ambience
+from bendtrace.replay.global_state import GlobalState
 
 
 @contextmanager
@@ -74,13 +74,13 @@ def _two_threads():
 @pytest.mark.filterwarnings("ignore:Anomaly Detection")
 @pytest.mark.parametrize("enter", STATES.values(), ids=STATES)
 def test_each_state_is_told_from_the_usual_one_and_is_the_same_as_itself(enter):
-    usual = Ambience.current()
+    usual = GlobalState.current()
     assert usual.is_current()
     with ExitStack() as stack:
         stack.enter_context(enter())
         assert not usual.is_current()
         assert usual.difference()
-        there = Ambience.current()
+        there = GlobalState.current()
         assert there.is_current()
         assert there.difference() is None
     assert usual.is_current()
@@ -92,9 +92,9 @@ def test_each_state_is_told_from_the_usual_one_and_is_the_same_as_itself(enter):
 @pytest.mark.parametrize("other", STATES.values(), ids=STATES)
 def test_the_quick_way_to_compare_agrees_with_the_long_one(enter, other):
     with enter():
-        state = Ambience.current()
+        state = GlobalState.current()
     with other():
-        assert state.is_current() == (state == Ambience.current())
+        assert state.is_current() == (state == GlobalState.current())
 
 
 def test_what_is_asked_for_shows_in_what_ops_give():
@@ -104,4 +104,4 @@ def test_what_is_asked_for_shows_in_what_ops_give():
     x = torch.randn(2, 2)
     with torch.autocast("cpu", torch.bfloat16):
         assert model(x).dtype is torch.bfloat16
-        assert Ambience.current().context.autocast
+        assert GlobalState.current().context.autocast

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import bendtrace as bt
-from bendtrace.recording import stacks
+from bendtrace.source import stacks
 from tests.benchmarks import comparing, page, starting
 from tests.benchmarks.__main__ import main, measured
 from tests.benchmarks.budgets import BUDGETS, table_of_budgets

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import bendtrace as bt
 from bendtrace.errors import NotReplayableError
-from bendtrace.recording.watcher import current_watcher
+from bendtrace.tape.watchers import current_watcher
 from tests.promise import assert_promise, bits, footprint, randn_inputs
 
 

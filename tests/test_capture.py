@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 
 import bendtrace as bt
 from bendtrace.errors import InputError, LayerKeyError, NotReplayableError
-from bendtrace.recording.functions import DESCEND, entered
+from bendtrace.torch_rules.functions import DESCEND, entered
 from tests import borders
 from tests.benchmarks.memory import peak_of
 from tests.borders import border
@@ -313,7 +313,7 @@ def test_values_are_those_that_forward_hooks_see() -> None:
         assert torch.equal(log[name].tensor_contents, values[0]), name
 
 
-# Later writes do not reach it
+# LazyModule writes do not reach it
 
 
 def add_in_place(y: Tensor) -> Any:

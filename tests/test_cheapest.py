@@ -16,10 +16,21 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import bendtrace as bt
-from bendtrace.recording.contexts import Context
 from bendtrace.recording.run import Signature, record
-from bendtrace.recording.tape import ModuleCall, Op, OpKind, Ref
-from bendtrace.replay.cheapest import ENTRIES, Asked, Entry, cheapest, plain_values
+from bendtrace.tape.contexts import Context
+from bendtrace.tape.tape import (
+    ModuleCall,
+    Op,
+    OpKind,
+    Ref,
+)
+from bendtrace.torch_rules.direct_calls import (
+    ENTRIES,
+    Asked,
+    Entry,
+    cheapest,
+    plain_values,
+)
 from tests.promise import bits
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -214,7 +225,7 @@ def test_a_function_whose_code_does_something_else_is_called_itself(monkeypatch)
         return torch.relu(input).clamp(max=6)
 
     monkeypatch.setattr(functional, "relu", changed)
-    from bendtrace.replay import cheapest as module
+    from bendtrace.torch_rules import direct_calls as module
 
     assert changed not in module._entries()
     assert functional.silu in module._entries()

@@ -11,7 +11,8 @@ from collections.abc import Iterator
 import pytest
 
 import bendtrace as bt
-from bendtrace.recording import boundaries, unseen
+from bendtrace.environment import reachability
+from bendtrace.torch_rules import intercepts
 from tests.documents import ROOT, shown_in
 
 PAGES = ROOT / "docs" / "errors"
@@ -111,7 +112,7 @@ def reasons() -> Iterator[tuple[str, str]]:
                 ]
                 if pieces:
                     yield max(pieces, key=len).strip(" ,({"), f"{path.name}:{node.lineno}"
-    for text in {*unseen._NAMES.values(), *(what for _, _, what in boundaries._UNFOLLOWED)}:
+    for text in {*reachability._NAMES.values(), *(what for _, _, what in intercepts._UNFOLLOWED)}:
         yield text, "a table"
 
 

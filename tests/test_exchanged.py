@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
 import bendtrace as bt
-from bendtrace.recording import exchanged as module
-from bendtrace.recording.exchanged import exchanged
+from bendtrace.torch_rules import monkeypatches as module
+from bendtrace.torch_rules.monkeypatches import monkeypatches
 from tests.promise import bits
 
 functional = nn.functional
@@ -107,7 +107,7 @@ def test_exchanging_is_noticed_and_going_back_as_well(place: str) -> None:
         assert "is another function than when traced" in str(bended.last_mismatch)
     same()
     assert bended.stats == bt.Stats(traces=2, replays=3, retraces=1)
-    assert exchanged() == ()
+    assert monkeypatches() == ()
 
 
 def test_writing_by_an_index_under_a_stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -259,12 +259,12 @@ def test_many_are_told_in_short(monkeypatch: pytest.MonkeyPatch) -> None:
     bended(X)
     for name in ("sin", "cos", "tan", "exp", "log"):
         monkeypatch.setattr(torch, name, doubled(getattr(torch, name)))
-    before = exchanged()
+    before = monkeypatches()
     bended(X)
     assert str(bended.last_mismatch) == (
         "torch.cos, torch.exp, torch.log and 2 more are other functions than when traced"
     )
-    assert exchanged() is before  # though a trace has written to torch since
+    assert monkeypatches() is before  # though a trace has written to torch since
 
 
 def test_a_single_trace_refuses_another_function(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -289,18 +289,18 @@ def test_without_versions_it_is_noticed_as_well(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(
         module, "_seen", ([None] * len(module._SPACES), [()] * len(module._SPACES), ())
     )
-    assert exchanged() == ()
+    assert monkeypatches() == ()
     monkeypatch.setattr(torch, "sin", torch.cos)
-    ((name, value, original),) = exchanged()
+    ((name, value, original),) = monkeypatches()
     assert (name, value) == ("torch.sin", torch.cos)
     assert original is not torch.cos
 
 
 QUIET = """
 import torch, bendtrace as bt
-from bendtrace.recording.exchanged import exchanged
+from bendtrace.torch_rules.monkeypatches import monkeypatches
 seen = []
-bended = bt.BendedModule(lambda x: (seen.append(exchanged()), x + 1)[1])
+bended = bt.BendedModule(lambda x: (seen.append(monkeypatches()), x + 1)[1])
 bended(torch.ones(1))
 import torch._dynamo, torch.export, torch.fx, torch.distributed, torch.ao.quantization
 model = torch.nn.Linear(2, 2)
@@ -311,7 +311,7 @@ torch.jit.trace(model, torch.ones(1, 2))
 torch.set_default_device("cpu")
 torch.manual_seed(0)
 bended(torch.ones(1))
-assert seen[0] == () and exchanged() == (), (seen, exchanged())
+assert seen[0] == () and monkeypatches() == (), (seen, monkeypatches())
 print("quiet")
 """
 

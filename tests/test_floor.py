@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import bendtrace as bt
-from bendtrace.dispatching import Floor
+from bendtrace.dispatcher import Floor
 
 
 class Gated(nn.Module):

@@ -228,7 +228,7 @@ def test_what_was_there_may_be_read_afterwards() -> None:
 
 
 class Flags(Attends):
-    """Later questions decide what becomes of the cache."""
+    """LazyModule questions decide what becomes of the cache."""
 
     def forward(self, x: Tensor, cache: Cache) -> Tensor:
         asked, before = x, [layer.keys for layer in cache.keys]

@@ -47,7 +47,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 import bendtrace as bt
-from bendtrace.recording.tape import OpKind
+from bendtrace.tape.tape import OpKind
 from tests.promise import Inputs, bits, footprint, outcome, state
 
 PAGE = Path(__file__).parent.parent / "docs" / "guarded.md"

@@ -321,9 +321,9 @@ def test_hooks_are_no_part_of_a_model_wherever_the_library_is_installed(
     manager: bt.HookManager, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     # Hooks in installed files are followed as if they were the model's: not these.
-    from bendtrace.recording import walk
+    from bendtrace.environment import scan
 
-    monkeypatch.setattr(walk, "is_installed_file", lambda file: True)
+    monkeypatch.setattr(scan, "is_installed_file", lambda file: True)
     bended = bt.BendedModule(nn.Sequential(nn.Linear(2, 2), nn.Tanh()))
     manager.register_forward_hook(lambda m, i, o: print("called"), linear=bended[0])
     for _ in range(4):

@@ -16,7 +16,7 @@ import pytest
 from torch.overrides import TorchFunctionMode
 
 import bendtrace as bt
-from bendtrace._later import Later, imported
+from bendtrace._lazy import LazyModule, imported
 from bendtrace._public import COMPAT, MODULES, PLACES
 from tests.documents import run_forked
 
@@ -58,7 +58,7 @@ def fresh(code: str) -> set[str]:
 
 
 def test_importing_loads_nothing_but_the_names() -> None:
-    assert fresh("") == {"bendtrace", "bendtrace._later", "bendtrace._public"}
+    assert fresh("") == {"bendtrace", "bendtrace._lazy", "bendtrace._public"}
 
 
 @pytest.mark.all
@@ -69,7 +69,7 @@ def test_no_garbage_is_looked_for_while_it_is_imported_and_as_before_afterwards(
             "seen = len(runs)\nbt.BendedModule\nassert len(runs) == seen, len(runs) - seen\n"
             f"assert gc.isenabled() is {switch == 'enable'}\n"
         )
-        assert "bendtrace.replaying" in loaded
+        assert "bendtrace.base_module" in loaded
 
 
 def test_garbage_is_looked_for_again_after_an_import_that_failed() -> None:
@@ -80,7 +80,7 @@ def test_garbage_is_looked_for_again_after_an_import_that_failed() -> None:
 
 def test_tracing_and_replaying_loads_no_graph_library_and_nothing_that_looks_at_runs() -> None:
     loaded = fresh(USE)
-    assert "bendtrace.replaying" in loaded
+    assert "bendtrace.base_module" in loaded
     assert not {name for name in loaded if name.partition(".")[0] in HEAVY}
     assert not loaded & LOOKS_AT_RUNS
 
@@ -155,7 +155,7 @@ def test_modules_of_the_package_are_attributes_and_other_names_are_not() -> None
     fresh(
         "from bendtrace.flow import FlowStep\nassert bt.flow.FlowStep is FlowStep\n"
         "from bendtrace.graph import to_fx\nassert bt.graph.to_fx is to_fx\n"
-        "assert bt.recording.tape.Op"
+        "assert bt.tape.tape.Op"
     )
     assert not hasattr(bt, "__wrapped__")
     with pytest.raises(AttributeError, match="module 'bendtrace' has no attribute 'nonsense'"):
@@ -181,7 +181,7 @@ def test_methods_that_are_imported_later_are_methods() -> None:
 
 
 def test_a_stand_in_has_what_the_module_has() -> None:
-    stand_in = Later("fractions")
+    stand_in = LazyModule("fractions")
     assert stand_in.Fraction(1, 2) == 0.5
     assert "Fraction" in dir(stand_in)
     with pytest.raises(AttributeError, match="module 'fractions' has no attribute 'nonsense'"):

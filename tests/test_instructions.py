@@ -12,11 +12,12 @@ import pytest
 import torch
 from torch import nn
 
-from bendtrace.recording import instructions, reach, surroundings, usage
-from bendtrace.recording.instructions import has, named_in, steps_of
+from bendtrace.environment import environment, reachability
+from bendtrace.source import bytecode, usage
+from bendtrace.source.bytecode import has, named_in, steps_of
 
 MODULES = (
-    collections, dis, inspect, instructions, reach, surroundings, usage, torch.nn.functional,
+    collections, dis, inspect, bytecode, reachability, environment, usage, torch.nn.functional,
     torch.nn.modules.module, torch.nn.modules.rnn, torch.overrides, types,
 )  # fmt: skip
 
@@ -27,7 +28,7 @@ def codes() -> Iterator[types.CodeType]:
             for member in (thing, *(vars(thing).values() if isinstance(thing, type) else ())):
                 code = getattr(member, "__code__", None)
                 if isinstance(code, types.CodeType):
-                    yield from reach.codes_in(code)
+                    yield from reachability.codes_in(code)
 
 
 def test_names_are_those_that_dis_tells() -> None:
@@ -36,7 +37,7 @@ def test_names_are_those_that_dis_tells() -> None:
         told = [
             (step.opname, step.argval)
             for step in dis.get_instructions(code)
-            if step.opname in reach._WHAT
+            if step.opname in reachability._WHAT
         ]
         assert list(named_in(code)) == told, code
         count += len(told)
@@ -66,7 +67,7 @@ def test_arguments_that_need_more_than_a_byte_are_read() -> None:
     found = list(named_in(code))
     assert ("LOAD_GLOBAL", "name_699") in found
     assert found[-1] == ("STORE_ATTR", "last")
-    assert reach.names_in(code) >= {"name_699", "other_699", "last"}
+    assert reachability.names_in(code) >= {"name_699", "other_699", "last"}
 
 
 @pytest.mark.parametrize("source", ["x is y", "y is x is None", "(x is True) is y"])
@@ -92,7 +93,7 @@ def test_code_that_needs_plain_numbers_is_told(source: str, needs: bool) -> None
 
 def test_later_versions_of_python_are_asked_by_way_of_dis(monkeypatch: pytest.MonkeyPatch) -> None:
     read = [list(named_in(code)) for code in codes()]
-    monkeypatch.setattr(instructions, "_KNOWN", False)
+    monkeypatch.setattr(bytecode, "_KNOWN", False)
     assert [list(named_in(code)) for code in codes()] == read
 
 
@@ -104,6 +105,6 @@ def test_a_model_that_stores_attributes_is_known_to() -> None:
             self.kept = x
             return x * math.pi
 
-    found = reach.reach_of(Model)
+    found = reachability.reachable_from(Model)
     assert found.stores == {"kept"}
     assert {"kept", "math", "pi"} <= found.names

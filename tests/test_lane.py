@@ -1,4 +1,4 @@
-"""The lane writes down what the recorder writes down without it, and is what most ops take."""
+"""The fast_path writes down what the recorder writes down without it, and is what most ops take."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils import parametrize
 
 from bendtrace.history.capture import Capture
-from bendtrace.recording import lane, recorder
-from bendtrace.recording.effects import is_pure
+from bendtrace.recording import fast_path, recorder
 from bendtrace.recording.recorder import Recorder, Recording
 from bendtrace.recording.run import Signature, record
-from bendtrace.recording.tape import Op
+from bendtrace.tape.tape import Op
+from bendtrace.torch_rules.functions import is_pure
 from tests.corpus import CASES
 from tests.corpus._case import Case
 from tests.hf_models import MODELS
@@ -57,7 +57,7 @@ def told(recording: Recording) -> list[Any]:
     ]
     lines += [*tape.forgets, sorted(tape.trainable), repr(recording.root.output)]
     # Addresses differ from run to run. Only the first op that a setting has changed for is told of
-    # on the lane.
+    # on the fast_path.
     lines += sorted({re.sub(r"at \S+ the run", "the run", reason) for reason in tape.blockers})
     return [re.sub(r"0x[0-9a-f]+", "0x", repr(line)) for line in lines]
 
@@ -344,9 +344,9 @@ def test_what_is_entered_in_the_run_is_not_taken_for_the_models_own() -> None:
 
 
 def test_hooks_for_saved_tensors_and_dispatch_modes_keep_ops_off_the_lane() -> None:
-    assert not lane.hooks_around()
+    assert not fast_path.hooks_around()
     with torch.autograd.graph.save_on_cpu():
-        assert lane.hooks_around()
+        assert fast_path.hooks_around()
 
 
 @pytest.mark.parametrize(

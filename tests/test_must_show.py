@@ -18,8 +18,8 @@ from torch.overrides import TorchFunctionMode
 
 import bendtrace as bt
 from bendtrace.interject.activations import get_activations
-from bendtrace.interject.given import from_activations
 from bendtrace.interject.interjection import Interjection, NodePass
+from bendtrace.interject.resume_point import from_activations
 from tests.hf_models import MODELS as LANGUAGE_MODELS
 from tests.hf_models import VOCAB
 from tests.promise import bits, footprint, state

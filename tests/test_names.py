@@ -17,7 +17,7 @@ import bendtrace as bt
 from bendtrace.errors import BendtraceError, InputError, LayerKeyError, NodePathError
 from bendtrace.graph import NodeRef
 from bendtrace.paths.nodes import NodePath
-from bendtrace.recording.functions import name_of, said_of
+from bendtrace.torch_rules.functions import name_of, said_of
 
 
 class Attention(nn.Module):

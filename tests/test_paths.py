@@ -29,8 +29,8 @@ from bendtrace.compat.graphpatch import PatchableGraph
 from bendtrace.errors import InputError, NodePathError
 from bendtrace.paths.naming import Registry, identifier
 from bendtrace.paths.view import Node, Tree
-from bendtrace.recording.tape import OpKind, TensorMeta
 from bendtrace.run import Run
+from bendtrace.tape.tape import OpKind, TensorMeta
 from tests.corpus import CASES, Case
 from tests.promise import bits
 from tests.shares import some

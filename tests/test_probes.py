@@ -15,7 +15,9 @@ import torch
 from torch import Tensor, nn
 
 import bendtrace as bt
-from bendtrace.recording import boundaries, features, iterations, probes, sites, usage
+from bendtrace.recording import iterations, probes
+from bendtrace.source import features, sites, usage
+from bendtrace.torch_rules import intercepts
 
 
 @pytest.fixture(autouse=True)
@@ -81,9 +83,9 @@ def test_a_part_of_torch_that_is_not_met_is_found(
     if probe.part == "sizes and numbers":
         monkeypatch.setattr("bendtrace.recording.values.TracedInt", lambda value, *_: value)
     else:
-        kept = [e for e in boundaries._ENTRY_POINTS if e.name != met[probe.part]]
-        assert len(kept) < len(boundaries._ENTRY_POINTS)
-        monkeypatch.setattr(boundaries, "_ENTRY_POINTS", kept)
+        kept = [e for e in intercepts._ENTRY_POINTS if e.name != met[probe.part]]
+        assert len(kept) < len(intercepts._ENTRY_POINTS)
+        monkeypatch.setattr(intercepts, "_ENTRY_POINTS", kept)
     failed = probes.probe_torch()
     assert features.is_off(probe.part), failed
     assert probe.names <= features.names_off().keys()

@@ -14,7 +14,7 @@ import torch
 
 import bendtrace as bt
 from bendtrace.errors import DivergenceError
-from bendtrace.recording.scalars import TRACED
+from bendtrace.tape.scalars import TRACED
 
 
 def steps(trace: bt.Trace) -> list[tuple[str, Any]]:

@@ -23,8 +23,8 @@ from bendtrace.errors import BendtraceError, InputError
 from bendtrace.interject.selectors.layers import ALIASES, FAMILIES, PARTS
 from bendtrace.interject.selectors.source import branches_around
 from bendtrace.paths.candidates import Candidate, CandidateGraph, NodeSelector
-from bendtrace.recording.sites import Place, Span
 from bendtrace.run import Run
+from bendtrace.source.sites import Place, Span
 from tests.sweep.modules import MODULES
 
 ROOT = Path(__file__).parent.parent

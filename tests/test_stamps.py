@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 import bendtrace as bt
-from bendtrace.recording import reach
-from bendtrace.recording.reach import reach_of
-from bendtrace.recording.stamps import Depends, Stamp
+from bendtrace.environment import reachability
+from bendtrace.environment.reachability import reachable_from
+from bendtrace.source.versions import CodeVersion, Depends
 
 FIRST, OTHER = 2.0, 3.0
 HERE = sys.modules[__name__]
@@ -177,32 +177,32 @@ LATER: dict[str, tuple[Any, Callable[[pytest.MonkeyPatch], None]]] = {
 def test_what_comes_later_is_found(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
     subject, exchange = LATER[change]
     named = frozenset({"factor", "forward"})
-    before = reach_of(subject, named)
-    assert reach_of(subject, named) is before
+    before = reachable_from(subject, named)
+    assert reachable_from(subject, named) is before
     assert "OTHER" not in before.names
     exchange(monkeypatch)
-    assert "OTHER" in reach_of(subject, named).names or change == "a module that is imported"
-    assert reach_of(subject, named) is not before
+    assert "OTHER" in reachable_from(subject, named).names or change == "a module that is imported"
+    assert reachable_from(subject, named) is not before
 
 
 def test_classes_with_other_bases_are_searched_anew() -> None:
-    before = reach_of(Deriving, frozenset({"apply"}))
+    before = reachable_from(Deriving, frozenset({"apply"}))
     assert "OTHER" not in before.names
     Deriving.__bases__ = (UsesOther,)
     try:
-        assert "OTHER" in reach_of(Deriving, frozenset({"apply"})).names
+        assert "OTHER" in reachable_from(Deriving, frozenset({"apply"})).names
     finally:
         Deriving.__bases__ = (Uses,)
-    assert "OTHER" not in reach_of(Deriving, frozenset({"apply"})).names
+    assert "OTHER" not in reachable_from(Deriving, frozenset({"apply"})).names
 
 
 def test_what_code_reaches_is_kept_while_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = reach_of(through_global)
-    assert reach_of(through_global) is found
+    found = reachable_from(through_global)
+    assert reachable_from(through_global) is found
     monkeypatch.setattr(HERE, "FIRST", 7.0)  # data, not code
-    assert reach_of(through_global) is found
+    assert reachable_from(through_global) is found
     monkeypatch.setattr(HERE, "FIRST", by_other)
-    anew = reach_of(through_global)
+    anew = reachable_from(through_global)
     assert anew is not found
     assert by_other in anew.functions
 
@@ -212,8 +212,8 @@ def test_a_stamp_of_several_searches_holds_as_long_as_all_do(
 ) -> None:
     depends = Depends()
     for function in (through_global, through_module, through_class):
-        depends.add(reach_of(function).depends)
-    stamp = Stamp(depends)
+        depends.add(reachable_from(function).depends)
+    stamp = CodeVersion(depends)
     assert stamp.holds()
     with monkeypatch.context() as patch:
         patch.setattr(tools, "helper", by_other)
@@ -226,10 +226,10 @@ def test_a_stamp_of_several_searches_holds_as_long_as_all_do(
 
 
 def test_functions_that_are_made_anew_are_not_kept() -> None:
-    known = len(reach._kept)
-    reach_of(closing(by_first))
-    reach_of(functools.partial(closing, by_first)())
-    assert len(reach._kept) == known
+    known = len(reachability._kept)
+    reachable_from(closing(by_first))
+    reachable_from(functools.partial(closing, by_first)())
+    assert len(reachability._kept) == known
 
 
 class Describing(nn.Module):

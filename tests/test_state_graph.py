@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import bendtrace as bt
 from bendtrace.errors import InputError
 from bendtrace.graph import NodeRef, StateGraph
-from bendtrace.recording import stacks
+from bendtrace.source import stacks
 from bendtrace.view.drawing.paint import figure
 from bendtrace.view.outline.structure import Branch
 from tests.pictures import apart

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from bendtrace.recording.sites import Place, Span
-from bendtrace.recording.statements import (
+from bendtrace.source.sites import Place, Span
+from bendtrace.source.statements import (
     Loop,
     decides,
     governed,

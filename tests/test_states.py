@@ -21,9 +21,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import bendtrace as bt
 from bendtrace.errors import DivergenceError, NondeterminismError
-from bendtrace.recording import stacks, states
-from bendtrace.recording.liveness import is_read_later
+from bendtrace.recording import states
 from bendtrace.replay import graph
+from bendtrace.source import stacks
+from bendtrace.source.bytecode import is_read_later
 from tests.past_joins import past_joins
 
 pytestmark = pytest.mark.skipif(
@@ -877,7 +878,7 @@ LEFT_OUT: dict[str, tuple[Any, str, Callable[..., Any], tuple[str, ...]]] = {
     ),
     "changes": (READER, "changes", lambda self: (), ("an_object_around",)),
     "modes and exceptions": (
-        states, "_ambience", lambda modes: (),
+        states, "_global_state", lambda modes: (),
         ("a_grad_mode_that_is_set", "an_exception_that_is_looked_at"),
     ),
 }  # fmt: skip

@@ -235,9 +235,9 @@ def test_only_where_values_decide_is_a_live_run_looked_at_again(
 ) -> None:
     pytest.importorskip("numpy", reason="needs the test extra")
     looked: list[Any] = []
-    recorded = bt.dispatching.recorded
+    recorded = bt.dispatcher.recorded
     monkeypatch.setattr(
-        bt.dispatching, "recorded", lambda *args: (looked.append(args), recorded(*args))[1]
+        bt.dispatcher, "recorded", lambda *args: (looked.append(args), recorded(*args))[1]
     )
     called(lambda x: torch.from_numpy(x.numpy() * 2), *[torch.ones(2)] * 9)
     assert len(looked) == 1

@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import bendtrace as bt
 from bendtrace.errors import InputError
-from bendtrace.recording.tape import Ref
+from bendtrace.tape.tape import Ref
 from tests.corpus import CASES
 from tests.corpus._case import Case
 from tests.hf_models import MODELS, TinyModel

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 import bendtrace as bt
-from bendtrace.recording import versions
-from bendtrace.recording.versions import version_of
+from bendtrace.source import versions
+from bendtrace.source.versions import version_of
 
 
 class Thing:

@@ -1,4 +1,4 @@
-"""Walks that are taken over from an earlier run: the same parts, or else a walk anew."""
+"""Walks that are taken over from an earlier run: the same parts, or else a scan anew."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ import torch
 from torch import Tensor, nn
 
 import bendtrace as bt
+from bendtrace.environment import scan_cache
+from bendtrace.environment.environment import Environment
 from bendtrace.errors import InputError
-from bendtrace.recording import walked
-from bendtrace.recording.parts import Access, Part, PartKind
 from bendtrace.recording.run import Signature, record
-from bendtrace.recording.surroundings import Surroundings
+from bendtrace.tape.captured import Access, Captured, CaptureKind
 
 SCALES = [1.0, 2.0]
 FACTOR = 3.0
@@ -122,12 +122,12 @@ class Model(nn.Module):
         return x + torch.from_numpy(self.table) + len(self.many)
 
 
-def told(surroundings: Surroundings) -> list[Any]:
+def told(environment: Environment) -> list[Any]:
     """All that there is about parts, for comparing."""
 
-    def about(part: Part) -> Any:
-        value = part.value.index if part.kind is PartKind.ALIAS else id(part.value)
-        if part.kind is PartKind.PLAIN:
+    def about(part: Captured) -> Any:
+        value = part.value.index if part.kind is CaptureKind.ALIAS else id(part.value)
+        if part.kind is CaptureKind.PLAIN:
             value = part.value
         parent = None if part.parent is None else part.parent.index
         key = (type(part.key), part.key, getattr(part.key, "access", None))
@@ -138,52 +138,52 @@ def told(surroundings: Surroundings) -> list[Any]:
 
     held = {
         index: list(content.items())
-        for index, content in surroundings.held.items()
-        if index not in surroundings.places.taken
+        for index, content in environment.held.items()
+        if index not in environment.places.taken
     }
     return [
-        list(map(about, surroundings.parts)),
-        {key: part.index for key, part in surroundings.by_id.items()},
+        list(map(about, environment.parts)),
+        {key: part.index for key, part in environment.by_id.items()},
         {index: [(key, id(item)) for key, item in items] for index, items in held.items()},
-        surroundings.places.before(surroundings.contents),
-        [part.index for part in surroundings.alone],
-        [part.index for part in surroundings.bare],
-        [part.index for part in surroundings.arguments],
-        surroundings.blockers,
-        surroundings.module_paths,
-        list(map(id, surroundings.hook_dicts)),
-        surroundings.hooks,
-        surroundings.names,
-        surroundings.stores,
-        list(map(id, surroundings.functions)),
-        surroundings.tells_numbers,
-        surroundings.namespaces,
-        surroundings.caches,
+        environment.places.before(environment.contents),
+        [part.index for part in environment.alone],
+        [part.index for part in environment.bare],
+        [part.index for part in environment.arguments],
+        environment.blockers,
+        environment.module_paths,
+        list(map(id, environment.hook_dicts)),
+        environment.hooks,
+        environment.names,
+        environment.stores,
+        list(map(id, environment.functions)),
+        environment.tells_numbers,
+        environment.namespaces,
+        environment.caches,
     ]
 
 
-def walk(model: Any, **arguments: Any) -> Surroundings:
-    return Surroundings(model, arguments)
+def scan(model: Any, **arguments: Any) -> Environment:
+    return Environment(model, arguments)
 
 
-def walk_anew(model: Any, **arguments: Any) -> Surroundings:
-    known = dict(walked._latest)
-    walked._latest.clear()
+def walk_anew(model: Any, **arguments: Any) -> Environment:
+    known = dict(scan_cache._latest)
+    scan_cache._latest.clear()
     try:
-        return Surroundings(model, arguments)
+        return Environment(model, arguments)
     finally:
-        walked._latest.clear()
-        walked._latest.update(known)
+        scan_cache._latest.clear()
+        scan_cache._latest.update(known)
 
 
 def test_a_second_walk_is_taken_over_and_finds_the_very_same() -> None:
     model, x = Model(), torch.ones(2, 4)
-    first = walk(model, x=x)
+    first = scan(model, x=x)
     assert not first.is_repeated
-    second = walk(model, x=x)
+    second = scan(model, x=x)
     assert second.is_repeated
     assert told(second) == told(first) == told(walk_anew(model, x=x))
-    tensors = {part.index for part in first.parts if part.kind is PartKind.TENSOR}
+    tensors = {part.index for part in first.parts if part.kind is CaptureKind.TENSOR}
     assert tensors
     assert all(first.parts[index] is not second.parts[index] for index in tensors)
 
@@ -388,10 +388,10 @@ def _put_back() -> Any:
 @pytest.mark.parametrize("change", CHANGES)
 def test_what_was_changed_between_two_walks_is_seen(change: str) -> None:
     model, x = Model(), torch.ones(2, 4)
-    first = walk(model, x=x)
+    first = scan(model, x=x)
     before = told(first)
     CHANGES[change](model)
-    second = walk(model, x=x)
+    second = scan(model, x=x)
     assert told(second) == told(walk_anew(model, x=x))
     # Plain defaults are no parts: what guards them is that the function and its code are the same.
     assert (told(second) != before) == (change not in ("a default", "a keyword's default"))
@@ -452,7 +452,7 @@ def _plain_registry(finished: types.ModuleType) -> None:
 def test_what_was_not_worth_walking_is_walked_once_it_is(
     change: Callable[[types.ModuleType], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of installed packages only what may be data is walked, and its content can decide that."""
+    """Of installed packages only what may be data is scanned, and its content can decide that."""
     finished = types.ModuleType("finished")
     finished.__file__ = "/site-packages/finished.py"
     monkeypatch.setitem(sys.modules, "finished", finished)
@@ -460,11 +460,11 @@ def test_what_was_not_worth_walking_is_walked_once_it_is(
 
     monkeypatch.setitem(globals(), "finished", finished)
     model, x = Calling(), torch.ones(2)
-    first = walk(model, x=x)
+    first = scan(model, x=x)
     before = told(first)
-    assert walk(model, x=x).is_repeated
+    assert scan(model, x=x).is_repeated
     change(finished)
-    second = walk(model, x=x)
+    second = scan(model, x=x)
     assert not second.is_repeated
     assert told(second) == told(walk_anew(model, x=x))
     assert (told(second) != before) == hasattr(finished, "SETTINGS")
@@ -472,7 +472,7 @@ def test_what_was_not_worth_walking_is_walked_once_it_is(
 
 def test_objects_that_come_to_stand_where_others_stood_are_told_apart() -> None:
     model, x = Model(), torch.ones(2, 4)
-    kept = [walk(model, x=x)]
+    kept = [scan(model, x=x)]
     for value in range(50):
         # The new number, and the new list, are where the former ones were in memory.
         model.rate = None
@@ -481,7 +481,7 @@ def test_objects_that_come_to_stand_where_others_stood_are_told_apart() -> None:
         model.steps = [value]
         model.inner.offset = None
         model.inner.offset = torch.full((4,), float(value))
-        second = walk(model, x=x)
+        second = scan(model, x=x)
         assert told(second) == told(walk_anew(model, x=x))
         second.release()
         kept[0] = second
@@ -489,19 +489,19 @@ def test_objects_that_come_to_stand_where_others_stood_are_told_apart() -> None:
 
 def test_an_argument_that_is_part_of_the_model_is_not_taken_for_another() -> None:
     model, x = Model(), torch.ones(2, 4)
-    first = walk(model, x=x)
-    assert walk(model, x=x).is_repeated
+    first = scan(model, x=x)
+    assert scan(model, x=x).is_repeated
     for argument in (model.inner.linear.weight, x, model.inner.linear.weight, x):
-        first = walk(model, x=argument)
+        first = scan(model, x=argument)
         assert told(first) == told(walk_anew(model, x=argument))
 
 
 def test_helper_objects_of_another_class_are_told_apart() -> None:
     model, x = Model(), torch.ones(2, 4)
-    first = walk(model, x=x, helper=Options())
-    assert walk(model, x=x, helper=Options()).is_repeated
+    first = scan(model, x=x, helper=Options())
+    assert scan(model, x=x, helper=Options()).is_repeated
     helper = OtherOptions()
-    second = walk(model, x=x, helper=helper)
+    second = scan(model, x=x, helper=helper)
     assert not second.is_repeated
     assert told(second) == told(walk_anew(model, x=x, helper=helper))
     del first
@@ -509,11 +509,11 @@ def test_helper_objects_of_another_class_are_told_apart() -> None:
 
 def test_a_run_lets_go_of_its_arguments_and_of_what_the_model_holds() -> None:
     model, x = Model(), torch.ones(2, 4)
-    runs = [walk(model, x=x), walk(model, x=x)]
+    runs = [scan(model, x=x), scan(model, x=x)]
     assert runs[1].is_repeated
     for run in runs:
         run.release()
-        kinds = (PartKind.TENSOR, PartKind.LIST, PartKind.DICT)
+        kinds = (CaptureKind.TENSOR, CaptureKind.LIST, CaptureKind.DICT)
         held = [part for part in run.parts if part.kind in kinds and part.access is Access.ITEM]
         assert len(held) > 10
         assert all(part.value is None for part in (*held, *run.arguments))
@@ -532,8 +532,8 @@ def test_a_run_lets_go_of_its_arguments_and_of_what_the_model_holds() -> None:
 )
 def test_other_arguments_lead_to_the_parts_they_would_have_led_to(arguments: Any) -> None:
     model = Model()
-    first = [walk(model, x=torch.ones(2, 4)), walk(model, **arguments)]
-    again = walk(model, **arguments)
+    first = [scan(model, x=torch.ones(2, 4)), scan(model, **arguments)]
+    again = scan(model, **arguments)
     assert told(again) == told(walk_anew(model, **arguments))
     del first
 
@@ -547,10 +547,10 @@ def test_a_number_is_plain_again_once_the_code_asks_for_types() -> None:
         return x * n if type(n) is int else x
 
     model, x = Telling(), torch.ones(2)
-    first = walk(model, x=x, n=2)
-    assert first.parts[1].kind is PartKind.NUMBER
+    first = scan(model, x=x, n=2)
+    assert first.parts[1].kind is CaptureKind.NUMBER
     Telling.forward = asks  # type: ignore[method-assign]
-    assert walk(model, x=x, n=2).parts[1].kind is PartKind.PLAIN
+    assert scan(model, x=x, n=2).parts[1].kind is CaptureKind.PLAIN
 
 
 def test_lazy_modules_are_refused_however_often_they_are_walked() -> None:
@@ -566,14 +566,14 @@ def test_nothing_is_kept_of_a_model_once_its_runs_are_gone() -> None:
     model, x = Model(), torch.ones(2, 4)
     model(x)  # which fills its cache
     trace = bt.trace(model, x)
-    assert walked.latest_walk(model) is not None
+    assert scan_cache.latest_walk(model) is not None
     again = bt.trace(model, x)
-    assert again.recording.surroundings.is_repeated
+    assert again.recording.environment.is_repeated
     gone = weakref.ref(model)
     del trace
     gc.collect()
     trace = bt.trace(model, x)
-    assert trace.recording.surroundings.is_repeated, "the second run has it as well"
+    assert trace.recording.environment.is_repeated, "the second run has it as well"
     del model, trace, again
     gc.collect()
     assert gone() is None
@@ -583,7 +583,7 @@ def test_a_kept_run_keeps_no_tensor_that_the_model_let_go_of() -> None:
     model, x = Model(), torch.ones(2, 4)
     model(x)  # which fills its cache
     traces = [bt.trace(model, x), bt.trace(model, x)]
-    assert traces[1].recording.surroundings.is_repeated
+    assert traces[1].recording.environment.is_repeated
     gone = [weakref.ref(model.kept["b"]), weakref.ref(model.inner.offset)]
     model.kept["b"] = model.inner.offset = torch.zeros(4)
     gc.collect()
@@ -593,8 +593,8 @@ def test_a_kept_run_keeps_no_tensor_that_the_model_let_go_of() -> None:
 def test_runs_in_between_do_not_disturb_what_another_found() -> None:
     """A run that is still going on has its own parts, whatever others take over or release."""
     model, x = Model(), torch.ones(2, 4)
-    first = walk(model, x=x)
-    second, third = walk(model, x=x), walk(model, x=x)
+    first = scan(model, x=x)
+    second, third = scan(model, x=x), scan(model, x=x)
     assert second.is_repeated
     assert third.is_repeated
     expected = told(third)
@@ -626,8 +626,8 @@ def test_models_that_pass_for_equal_are_told_apart() -> None:
             return x * self.rate
 
     one, other, x = Equal(1.0), Equal(2.0), torch.ones(2)
-    first = walk(one, x=x)
-    second = walk(other, x=x)
+    first = scan(one, x=x)
+    second = scan(other, x=x)
     assert not second.is_repeated
     assert told(second) == told(walk_anew(other, x=x))
     del first

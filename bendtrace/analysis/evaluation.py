@@ -20,7 +20,7 @@ from bendtrace.errors import InputError, NeverFiredWarning
 from bendtrace.interject.native import Attached, Counts
 from bendtrace.interject.structure import take_apart
 from bendtrace.module import BendedModule
-from bendtrace.still import Still
+from bendtrace.preserved_state import PreservedState
 
 if TYPE_CHECKING:
     import pandas
@@ -175,7 +175,7 @@ class AnalyserEvaluation:
         bended = self._as_bended(model)
         analyser = self.analyser
         with ExitStack() as kept:
-            kept.enter_context(Still(bended, modes=True, loader=self.loader))
+            kept.enter_context(PreservedState(bended, modes=True, loader=self.loader))
             kept.enter_context(_ready(analyser))
             bended.eval()
             analyser.reset()

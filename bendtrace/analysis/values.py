@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from bendtrace._later import required_pandas
+from bendtrace._lazy import required_pandas
 from bendtrace.errors import InputError
 from bendtrace.paths.naming import identifier
-from bendtrace.recording.scalars import TRACED, plain
+from bendtrace.tape.scalars import TRACED, plain
 
 if TYPE_CHECKING:
     import pandas

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from bendtrace._later import tabulate
+from bendtrace._lazy import tabulate
 from bendtrace._trace import Trace
 from bendtrace.cli.runs import Call, Run
 from bendtrace.flow import FlowStep, FlowSteps, LoopFlowStep

@@ -29,7 +29,7 @@ from bendtrace.history.sizes import place_text
 from bendtrace.module import BendedModule
 from bendtrace.recording.run import Signature
 from bendtrace.replay.explain import Mismatch
-from bendtrace.served import Stats
+from bendtrace.stats import Stats
 
 __all__ = ["Call", "Run", "check", "describe", "run", "seed_all"]
 

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from bendtrace.compiled.settings import Settings
 from bendtrace.compiled.shortcuts import Backend, Shortcuts
-from bendtrace.recording.parts import PLAIN_TYPES, attributes_of, identical
-from bendtrace.recording.writes import storage_of
+from bendtrace.tape.captured import PLAIN_TYPES, attributes_of, identical
+from bendtrace.torch_rules.writes import storage_of
 
 __all__ = ["CompiledFunction", "Failed", "Quiet", "State", "now", "unmark"]
 

@@ -9,8 +9,18 @@ from typing import Any
 
 import torch
 
-from bendtrace.recording.contexts import Context
-from bendtrace.recording.functions import (
+from bendtrace.recording.recorder import Recording
+from bendtrace.replay.global_state import GlobalState
+from bendtrace.tape.contexts import Context
+from bendtrace.tape.structure import (
+    Existing,
+    Fixed,
+    Instance,
+    Made,
+    Opaque,
+)
+from bendtrace.tape.tape import Op, OpKind, Ref, is_handled
+from bendtrace.torch_rules.functions import (
     FLEETING,
     METADATA,
     RESHAPES_IN_PLACE,
@@ -20,11 +30,6 @@ from bendtrace.recording.functions import (
     name_of,
     said_of,
 )
-from bendtrace.recording.handlers import is_handled
-from bendtrace.recording.recorder import Recording
-from bendtrace.recording.structure import Existing, Fixed, Instance, Made, Opaque
-from bendtrace.recording.tape import Op, OpKind, Ref
-from bendtrace.replay.ambience import Ambience
 
 __all__ = ["why_not", "why_not_op", "why_not_under"]
 
@@ -52,12 +57,12 @@ _UNTOLD = frozenset(
 _UNANSWERED = (FLEETING - {"requires_grad"}) | {"names", "_base", "_grad", "is_inference"}
 
 
-def why_not(recording: Recording, ambience: Ambience) -> str | None:
+def why_not(recording: Recording, global_state: GlobalState) -> str | None:
     """Say why a path cannot be run ahead of its guards; None if nothing on its tape forbids it.
 
     Args:
         recording: the path.
-        ambience: the global state that it ran under.
+        global_state: the global state that it ran under.
     """
     tape = recording.tape
     if tape.blockers:
@@ -68,7 +73,7 @@ def why_not(recording: Recording, ambience: Ambience) -> str | None:
         return "it fills a cache"
     if tape.is_joint:
         return "ranks act together in it"
-    if (reason := why_not_under(ambience)) is not None:
+    if (reason := why_not_under(global_state)) is not None:
         return reason
     if len(tape.ops) > _LONGEST:
         return f"it has more than {_LONGEST} ops"
@@ -76,19 +81,19 @@ def why_not(recording: Recording, ambience: Ambience) -> str | None:
         if any(tape.ops[written].is_given for written in op.writes):
             reason = f"{said_of(op.target)} writes to what was there before the run"
         else:
-            reason = why_not_op(op, ambience.context)
+            reason = why_not_op(op, global_state.context)
         if reason is not None:
             return f"{reason} (at {op.site.place})" if op.site is not None else reason
     return None
 
 
-def why_not_under(ambience: Ambience) -> str | None:
+def why_not_under(global_state: GlobalState) -> str | None:
     """Say why nothing can be compiled that ran under some global state; None if it can."""
-    if ambience.modes:
+    if global_state.modes:
         return "it runs under a function mode"
-    if ambience.exchanged:  # a compiler knows the functions of torch by their names
-        return f"something stands in for {ambience.exchanged[0].name}"
-    if ambience.hooked:
+    if global_state.monkeypatches:  # a compiler knows the functions of torch by their names
+        return f"something stands in for {global_state.monkeypatches[0].name}"
+    if global_state.hooked:
         return "hooks are registered for all modules"
     return None
 

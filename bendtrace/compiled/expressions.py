@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bendtrace.recording.functions import name_of
-from bendtrace.recording.structure import Instance
-from bendtrace.recording.tape import Op, OpKind
 from bendtrace.replay.source import INFIX, Source
+from bendtrace.tape.structure import Instance
+from bendtrace.tape.tape import Op, OpKind
+from bendtrace.torch_rules.functions import name_of
 
 __all__ = ["Expressions"]
 

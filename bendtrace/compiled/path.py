@@ -17,15 +17,15 @@ from bendtrace.compiled.eligible import why_not
 from bendtrace.compiled.probing import Refusal, Unknown, probe
 from bendtrace.compiled.settings import Settings, dynamo
 from bendtrace.compiled.straight import Straight
-from bendtrace.recording.functions import name_of
 from bendtrace.recording.recorder import Recording
-from bendtrace.recording.tape import TensorMeta, Test, refs_in
 from bendtrace.replay.analysis import Analysis
 from bendtrace.replay.codegen import write_run
 from bendtrace.replay.program import Program
 from bendtrace.replay.schedule import Schedule
 from bendtrace.replay.source import Code, Source
 from bendtrace.replay.stretches import Stretch
+from bendtrace.tape.tape import TensorMeta, Test, refs_in
+from bendtrace.torch_rules.functions import name_of
 
 __all__ = ["FAILED", "CompiledPath", "Unchecked"]
 
@@ -79,7 +79,7 @@ class CompiledPath(CompiledFunction):
         self.recent: deque[bool] = deque(maxlen=_WINDOW)
         self.window: deque[Stretch | None] = deque(maxlen=_WINDOW)
         self._admitting = home
-        self._entry = home.ambience.context
+        self._entry = home.global_state.context
         self._sizes: dict[Any, bool] = {}
         self._unlike: Counter[Any] = Counter()
         self._confirmed = -1
@@ -108,8 +108,8 @@ class CompiledPath(CompiledFunction):
         self.seconds = time.perf_counter() - begun
 
     def _make(self, arguments: tuple[Any, ...], output: Any) -> None:
-        recording, ambience = self.recording, self.home.ambience
-        reason = why_not(recording, ambience)
+        recording, global_state = self.recording, self.home.global_state
+        reason = why_not(recording, global_state)
         if reason is not None:
             raise Refusal(reason)
         findings = probe(recording, arguments)
@@ -118,7 +118,7 @@ class CompiledPath(CompiledFunction):
         self._findings = findings
         if self.stretch is not self.home.root:
             # Of a path that branched off, the program's check does not know all guards.
-            self._admitting = Program(recording, ambience)
+            self._admitting = Program(recording, global_state)
         try:
             self._compile(arguments, output, exactly=False)
         except Unknown as unknown:

@@ -17,16 +17,24 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from bendtrace.recording.contexts import ContextSwitch, current_context
-from bendtrace.recording.functions import name_of
-from bendtrace.recording.parts import identical
 from bendtrace.recording.recorder import Recording
-from bendtrace.recording.structure import Instance
-from bendtrace.recording.tape import Guard, Op, OpKind, Ref, TensorMeta, Test, kind_of
-from bendtrace.recording.writes import storage_of, works_in_place
 from bendtrace.replay.analysis import Analysis
 from bendtrace.replay.schedule import Schedule
 from bendtrace.replay.stretches import random_states, restore
+from bendtrace.tape.captured import identical
+from bendtrace.tape.contexts import ContextSwitch, current_context
+from bendtrace.tape.structure import Instance
+from bendtrace.tape.tape import (
+    Guard,
+    Op,
+    OpKind,
+    Ref,
+    TensorMeta,
+    Test,
+    kind_of,
+)
+from bendtrace.torch_rules.functions import name_of
+from bendtrace.torch_rules.writes import storage_of, works_in_place
 
 __all__ = ["Extents", "Findings", "Refusal", "Unknown", "probe"]
 

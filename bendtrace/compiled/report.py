@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from bendtrace._later import tabulate
+from bendtrace._lazy import tabulate
 from bendtrace.compiled.attempts import State
 from bendtrace.compiled.path import CompiledPath
 from bendtrace.compiled.segments import Body

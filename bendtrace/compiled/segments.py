@@ -27,14 +27,19 @@ from bendtrace.compiled.attempts import CompiledFunction, Failed, Quiet, State, 
 from bendtrace.compiled.eligible import why_not_op, why_not_under
 from bendtrace.compiled.expressions import Expressions
 from bendtrace.compiled.settings import Settings
-from bendtrace.recording.functions import METADATA, SHAPES, name_of
-from bendtrace.recording.tape import Op, OpKind, TensorMeta, refs_in
-from bendtrace.recording.writes import works_in_place
 from bendtrace.replay.codegen import SegmentWriter
 from bendtrace.replay.graph import Exit
 from bendtrace.replay.program import Program
 from bendtrace.replay.schedule import Schedule, Unlinked, is_freed
 from bendtrace.replay.source import gives_nothing
+from bendtrace.tape.tape import (
+    Op,
+    OpKind,
+    TensorMeta,
+    refs_in,
+)
+from bendtrace.torch_rules.functions import METADATA, SHAPES, name_of
+from bendtrace.torch_rules.writes import works_in_place
 
 __all__ = ["Body", "CompiledSegments"]
 
@@ -169,7 +174,7 @@ class CompiledSegments:
     def look_at(self, program: Program) -> None:
         """Compile what has been passed often enough, and leave out what was of no use."""
         graph = program.graph
-        if graph is None or graph.is_broken or why_not_under(program.ambience) is not None:
+        if graph is None or graph.is_broken or why_not_under(program.global_state) is not None:
             return
         compiled = self._programs.setdefault(program, _Compiled())
         for exit in list(graph.exits()):

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from bendtrace.recording.parts import identical
+from bendtrace.tape.captured import identical
 
 __all__ = ["Backend", "Shortcuts"]
 

@@ -17,10 +17,10 @@ from bendtrace.compiled.report import CompiledReport
 from bendtrace.compiled.segments import CompiledSegments
 from bendtrace.compiled.settings import Settings
 from bendtrace.errors import CompileWarning
-from bendtrace.recording.places import users_level
 from bendtrace.recording.recorder import Recording
 from bendtrace.replay.program import Program
 from bendtrace.replay.stretches import Finished, Stretch
+from bendtrace.source.sites import users_level
 
 __all__ = ["Guess", "Speculation"]
 

@@ -20,13 +20,26 @@ from torch import Tensor
 
 from bendtrace.compiled.expressions import Expressions
 from bendtrace.compiled.probing import Extents, Findings, Refusal, Unknown
-from bendtrace.recording.contexts import Context
-from bendtrace.recording.functions import METADATA, SHAPES, VALUES, name_of, said_of
 from bendtrace.recording.recorder import Recording
-from bendtrace.recording.tape import Guard, Op, OpKind, Ref, TensorMeta, Test
 from bendtrace.replay.analysis import Analysis, GuardKind
 from bendtrace.replay.schedule import Schedule
 from bendtrace.replay.source import INFIX, needed_for
+from bendtrace.tape.contexts import Context
+from bendtrace.tape.tape import (
+    Guard,
+    Op,
+    OpKind,
+    Ref,
+    TensorMeta,
+    Test,
+)
+from bendtrace.torch_rules.functions import (
+    METADATA,
+    SHAPES,
+    VALUES,
+    name_of,
+    said_of,
+)
 
 __all__ = ["Straight"]
 

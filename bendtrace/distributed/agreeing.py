@@ -10,8 +10,8 @@ from torch import nn
 
 from bendtrace.errors import InputError
 from bendtrace.module import BendedModule
-from bendtrace.recording import agreement as core
-from bendtrace.recording.collectives import group_of
+from bendtrace.recording import rank_sync as core
+from bendtrace.torch_rules.collectives import group_of
 
 __all__ = ["Agreement", "Traffic", "agree", "agreement", "traffic"]
 

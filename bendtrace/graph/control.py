@@ -8,9 +8,9 @@ from typing import NamedTuple
 from bendtrace.flow import FlowStep, FlowSteps, LogicalFlowStep, LoopFlowStep, steps_of
 from bendtrace.recording.finish import Recording
 from bendtrace.recording.iterations import running_code, user_code
-from bendtrace.recording.sites import Site, Span
-from bendtrace.recording.statements import governed
-from bendtrace.recording.tape import ModuleCall, Tape
+from bendtrace.source.sites import Site, Span
+from bendtrace.source.statements import governed
+from bendtrace.tape.tape import ModuleCall, Tape
 
 __all__ = ["control_of"]
 

@@ -22,10 +22,10 @@ from bendtrace.flow import (
     ShapeFlowStep,
 )
 from bendtrace.graph.mirror import Graph
-from bendtrace.recording.contexts import Autocast, Context
 from bendtrace.recording.names import NodeRef, target_name
-from bendtrace.recording.sites import Place, Span
-from bendtrace.recording.tape import TensorMeta
+from bendtrace.source.sites import Place, Span
+from bendtrace.tape.contexts import Autocast, Context
+from bendtrace.tape.tape import TensorMeta
 
 __all__ = [
     "GRAPH_CODEC",

@@ -15,18 +15,30 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from bendtrace.environment.owners import is_leaf_module
 from bendtrace.errors import ConversionError, DivergenceError
 from bendtrace.flow import steps_of
 from bendtrace.graph.mirror import Graph
-from bendtrace.recording.contexts import Context
 from bendtrace.recording.iterations import user_code
 from bendtrace.recording.names import NodeRef, mapped
-from bendtrace.recording.objects import build
-from bendtrace.recording.owners import is_leaf_module
-from bendtrace.recording.parts import Access, AttributeKey, Part, PartKind, identical
 from bendtrace.recording.recorder import Recording
-from bendtrace.recording.structure import Existing, Fixed, Instance, Made, Opaque
-from bendtrace.recording.tape import (
+from bendtrace.tape.captured import (
+    Access,
+    AttributeKey,
+    Captured,
+    CaptureKind,
+    identical,
+)
+from bendtrace.tape.contexts import Context
+from bendtrace.tape.structure import (
+    Existing,
+    Fixed,
+    Instance,
+    Made,
+    Opaque,
+    build,
+)
+from bendtrace.tape.tape import (
     ModuleCall,
     Op,
     OpKind,
@@ -138,9 +150,9 @@ class _Writer:
     def _check_arguments(self) -> None:
         """Test what the path can depend on besides tensors and traced numbers."""
         parts = [
-            part for part in self.mirror.graph["recording"].surroundings.parts if part.is_argument
+            part for part in self.mirror.graph["recording"].environment.parts if part.is_argument
         ]
-        kinds = (PartKind.TENSOR, PartKind.NUMBER)
+        kinds = (CaptureKind.TENSOR, CaptureKind.NUMBER)
         if all(part.kind in kinds and part.access is Access.ROOT for part in parts):
             return
 
@@ -294,9 +306,9 @@ def _put(holder: nn.Module, target: str, value: Any) -> None:
         holder.register_buffer(last, value)
 
 
-def _check_part(part: Part, arguments: tuple[Any, ...]) -> None:
+def _check_part(part: Captured, arguments: tuple[Any, ...]) -> None:
     """Raise `DivergenceError` if something among the arguments is not as it was."""
-    if part.kind in (PartKind.NUMBER, PartKind.ALIAS):
+    if part.kind in (CaptureKind.NUMBER, CaptureKind.ALIAS):
         return
     try:
         now = part.read(arguments)
@@ -304,14 +316,14 @@ def _check_part(part: Part, arguments: tuple[Any, ...]) -> None:
         raise DivergenceError(
             f"argument {part.label} was there when traced and is not now"
         ) from None
-    if part.kind is PartKind.TENSOR:
+    if part.kind is CaptureKind.TENSOR:
         if not isinstance(now, torch.Tensor):
             raise DivergenceError(f"argument {part.label} was a tensor when traced and is none now")
-    elif part.kind is PartKind.PLAIN:
+    elif part.kind is CaptureKind.PLAIN:
         if not identical(now, part.value):
             was = f"{part.value!r} when traced and is {now!r} now"
             raise DivergenceError(f"argument {part.label} was {was}")
-    elif part.kind in (PartKind.MODULE, PartKind.IDENTITY):
+    elif part.kind in (CaptureKind.MODULE, CaptureKind.IDENTITY):
         if now is not part.value:
             raise DivergenceError(
                 f"argument {part.label} is not the object that it was when traced"
@@ -325,18 +337,18 @@ def _check_part(part: Part, arguments: tuple[Any, ...]) -> None:
         raise DivergenceError(f"argument {part.label} has other content than when traced")
 
 
-def _content(part: Part, now: Any) -> Any:
+def _content(part: Captured, now: Any) -> Any:
     """What `part.size` says of a container, for the one that is there now."""
     if isinstance(part.size, tuple) and part.kind in (
-        PartKind.DICT, PartKind.LIST, PartKind.TUPLE
+        CaptureKind.DICT, CaptureKind.LIST, CaptureKind.TUPLE
     ):  # fmt: skip
-        keys = dict.keys(now) if part.kind is PartKind.DICT else range(len(now))
+        keys = dict.keys(now) if part.kind is CaptureKind.DICT else range(len(now))
         return (*keys, *(key for key in part.size if isinstance(key, AttributeKey)))
-    if part.kind in (PartKind.LIST, PartKind.TUPLE):
+    if part.kind in (CaptureKind.LIST, CaptureKind.TUPLE):
         return len(now)
-    if part.kind is PartKind.LARGE:
+    if part.kind is CaptureKind.LARGE:
         return now if isinstance(now, dict) else dict(enumerate(now))
-    return part.size if part.kind is PartKind.OBJECT else now
+    return part.size if part.kind is CaptureKind.OBJECT else now
 
 
 def check_guard(value: Any, test: str, expected: Any, what: str) -> None:

@@ -12,13 +12,18 @@ from torch import Tensor
 
 from bendtrace.flow import FlowSteps, steps_of
 from bendtrace.graph.control import control_of
-from bendtrace.recording.functions import name_of
 from bendtrace.recording.iterations import user_code
 from bendtrace.recording.names import NodeRef, target_name
-from bendtrace.recording.parts import Access, Part
 from bendtrace.recording.recorder import Recording
-from bendtrace.recording.structure import Existing
-from bendtrace.recording.tape import Op, OpKind, TensorMeta, map_refs
+from bendtrace.tape.captured import Access, Captured
+from bendtrace.tape.structure import Existing
+from bendtrace.tape.tape import (
+    Op,
+    OpKind,
+    TensorMeta,
+    map_refs,
+)
+from bendtrace.torch_rules.functions import name_of
 
 __all__ = ["Graph", "NodeRef", "mirror"]
 
@@ -154,7 +159,7 @@ def mirror(recording: Recording, function: Callable[..., Any]) -> Graph:
     graph.graph.update(recording=recording, flow_steps=steps, root=function)
     taken = set(names)
     nodes: dict[int, str] = {}
-    for part in recording.surroundings.parts:
+    for part in recording.environment.parts:
         if part.is_argument:
             _add_argument(graph, part, recording, names, nodes, taken)
     for op in recording.tape.ops:
@@ -176,7 +181,7 @@ def mirror(recording: Recording, function: Callable[..., Any]) -> Graph:
 
 
 def _add_argument(
-    graph: Graph, part: Part, recording: Recording, names: list[str], nodes: dict[int, str],
+    graph: Graph, part: Captured, recording: Recording, names: list[str], nodes: dict[int, str],
     taken: set[str],
 ) -> None:  # fmt: skip
     """Add a placeholder, or the node that takes an item out of one."""
@@ -207,15 +212,15 @@ def _add_argument(
     graph.add_op(name, **_taken(part, nodes), **data)
 
 
-def _missing_holders(part: Part | None, nodes: dict[int, str]) -> list[Part]:
-    missing: list[Part] = []
+def _missing_holders(part: Captured | None, nodes: dict[int, str]) -> list[Captured]:
+    missing: list[Captured] = []
     while part is not None and part.index not in nodes:
         missing.insert(0, part)
         part = part.parent
     return missing
 
 
-def _taken(part: Part, nodes: dict[int, str]) -> dict[str, Any]:
+def _taken(part: Captured, nodes: dict[int, str]) -> dict[str, Any]:
     assert part.parent is not None
     attribute = part.access in (Access.DICT, Access.ATTRIBUTE)
     return {

@@ -19,7 +19,7 @@ from bendtrace.flow import (
     steps_of,
 )
 from bendtrace.recording.recorder import Recording
-from bendtrace.recording.tape import OpKind, TensorMeta
+from bendtrace.tape.tape import OpKind, TensorMeta
 
 __all__ = ["Condition", "Path", "PathNames"]
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from bendtrace._later import required_pandas
+from bendtrace._lazy import required_pandas
 from bendtrace.errors import InputError, LoadError, NodePathError
 from bendtrace.harvesting.column import Column, Piece, Taken
 from bendtrace.harvesting.formats import Held, form_of

@@ -21,7 +21,7 @@ from bendtrace.errors import InputError
 from bendtrace.interject.insertion import Insertion
 from bendtrace.interject.passes import Passes
 from bendtrace.interject.resolver import describe_where
-from bendtrace.recording.places import is_users_file
+from bendtrace.source.sites import is_users_file
 from bendtrace.storage.tensors import crc32
 
 __all__ = [

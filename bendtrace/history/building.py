@@ -24,15 +24,23 @@ from bendtrace.history.entries import (
     tensors_of,
 )
 from bendtrace.paths.view import Tree
-from bendtrace.recording.functions import name_of
 from bendtrace.recording.iterations import user_code
 from bendtrace.recording.names import target_name
-from bendtrace.recording.parts import Part
 from bendtrace.recording.recorder import Recording
-from bendtrace.recording.sites import Site
-from bendtrace.recording.structure import Existing, Opaque
-from bendtrace.recording.tape import ModuleCall, Op, OpKind, Ref, TensorMeta, map_refs, refs_in
-from bendtrace.recording.writes import works_in_place
+from bendtrace.source.sites import Site
+from bendtrace.tape.captured import Captured
+from bendtrace.tape.structure import Existing, Opaque
+from bendtrace.tape.tape import (
+    ModuleCall,
+    Op,
+    OpKind,
+    Ref,
+    TensorMeta,
+    map_refs,
+    refs_in,
+)
+from bendtrace.torch_rules.functions import name_of
+from bendtrace.torch_rules.writes import works_in_place
 
 __all__ = ["Log", "build_log"]
 
@@ -388,7 +396,7 @@ def _text(value: Any) -> str:
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."
 
 
-def _use(name: str, part: Part, entry: LayerEntry, trainable: bool) -> ParameterUse:
+def _use(name: str, part: Captured, entry: LayerEntry, trainable: bool) -> ParameterUse:
     assert entry.shape is not None
     itemsize = entry.dtype.itemsize if entry.dtype is not None else 1
     return ParameterUse(

@@ -24,13 +24,17 @@ from bendtrace.history.copies import (
 )
 from bendtrace.history.entries import Layer, LayerEntry, Namer, nbytes_of, tensors_of
 from bendtrace.history.selection import Selection
-from bendtrace.recording.functions import name_of
 from bendtrace.recording.names import target_name
-from bendtrace.recording.observer import StopRun
-from bendtrace.recording.parts import requires_grad
-from bendtrace.recording.tape import ModuleCall, Op, OpKind, meta_of
-from bendtrace.recording.watcher import unwatched
-from bendtrace.recording.writes import storage_of, version_of
+from bendtrace.tape.captured import requires_grad
+from bendtrace.tape.tape import (
+    ModuleCall,
+    Op,
+    OpKind,
+    meta_of,
+)
+from bendtrace.tape.watchers import StopRun, unwatched
+from bendtrace.torch_rules.functions import name_of
+from bendtrace.torch_rules.writes import storage_of, version_of
 
 __all__ = ["Capture", "SaveOptions"]
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from bendtrace.history.entries import LayerEntry
-from bendtrace.recording.parts import requires_grad
+from bendtrace.tape.captured import requires_grad
 
 __all__ = [
     "Gradients",

@@ -14,8 +14,8 @@ from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from bendtrace.recording.functions import METADATA, SHAPES, name_of
-from bendtrace.recording.tape import Op, OpKind, TensorMeta
+from bendtrace.tape.tape import Op, OpKind, TensorMeta
+from bendtrace.torch_rules.functions import METADATA, SHAPES, name_of
 
 __all__ = [
     "Layer",

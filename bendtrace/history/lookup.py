@@ -8,7 +8,7 @@ from typing import Any, overload
 
 from torch import nn
 
-from bendtrace._later import tabulate
+from bendtrace._lazy import tabulate
 from bendtrace.errors import InputError, LayerKeyError
 from bendtrace.history.building import Log
 from bendtrace.history.entries import LayerEntry, ModuleEntry

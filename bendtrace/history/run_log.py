@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from bendtrace._later import networkx as nx
+from bendtrace._lazy import networkx as nx
 from bendtrace.flow import FlowSteps
 from bendtrace.history.building import Log
 from bendtrace.history.entries import LayerEntry, ModuleEntry

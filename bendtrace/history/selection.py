@@ -11,16 +11,16 @@ from typing import Any
 import torch
 from torch import nn
 
+from bendtrace.environment.owners import modules_in
 from bendtrace.errors import InputError
 from bendtrace.history.entries import LayerEntry, ModuleEntry
 from bendtrace.history.names import is_layer_name
 from bendtrace.paths.candidates import NodeSelector
 from bendtrace.paths.nodes import NodePath
 from bendtrace.paths.view import Node
-from bendtrace.recording.functions import is_torchs_function
 from bendtrace.recording.names import NodeRef
-from bendtrace.recording.owners import modules_in
-from bendtrace.recording.watcher import unwatched
+from bendtrace.tape.watchers import unwatched
+from bendtrace.torch_rules.functions import is_torchs_function
 
 __all__ = ["Selection", "Spec"]
 

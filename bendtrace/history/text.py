@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from bendtrace._later import networkx as nx
-from bendtrace._later import required_pandas, tabulate
+from bendtrace._lazy import networkx as nx
+from bendtrace._lazy import required_pandas, tabulate
 from bendtrace.flow import FlowStep, FlowSteps, LogicalFlowStep, LoopFlowStep
 from bendtrace.history.building import Log
 from bendtrace.history.entries import LayerEntry, ModuleEntry

@@ -17,8 +17,18 @@ from bendtrace.history.capture import Capture
 from bendtrace.history.copies import copied
 from bendtrace.history.entries import tensors_of
 from bendtrace.history.sizes import counted, listed
-from bendtrace.recording.contexts import ContextSwitch
-from bendtrace.recording.functions import (
+from bendtrace.tape.captured import PLAIN_TYPES
+from bendtrace.tape.contexts import ContextSwitch
+from bendtrace.tape.structure import Existing
+from bendtrace.tape.tape import (
+    Op,
+    OpKind,
+    Ref,
+    TensorMeta,
+    map_refs,
+    refs_in,
+)
+from bendtrace.torch_rules.functions import (
     METADATA,
     SHAPES,
     UNINITIALIZED,
@@ -26,9 +36,6 @@ from bendtrace.recording.functions import (
     is_torchs_function,
     name_of,
 )
-from bendtrace.recording.parts import PLAIN_TYPES
-from bendtrace.recording.structure import Existing
-from bendtrace.recording.tape import Op, OpKind, Ref, TensorMeta, map_refs, refs_in
 
 __all__ = ["MISSING", "Validation", "Validator", "flops_of", "validate"]
 

@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING
 from bendtrace.flow import FlowStep, FlowSteps, steps_of
 from bendtrace.interject.selectors.source import Branch, branches_around
 from bendtrace.paths.candidates import Candidate
-from bendtrace.recording.parts import identical
 from bendtrace.recording.recorder import Recording
-from bendtrace.recording.syntax import (
+from bendtrace.source.syntax import (
     BRANCHES,
     SourceFile,
     closes_block,
     rest_of_block,
     source_file,
 )
-from bendtrace.recording.tape import Guard
+from bendtrace.tape.captured import identical
+from bendtrace.tape.tape import Guard
 
 if TYPE_CHECKING:
     from bendtrace.view.outline.coverage import BranchCoverage

@@ -32,7 +32,7 @@ _OPTIONS = frozenset(
 _OWN = os.path.dirname(os.path.dirname(__file__)) + os.sep
 
 
-class Board(Protocol):
+class InsertionRegistry(Protocol):
     """What keeps the insertions of a model."""
 
     @property
@@ -218,7 +218,7 @@ def get_activations(
         >>> list(get_activations(bended, "div", (torch.tensor([4.0, -3.0]),)))
         ['div:1', 'div:2', 'div:3']
     """
-    board: Board = model._board
+    board: InsertionRegistry = model._board
     items = list(_flat(where))
     if not items:
         raise InputError("say of which nodes the activations are wanted")
@@ -300,7 +300,11 @@ def _gathered(made: Iterable[tuple[Any, _Observer, Insertion]]) -> Activations:
 
 
 def _made(
-    board: Board, model: Callable[..., Any], item: Any, observer: _Observer, allow_none: bool
+    board: InsertionRegistry,
+    model: Callable[..., Any],
+    item: Any,
+    observer: _Observer,
+    allow_none: bool,
 ) -> Insertion:
     if isinstance(item, Tensor):
         raise InputError(

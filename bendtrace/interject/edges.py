@@ -11,10 +11,10 @@ from typing import Any, Self
 from torch import Tensor
 
 from bendtrace.errors import NeverFiredWarning
-from bendtrace.interject.board import Board
 from bendtrace.interject.gates import of_this_run
 from bendtrace.interject.insertion import Insertion
 from bendtrace.interject.interjection import Inputs, Interjection, NodePass
+from bendtrace.interject.registry import InsertionRegistry
 from bendtrace.interject.report import Report
 from bendtrace.interject.resolver import describe_where
 from bendtrace.interject.structure import assemble, take_apart
@@ -129,7 +129,9 @@ class Between:
         insertions: what is in the model for it: at the end of the edge, and at its beginning.
     """
 
-    def __init__(self, board: Board, edge: Edge, end: Insertion, beginning: Insertion) -> None:
+    def __init__(
+        self, board: InsertionRegistry, edge: Edge, end: Insertion, beginning: Insertion
+    ) -> None:
         self._board = board
         self._edge = edge
         self.insertions = end, beginning

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Protocol, Self
 
-from bendtrace.interject.board import Board
 from bendtrace.interject.insertion import Insertion
+from bendtrace.interject.registry import InsertionRegistry
 from bendtrace.paths.candidates import Candidate
 from bendtrace.recording.recorder import Recording
 
@@ -34,7 +34,7 @@ class InsertionGroup:
 
     def __init__(self, model: _Model) -> None:
         self.insertions: list[Insertion] = []
-        self._board: Board = model._board
+        self._board: InsertionRegistry = model._board
         self._known = model._known
 
     def known_runs(self) -> list[Recording]:

@@ -22,8 +22,12 @@ from bendtrace.paths.candidates import Candidate
 from bendtrace.paths.events import bound, parameters_of
 from bendtrace.paths.live import LiveNames
 from bendtrace.paths.naming import Registry, identifier
-from bendtrace.recording.contexts import Context, current_context
-from bendtrace.recording.functions import (
+from bendtrace.recording.names import base_name_of
+from bendtrace.source.sites import Site, user_place
+from bendtrace.tape.contexts import Context, current_context
+from bendtrace.tape.tape import ModuleCall
+from bendtrace.tape.watchers import Stage
+from bendtrace.torch_rules.functions import (
     CONTEXT,
     ESCAPES,
     METADATA,
@@ -33,11 +37,6 @@ from bendtrace.recording.functions import (
     VALUES,
     name_of,
 )
-from bendtrace.recording.inserter import Stage
-from bendtrace.recording.names import base_name_of
-from bendtrace.recording.places import user_place
-from bendtrace.recording.sites import Site
-from bendtrace.recording.tape import ModuleCall
 
 __all__ = ["LiveInserter", "Within", "is_meant_within"]
 
@@ -508,7 +507,7 @@ class LiveInserter:
         return found
 
     def _labels(self, value: Any) -> list[str]:
-        """What the surroundings call the parameters and buffers in arguments."""
+        """What the environment call the parameters and buffers in arguments."""
         found = []
         for tensor in _tensors_in(value):
             part = self.stage.state(tensor)

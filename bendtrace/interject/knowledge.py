@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from bendtrace._later import Later
+from bendtrace._lazy import LazyModule
+from bendtrace.environment.environment import Environment
+from bendtrace.environment.owners import module_of, modules_in
 from bendtrace.errors import InputError, NodePathError
 from bendtrace.history.names import Names
 from bendtrace.interject.inserter import LiveInserter
@@ -24,11 +26,9 @@ from bendtrace.interject.structure import take_apart
 from bendtrace.paths.candidates import Candidate, CandidateGraph
 from bendtrace.paths.naming import Registry, identifier
 from bendtrace.paths.view import Tree, find
-from bendtrace.recording.agreement import alone
-from bendtrace.recording.owners import module_of, modules_in
+from bendtrace.recording.rank_sync import alone
 from bendtrace.recording.recorder import Recording
 from bendtrace.recording.run import Signature, record
-from bendtrace.recording.surroundings import Surroundings
 from bendtrace.run import Run
 
 if TYPE_CHECKING:
@@ -36,8 +36,8 @@ if TYPE_CHECKING:
     from bendtrace.interject.selectors import naming
     from bendtrace.view.outline.coverage import Coverage
 else:
-    absence = Later("bendtrace.interject.absence")
-    naming = Later("bendtrace.interject.selectors.naming")
+    absence = LazyModule("bendtrace.interject.absence")
+    naming = LazyModule("bendtrace.interject.selectors.naming")
 
 __all__ = ["Knowledge", "Rehearsal"]
 
@@ -153,9 +153,9 @@ _CONTAINERS = (dict, list, set)
 
 def _reached(model: Callable[..., Any]) -> list[Any]:
     """Return everything that a run of a model can read and change."""
-    surroundings = Surroundings(model, {})
-    found = [part.value for part in surroundings.parts]
-    surroundings.release()
+    environment = Environment(model, {})
+    found = [part.value for part in environment.parts]
+    environment.release()
     return found
 
 

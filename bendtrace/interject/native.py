@@ -26,7 +26,7 @@ from bendtrace.interject.interjection import Inputs, Interjection, NodePass
 from bendtrace.interject.plan import forms_of
 from bendtrace.interject.structure import Mismatch, collect, take_apart
 from bendtrace.interject.tensors import Exchange, tensors_of, with_tensors
-from bendtrace.recording.watcher import current_watcher
+from bendtrace.tape.watchers import current_watcher
 
 __all__ = ["Attached", "Counts"]
 

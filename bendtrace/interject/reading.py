@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from bendtrace.environment.reachability import names_in
 from bendtrace.interject.insertion import Function
 from bendtrace.interject.interjection import Interjection
 from bendtrace.interject.plan import Plan
-from bendtrace.recording.reach import names_in
 from bendtrace.recording.recorder import Recording
 
 __all__ = ["is_contained", "read_and_changed"]
@@ -33,7 +33,7 @@ def read_and_changed(plan: Plan, recording: Recording) -> frozenset[str]:
     if not changed:
         return frozenset()
     whats = {id(entry.what): entry.what for entry in plan.entries}.values()
-    own = recording.surroundings.module_paths
+    own = recording.environment.module_paths
     if all(what.self_contained or _is_contained(what, own) for what in whats):
         return frozenset()
     return frozenset(changed)

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from bendtrace.errors import InputError
-from bendtrace.interject.cuts import is_named
+from bendtrace.interject.cut_points import is_named
 from bendtrace.interject.insertion import Insertion
 from bendtrace.interject.interjection import Inputs, Interjection, NodePass
 from bendtrace.interject.resolver import node_meant
-from bendtrace.interject.rests import own
+from bendtrace.interject.suffixes import own
 from bendtrace.paths.view import Node
 
 __all__ = ["call_with"]

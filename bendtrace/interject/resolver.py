@@ -9,16 +9,16 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 from torch import nn
 
+from bendtrace.environment.owners import modules_in, states_of
 from bendtrace.errors import InputError, NodePathError
 from bendtrace.history.entries import LayerEntry, ModuleEntry
 from bendtrace.history.names import Meaning, Names, ambiguity
-from bendtrace.interject.cuts import is_named, path_in
+from bendtrace.interject.cut_points import is_named, path_in
 from bendtrace.paths.candidates import NodeSelector
 from bendtrace.paths.nodes import TreeNode
 from bendtrace.paths.text import Chosen
 from bendtrace.paths.view import Node, NodePath, is_path_only
 from bendtrace.recording.names import NodeRef
-from bendtrace.recording.owners import modules_in, states_of
 
 __all__ = ["by_path", "describe_where", "meant_by", "name_of", "node_meant", "text_of"]
 

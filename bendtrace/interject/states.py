@@ -9,16 +9,16 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from bendtrace.environment.owners import states_of
 from bendtrace.interject.gates import Gate, StateGate
 from bendtrace.interject.interjection import NodePass
 from bendtrace.interject.plan import Plan, Slot
 from bendtrace.interject.structure import Leaf
 from bendtrace.paths.live import LiveNames
 from bendtrace.paths.naming import dotted
-from bendtrace.recording.contexts import Context, current_context
-from bendtrace.recording.inserter import Stage
-from bendtrace.recording.owners import states_of
-from bendtrace.recording.tape import ModuleCall
+from bendtrace.tape.contexts import Context, current_context
+from bendtrace.tape.tape import ModuleCall
+from bendtrace.tape.watchers import Stage
 
 __all__ = ["States"]
 

@@ -9,9 +9,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from bendtrace.recording.objects import build, can_build
-from bendtrace.recording.parts import PLAIN_TYPES, attributes_of, identical
-from bendtrace.recording.scalars import TRACED, plain
+from bendtrace.tape.captured import PLAIN_TYPES, attributes_of, identical
+from bendtrace.tape.scalars import TRACED, plain
+from bendtrace.tape.structure import build, can_build
 
 __all__ = [
     "Leaf",

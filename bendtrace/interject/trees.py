@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Hashable
 from typing import TYPE_CHECKING
 
-from bendtrace._later import Later
+from bendtrace._lazy import LazyModule
 from bendtrace.interject.plan import Plan
 from bendtrace.recording.recorder import Recording
 from bendtrace.replay.tree import TraceTree
@@ -15,7 +15,7 @@ from bendtrace.replay.tree import TraceTree
 if TYPE_CHECKING:
     from bendtrace.view.outline import program as outlines
 else:
-    outlines = Later("bendtrace.view.outline.program")
+    outlines = LazyModule("bendtrace.view.outline.program")
 
 __all__ = ["Trees"]
 

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from torch import nn
 
-from bendtrace._later import Later
+from bendtrace._lazy import LazyModule
+from bendtrace.environment.owners import module_of, modules_in
 from bendtrace.errors import InputError, NodePathError
 from bendtrace.history.names import Names, near_names
 from bendtrace.interject.plan import Place, State
@@ -24,13 +25,12 @@ from bendtrace.paths.candidates import Candidate, CandidateGraph, NodeSelector
 from bendtrace.paths.naming import dotted
 from bendtrace.paths.nodes import TreeNode
 from bendtrace.paths.view import Node, Tree, dug, find
-from bendtrace.recording.functions import SHAPES, VALUES
-from bendtrace.recording.owners import module_of, modules_in
+from bendtrace.torch_rules.functions import SHAPES, VALUES
 
 if TYPE_CHECKING:
     from bendtrace.interject.selectors import naming
 else:
-    naming = Later("bendtrace.interject.selectors.naming")
+    naming = LazyModule("bendtrace.interject.selectors.naming")
 
 __all__ = ["AtPath", "AtPaths", "Known", "OfModule", "Said", "Want", "near_misses", "wants_of"]
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from bendtrace.paths.candidates import Candidate
-from bendtrace.recording.functions import is_named_in_place
-from bendtrace.recording.writes import storage_of
+from bendtrace.torch_rules.functions import is_named_in_place
+from bendtrace.torch_rules.writes import storage_of
 
 __all__ = ["overlaps", "written_by"]
 

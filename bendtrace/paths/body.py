@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from bendtrace.paths.events import items_of
 from bendtrace.paths.nodes import TreeNode
 from bendtrace.recording.names import base_name
-from bendtrace.recording.structure import existing_in
-from bendtrace.recording.tape import Ref, refs_in
+from bendtrace.tape.structure import existing_in
+from bendtrace.tape.tape import Ref, refs_in
 
 if TYPE_CHECKING:
     from bendtrace.paths.build import Builder

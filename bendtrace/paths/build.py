@@ -16,11 +16,18 @@ from bendtrace.paths.events import Events, items_of, result_type, type_name
 from bendtrace.paths.naming import Holders, Registry, identifier
 from bendtrace.paths.nodes import Kind, Pass, Place, Role, Step, TreeNode, Variant
 from bendtrace.recording import recorder
-from bendtrace.recording.functions import is_gate
 from bendtrace.recording.names import base_name
-from bendtrace.recording.sites import Site
-from bendtrace.recording.structure import Existing, Made
-from bendtrace.recording.tape import ModuleCall, Op, OpKind, Ref, TensorMeta, refs_in
+from bendtrace.source.sites import Site
+from bendtrace.tape.structure import Existing, Made
+from bendtrace.tape.tape import (
+    ModuleCall,
+    Op,
+    OpKind,
+    Ref,
+    TensorMeta,
+    refs_in,
+)
+from bendtrace.torch_rules.functions import is_gate
 
 __all__ = ["Builder", "StepSource", "Visit"]
 

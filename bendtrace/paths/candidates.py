@@ -10,12 +10,19 @@ from typing import Any
 import torch
 from torch import nn
 
-from bendtrace._later import networkx as nx
+from bendtrace._lazy import networkx as nx
 from bendtrace.paths.build import Builder
 from bendtrace.paths.nodes import TreeNode
-from bendtrace.recording.functions import METADATA, SHAPES, VALUES
-from bendtrace.recording.sites import Site
-from bendtrace.recording.tape import ModuleCall, Op, OpKind, Ref, TensorMeta, refs_in
+from bendtrace.source.sites import Site
+from bendtrace.tape.tape import (
+    ModuleCall,
+    Op,
+    OpKind,
+    Ref,
+    TensorMeta,
+    refs_in,
+)
+from bendtrace.torch_rules.functions import METADATA, SHAPES, VALUES
 
 __all__ = ["Candidate", "CandidateGraph", "NodeSelector", "candidates_of"]
 

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from bendtrace.paths.body import kept_name
-from bendtrace.recording.functions import name_of
 from bendtrace.recording.names import target_name
-from bendtrace.recording.parts import Part
-from bendtrace.recording.structure import Existing, Instance, Made
-from bendtrace.recording.tape import Op, Ref, refs_in
+from bendtrace.tape.captured import Captured
+from bendtrace.tape.structure import Existing, Instance, Made
+from bendtrace.tape.tape import Op, Ref, refs_in
+from bendtrace.torch_rules.functions import name_of
 
 __all__ = ["call_text", "module_expression", "value_text"]
 
@@ -94,7 +94,7 @@ def _joined(texts: list[str]) -> str:
 def call_text(op: Op, name: Name) -> str:
     """Return the expression that an op is."""
     target, args = op.target, op.args
-    if isinstance(target, Part) or target is None:
+    if isinstance(target, Captured) or target is None:
         return "<unknown>" if target is None else str(target.label)
     word = name_of(target)
     bare = word.strip("_") if word.startswith("__") else word

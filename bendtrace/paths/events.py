@@ -12,12 +12,24 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from bendtrace.recording.contexts import Context, current_context
-from bendtrace.recording.functions import METADATA, SHAPES, name_of
-from bendtrace.recording.parts import Access, AttributeKey, Part, PartKind
 from bendtrace.recording.recorder import Recording
-from bendtrace.recording.structure import Existing, Instance, Opaque
-from bendtrace.recording.tape import ModuleCall, Op, OpKind, Ref, TensorMeta, refs_in
+from bendtrace.tape.captured import (
+    Access,
+    AttributeKey,
+    Captured,
+    CaptureKind,
+)
+from bendtrace.tape.contexts import Context, current_context
+from bendtrace.tape.structure import Existing, Instance, Opaque
+from bendtrace.tape.tape import (
+    ModuleCall,
+    Op,
+    OpKind,
+    Ref,
+    TensorMeta,
+    refs_in,
+)
+from bendtrace.torch_rules.functions import METADATA, SHAPES, name_of
 
 __all__ = ["Events", "bound", "items_of", "parameters_of", "result_type", "type_name"]
 
@@ -113,11 +125,11 @@ class Events:
         return used
 
     @cached_property
-    def held(self) -> dict[int, list[Part]]:
+    def held(self) -> dict[int, list[Captured]]:
         """The parts of each argument, as far as they lead to values of the run."""
         inputs = {op.target.index for op in self.ops if op.kind is OpKind.INPUT}
-        found: dict[int, dict[int, Part]] = defaultdict(dict)
-        for part in self.recording.surroundings.parts:
+        found: dict[int, dict[int, Captured]] = defaultdict(dict)
+        for part in self.recording.environment.parts:
             seen = self.real(part)
             if not part.is_argument or seen.index not in inputs:
                 continue
@@ -133,9 +145,9 @@ class Events:
         return {op.target.index: op.index for op in self.ops if op.kind is OpKind.INPUT}
 
     @staticmethod
-    def real(part: Part) -> Part:
+    def real(part: Captured) -> Captured:
         """Return the part itself, for one that is another name of it."""
-        while part.kind is PartKind.ALIAS:
+        while part.kind is CaptureKind.ALIAS:
             part = part.value
         return part
 
@@ -148,7 +160,7 @@ class Events:
             return bound(known, call.args, call.kwargs)
         given = [
             (part.label, Existing(part))
-            for part in self.recording.surroundings.parts
+            for part in self.recording.environment.parts
             if part.is_argument and part.access is Access.ROOT
         ]
         parameters = parameters_of(self.function)
@@ -271,7 +283,7 @@ def items_of(value: Any, events: Events) -> list[Item] | None:
         return _items_of_instance(value)
     if isinstance(value, Existing):
         held = events.held.get(value.part.index)
-        if held is None or value.part.kind is PartKind.TENSOR:
+        if held is None or value.part.kind is CaptureKind.TENSOR:
             return None
         return [
             _item_of_part(value.part, part)
@@ -282,7 +294,7 @@ def items_of(value: Any, events: Events) -> list[Item] | None:
     return None
 
 
-def _item_of_part(whole: Part, part: Part) -> Item:
+def _item_of_part(whole: Captured, part: Captured) -> Item:
     """Return an item of an argument."""
     value = Existing(part)
     if isinstance(part.key, AttributeKey):

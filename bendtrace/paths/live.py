@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from bendtrace.paths.events import bound, parameters_of
 from bendtrace.paths.naming import Holders, Registry, identifier
 from bendtrace.recording.names import base_name_of
-from bendtrace.recording.parts import PLAIN_TYPES
-from bendtrace.recording.scalars import TRACED
-from bendtrace.recording.sites import Site
-from bendtrace.recording.tape import ModuleCall
+from bendtrace.source.sites import Site
+from bendtrace.tape.captured import PLAIN_TYPES
+from bendtrace.tape.scalars import TRACED
+from bendtrace.tape.tape import ModuleCall
 
 __all__ = ["LiveNames"]
 
@@ -93,7 +93,7 @@ class LiveNames:
             scope: the call of a module that it happens in.
             site: where it happens.
             function: what is called.
-            states: what the surroundings call the parameters and buffers among its arguments.
+            states: what the environment call the parameters and buffers among its arguments.
 
         Returns:
             Its path, and what it is called by itself.

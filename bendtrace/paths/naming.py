@@ -14,9 +14,9 @@ from typing import Any
 
 from torch import nn
 
-from bendtrace.recording.owners import states_of
-from bendtrace.recording.sites import Site
-from bendtrace.recording.tape import ModuleCall
+from bendtrace.environment.owners import states_of
+from bendtrace.source.sites import Site
+from bendtrace.tape.tape import ModuleCall
 
 __all__ = ["Holders", "Registry", "dotted", "identifier"]
 
@@ -209,7 +209,7 @@ class Holders:
         """Return what the code of a call knows a tensor as: `weight`.
 
         Args:
-            label: what the surroundings of the run call the tensor.
+            label: what the environment of the run call the tensor.
             call: the call.
         """
         label = label.removeprefix("self.")

@@ -2,18 +2,40 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
+import gc
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from enum import Enum
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from bendtrace.recording.objects import (
+from bendtrace.environment.environment import Environment
+from bendtrace.source.usage import stores_outside
+from bendtrace.tape.captured import (
+    PLAIN_TYPES,
+    Array,
+    attributes_of,
+    is_array,
+    slots_of,
+)
+from bendtrace.tape.scalars import (
+    RETIRED,
+    TRACED,
+    Origin,
+    TracedScalar,
+)
+from bendtrace.tape.structure import (
+    Existing,
+    Fixed,
+    Instance,
+    Made,
+    Opaque,
     build,
     can_build,
     make_function,
@@ -21,22 +43,23 @@ from bendtrace.recording.objects import (
     refill,
     tagged,
 )
-from bendtrace.recording.parts import PLAIN_TYPES, Array, attributes_of, is_array
-from bendtrace.recording.scalars import RETIRED, TRACED, Origin, TracedScalar
-from bendtrace.recording.structure import Existing, Fixed, Instance, Made, Opaque
-from bendtrace.recording.surroundings import Surroundings
-from bendtrace.recording.tape import Ref, Tape
-from bendtrace.recording.usage import stores_outside
-from bendtrace.recording.wiring import is_wiring
+from bendtrace.tape.tape import Ref, Tape
+from bendtrace.torch_rules.collectives import is_wiring
 
-__all__ = ["Encoder", "make_keys_plain", "without_traced"]
+__all__ = [
+    "Encoder",
+    "holds",
+    "make_keys_plain",
+    "make_plain",
+    "without_traced",
+]
 
 
 class Values(Protocol):
     """What knows which op gave a value."""
 
     tape: Tape
-    surroundings: Surroundings
+    environment: Environment
     origin: Origin
 
     def ref(self, tensor: Tensor) -> Ref:
@@ -125,14 +148,10 @@ class Encoder:
                 else value._value
             )
         if isinstance(value, Tensor):
-            if (
-                kind in _TENSORS
-                and value.__dict__
-                and self._values.surroundings.find(value) is None
-            ):
+            if kind in _TENSORS and value.__dict__ and self._values.environment.find(value) is None:
                 return self._remembered(value, memo, lambda: self._tagged(value, what, memo))
             return self._values.ref(value)
-        if (part := self._values.surroundings.find(value)) is not None:
+        if (part := self._values.environment.find(value)) is not None:
             return Existing(part)
         return self._remembered(value, memo, lambda: self._new(value, kind, what, memo))
 
@@ -217,7 +236,7 @@ class Encoder:
             return kind(self.leniently(item, depth) for item in value)
         if isinstance(value, dict):
             return {key: self.leniently(item, depth) for key, item in value.items()}
-        part = self._values.surroundings.find(value)
+        part = self._values.environment.find(value)
         if part is not None:
             return Existing(part)
         is_record = isinstance(value, tuple) or (
@@ -292,3 +311,75 @@ def _is_constant(value: Any) -> bool:
 
 _TENSORS = frozenset({Tensor, nn.Parameter})
 _DEEPEST = 4  # records in each other; they can hold themselves
+
+
+# Traced scalars that a run has left outside of what it is known to change.
+#
+# In attributes of classes, items of counters, variables of closures: whoever looks there next must
+# find the numbers that eager would have left.
+
+
+def holds(scalars: list[TracedScalar]) -> list[int]:
+    """Return how many hold each of some scalars, and then what that is for one in lists only."""
+    every = [*scalars, object()]
+    counts = [sys.getrefcount(scalar) for scalar in every]
+    return [*counts[:-1], counts[-1] + 1]
+
+
+def make_plain(scalars: list[TracedScalar], before: list[int]) -> None:
+    """Exchange, wherever they are held, the scalars that code has kept.
+
+    Those in tuples, and in the variables of what still runs, stay.
+
+    Args:
+        scalars: all of a run.
+        before: what `holds` said of those of the arguments, before it.
+    """
+    now = holds(scalars)
+    before = [*before[:-1], *[now[-1]] * (len(now) - len(before))]
+    left = [
+        scalar for scalar, count, known in zip(scalars, now, before, strict=False) if count > known
+    ]
+    if not left:
+        return
+    numbers = {id(scalar): scalar._value for scalar in left}
+    for holder in gc.get_referrers(*left):
+        if holder is not left and holder is not scalars:
+            _exchange(holder, numbers)
+
+
+def _exchange(holder: Any, numbers: dict[int, Any]) -> None:
+    if isinstance(holder, dict):
+        for key, value in _found(holder.items(), numbers):
+            _put(holder, key, value)
+        if any(id(key) in numbers for key in holder):
+            make_keys_plain(holder)
+    elif isinstance(holder, (list, collections.deque)):
+        for position, value in _found(enumerate(holder), numbers):
+            holder[position] = value
+    elif isinstance(holder, set):
+        for member in [member for member in holder if id(member) in numbers]:
+            holder.discard(member)
+            holder.add(numbers[id(member)])
+    elif isinstance(holder, types.CellType):
+        holder.cell_contents = numbers[id(holder.cell_contents)]
+    elif not isinstance(holder, types.FrameType):
+        own = getattr(holder, "__dict__", None)
+        if type(own) is dict:
+            _exchange(own, numbers)
+        named = ((name, getattr(holder, name, None)) for name in slots_of(type(holder)))
+        for name, value in _found(named, numbers):
+            object.__setattr__(holder, name, value)
+
+
+def _found(pairs: Iterable[tuple[Any, Any]], numbers: dict[int, Any]) -> list[tuple[Any, Any]]:
+    return [(key, numbers[id(value)]) for key, value in pairs if id(value) in numbers]
+
+
+def _put(holder: dict[Any, Any], key: Any, value: Any) -> None:
+    if "__module__" in holder:  # as the attributes of a class have it, which have caches
+        for owner in gc.get_referrers(holder):
+            if isinstance(owner, type) and vars(owner).get(key) is holder[key]:
+                type.__setattr__(owner, key, value)
+                return
+    dict.__setitem__(holder, key, value)

@@ -13,22 +13,25 @@ from typing import Any, TypeVar
 import torch
 from torch.nn.utils import parametrize
 
-from bendtrace.recording.contexts import current_context, current_settings
+from bendtrace.environment.environment import Environment
+from bendtrace.environment.executed import Ran, forbidden_in, learn
+from bendtrace.environment.kinds import is_value
+from bendtrace.environment.reachability import names_in, reachable_from
 from bendtrace.recording.encoding import Encoder, make_keys_plain, without_traced
-from bendtrace.recording.functions import is_torchs_function, said_of
-from bendtrace.recording.joint import JOINT
-from bendtrace.recording.kinds import is_value
-from bendtrace.recording.learned import forbidden_in, learn
 from bendtrace.recording.names import node_names
-from bendtrace.recording.objects import kept_in
-from bendtrace.recording.parts import Change, PartKind
-from bendtrace.recording.ran import Ran
-from bendtrace.recording.reach import names_in, reach_of
-from bendtrace.recording.scalars import TRACED
-from bendtrace.recording.structure import Existing, Made
-from bendtrace.recording.surroundings import Surroundings
-from bendtrace.recording.tape import ModuleCall, Op, OpKind, Tape
 from bendtrace.recording.writer import Writer
+from bendtrace.tape.captured import CaptureKind, Change
+from bendtrace.tape.contexts import current_context, current_settings
+from bendtrace.tape.scalars import TRACED
+from bendtrace.tape.structure import Existing, Made, kept_in
+from bendtrace.tape.tape import (
+    ModuleCall,
+    Op,
+    OpKind,
+    Tape,
+)
+from bendtrace.torch_rules.distributed_forward import JOINT
+from bendtrace.torch_rules.functions import is_torchs_function, said_of
 
 __all__ = ["Finish", "Recording"]
 
@@ -40,9 +43,9 @@ class Recording:
 
     Attributes:
         tape: the records.
-        surroundings: what the run could read.
+        environment: what the run could read.
         root: the outermost scope; its `output` is the encoded output.
-        changes: what the run changed in its surroundings, values encoded.
+        changes: what the run changed in its environment, values encoded.
         result: what the model returned, free of traced scalars.
         output_reads: for outputs that were written to since their op gave them, the op that wrote.
         is_transient: whether a next run with the same inputs would do something else, in a way
@@ -55,19 +58,19 @@ class Recording:
     __slots__ = (
         "changes",
         "draws",
+        "environment",
         "is_transient",
         "output_reads",
         "result",
         "root",
-        "surroundings",
         "tape",
         "views",
         "writes_outside",
     )
 
-    def __init__(self, tape: Tape, surroundings: Surroundings, root: ModuleCall) -> None:
+    def __init__(self, tape: Tape, environment: Environment, root: ModuleCall) -> None:
         self.tape = tape
-        self.surroundings = surroundings
+        self.environment = environment
         self.root = root
         self.changes: list[Change] = []
         self.is_transient = False
@@ -102,7 +105,7 @@ class Finish:
 
     Args:
         writer: what the run was written with.
-        surroundings: what it could read.
+        environment: what it could read.
         encoder: writes values down.
         start: where the model's code begins, for messages.
         function: what is run.
@@ -111,14 +114,14 @@ class Finish:
     def __init__(
         self,
         writer: Writer,
-        surroundings: Surroundings,
+        environment: Environment,
         encoder: Encoder,
         start: str,
         function: Callable[..., Any],
     ) -> None:
         self._function = function
         self.tape = writer.tape
-        self.surroundings = surroundings
+        self.environment = environment
         self._writer = writer
         self._encoder = encoder
         self._start = start
@@ -139,7 +142,7 @@ class Finish:
         root = self._writer.root
         if self.tape.calls and self.tape.calls[0].module is self._function:
             root = self.tape.calls[0]
-        recording = Recording(self.tape, self.surroundings, root)
+        recording = Recording(self.tape, self.environment, root)
         # Where the run is the first to import numpy, nobody knows what it has drawn.
         if _python_random_states() != self._random_states:
             self.block("the run draws from Python's or numpy's random generator", *_RANDOM)
@@ -149,24 +152,24 @@ class Finish:
             self.block("the run seeds torch's random generator unseen")
         if self._modes() != self._entry:
             self.block("the run leaves grad mode, autocast or another setting of torch's changed")
-        changes = list(self.surroundings.changes())
-        for reason in self.surroundings.blockers:
+        changes = list(self.environment.changes())
+        for reason in self.environment.blockers:
             self.tape.block(reason)
         # It may have been made by its first use, and be as it is from then on.
-        recording.is_transient = self.surroundings.leaves_world
+        recording.is_transient = self.environment.leaves_watched_objects
         if ran is not None:
             if not self.tape.blockers or recording.is_transient:  # else it is known to be live
                 for reason in forbidden_in(ran):
                     self.tape.block(reason)
             if self.tape.blockers:
                 ran.codes.clear()  # such runs are live in any case
-            for code in learn(self._function, ran, self.surroundings.functions):
+            for code in learn(self._function, ran, self.environment.functions):
                 recording.is_transient = True
                 self.tape.block(
                     f"{code.co_qualname} at {code.co_filename}:{code.co_firstlineno} was called in "
                     "a way that could not be known before"
                 )
-        for reason, cache in self.surroundings.filled_caches():
+        for reason, cache in self.environment.filled_caches():
             # What a function computes in Python alone is the same when it comes from the cache.
             if self._has_ops_of(cache.__wrapped__) or not all(map(is_value, kept_in(cache))):
                 self.tape.block(reason)
@@ -194,22 +197,22 @@ class Finish:
 
     def block(self, reason: str, *names: str) -> None:
         """Note why the run must not be replayed, and where the model uses one of the names."""
-        named = filter(None, map(self.surroundings.place_of, names))
+        named = filter(None, map(self.environment.place_of, names))
         place = next(named, self._start)
         self.tape.block(f"{reason} (see {place})" if place else reason)
 
     def clean(self, changes: list[Change], *own: Any) -> dict[int, Any]:
-        """Make plain what the run left in its surroundings; return what is plain by now."""
-        memo = self.surroundings.things()
+        """Make plain what the run left in its environment; return what is plain by now."""
+        memo = self.environment.things()
         # A trace made inside the run can lead here, by way of this run's scalars.
-        memo.update({id(thing): thing for thing in (self, self.tape, self.surroundings, *own)})
+        memo.update({id(thing): thing for thing in (self, self.tape, self.environment, *own)})
         for change in changes:
             change.key = without_traced(change.key)
             if not change.deleted:
                 change.store(without_traced(change.value, memo))
             if isinstance(change.part.value, dict):
                 make_keys_plain(change.part.value)
-        for value in self.surroundings.sets():
+        for value in self.environment.sets():
             traced = [member for member in value if type(member) in TRACED]
             value.difference_update(traced)
             value.update(map(without_traced, traced))
@@ -217,7 +220,7 @@ class Finish:
 
     def _torchs_random_states(self) -> list[bytes]:
         """The states of the generators that a run can draw from, the default one first."""
-        known = [part.value for part in self.surroundings.generators if part.value is not None]
+        known = [part.value for part in self.environment.generators if part.value is not None]
         if torch.cuda.is_initialized():
             known += torch.cuda.default_generators
         with torch._C.DisableTorchFunction():
@@ -231,7 +234,7 @@ class Finish:
 
     def _seeds(self) -> list[int]:
         """The seeds of the generators that the run knows; reseeding one is not always seen."""
-        known = (part.value for part in self.surroundings.generators)
+        known = (part.value for part in self.environment.generators)
         return [torch.initial_seed(), *(g.initial_seed() for g in known if g is not None)]
 
     def _has_ops_of(self, function: Any) -> bool:
@@ -255,7 +258,7 @@ class Finish:
         changed = {
             str(change.key): change.label
             for change in changes
-            if change.part.kind is not PartKind.TENSOR
+            if change.part.kind is not CaptureKind.TENSOR
         }
         if not changed:
             return
@@ -285,15 +288,15 @@ class Finish:
             elif isinstance(thing, (tuple, list)):
                 waiting += thing
             elif isinstance(thing, Existing):
-                if thing.part.kind in (PartKind.MODULE, PartKind.OBJECT):
-                    return self.surroundings.names
+                if thing.part.kind in (CaptureKind.MODULE, CaptureKind.OBJECT):
+                    return self.environment.names
                 waiting.append(thing.part.value)
             elif isinstance(thing, types.MethodType):
                 waiting.append(thing.__func__)
             elif isinstance(thing, types.FunctionType):
-                names |= reach_of(thing).names
+                names |= reachable_from(thing).names
             if isinstance(thing, types.MethodType) and isinstance(thing.__self__, type):
-                names |= reach_of(thing.__self__, _FUNCTION_METHODS).names
+                names |= reachable_from(thing.__self__, _FUNCTION_METHODS).names
         return frozenset(names)
 
 

@@ -17,11 +17,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from types import CodeType
 
-from bendtrace.recording.functions import is_gate, name_of
-from bendtrace.recording.instructions import has, single_steps
-from bendtrace.recording.places import PACKAGE
-from bendtrace.recording.sites import Place, Site, Span, first_offset
-from bendtrace.recording.statements import (
+from bendtrace.source.bytecode import has, single_steps
+from bendtrace.source.sites import (
+    PACKAGE,
+    Place,
+    Site,
+    Span,
+    first_offset,
+)
+from bendtrace.source.statements import (
     Role,
     compares_containers,
     decides,
@@ -29,9 +33,18 @@ from bendtrace.recording.statements import (
     role_of,
     walked_from,
 )
-from bendtrace.recording.syntax import Loop
-from bendtrace.recording.tape import Guard, ModuleCall, Op, OpKind, Ref, Tape, Test
-from bendtrace.recording.usage import asking_comparisons
+from bendtrace.source.syntax import Loop
+from bendtrace.source.usage import asking_comparisons
+from bendtrace.tape.tape import (
+    Guard,
+    ModuleCall,
+    Op,
+    OpKind,
+    Ref,
+    Tape,
+    Test,
+)
+from bendtrace.torch_rules.functions import is_gate, name_of
 
 __all__ = [
     "Iterations",

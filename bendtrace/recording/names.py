@@ -6,8 +6,8 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from bendtrace.recording.functions import name_of
-from bendtrace.recording.tape import Op, OpKind
+from bendtrace.tape.tape import Op, OpKind
+from bendtrace.torch_rules.functions import name_of
 
 __all__ = ["NodeRef", "base_name", "base_name_of", "mapped", "node_names", "target_name"]
 

@@ -26,22 +26,26 @@ from torch import Tensor
 from torch._C import _len_torch_function_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
+from bendtrace.environment.environment import Environment
 from bendtrace.errors import IncompatibleVersionWarning
-from bendtrace.recording import features
-from bendtrace.recording.functions import name_of
-from bendtrace.recording.instructions import named_in
 from bendtrace.recording.iterations import Iterations, marks_of
-from bendtrace.recording.places import users_level
 from bendtrace.recording.recorder import Recorder
-from bendtrace.recording.sites import is_covered
-from bendtrace.recording.surroundings import Surroundings
-from bendtrace.recording.tape import Guard, OpKind, Tape, Test
-from bendtrace.recording.usage import (
+from bendtrace.source import features
+from bendtrace.source.bytecode import named_in
+from bendtrace.source.sites import is_covered, users_level
+from bendtrace.source.usage import (
     compares_identity,
     needs_plain_numbers,
     only_tests,
     stores_outside,
 )
+from bendtrace.tape.tape import (
+    Guard,
+    OpKind,
+    Tape,
+    Test,
+)
+from bendtrace.torch_rules.functions import name_of
 
 __all__ = [
     "TORCH_PROBES",
@@ -300,7 +304,7 @@ def _hold(model: str, probes: list[_TorchProbe]) -> bool:
 
 @contextmanager
 def _as_it_was() -> Iterator[None]:
-    """Give a probe plain surroundings, and leave the generators as they were."""
+    """Give a probe plain environment, and leave the generators as they were."""
     kept, is_collecting = random.getstate(), gc.isenabled()
     gc.disable()  # it would go through all of torch's objects
     with (
@@ -338,13 +342,13 @@ def _tape(name: str, x: Tensor) -> Tape:
     """Record a probe: as any run, but for what processes tell each other."""
     model = _models()[name]
     function = model() if isinstance(model, type) else model
-    surroundings = Surroundings(function, {"x": x})
-    recorder = Recorder(function, surroundings)
+    environment = Environment(function, {"x": x})
+    recorder = Recorder(function, environment)
     try:
-        part = next(p for p in surroundings.arguments if p.value is x)
+        part = next(p for p in environment.arguments if p.value is x)
         return recorder.run((recorder.argument(part, x),), {}).tape
     finally:
-        surroundings.release()
+        environment.release()
 
 
 class _TorchProbe(NamedTuple):

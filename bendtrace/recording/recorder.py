@@ -16,14 +16,61 @@ from torch import Tensor, nn
 from torch.nn.modules import module as _module
 from torch.overrides import TorchFunctionMode
 
-from bendtrace.recording import stacks
-from bendtrace.recording.agreement import is_one_of_several
-from bendtrace.recording.arrays import SharedArrays, may_share
-from bendtrace.recording.boundaries import BOUNDARY_CODES, watching
-from bendtrace.recording.encoding import Encoder, without_traced
-from bendtrace.recording.exchanged import asked, may_stand_in
+from bendtrace.environment.environment import Environment
+from bendtrace.environment.executed import ran
+from bendtrace.recording.encoding import Encoder, holds, make_plain, without_traced
+from bendtrace.recording.fast_path import (
+    NOT_TAKEN,
+    FastPath,
+    fast_path_for,
+    hooks_around,
+)
 from bendtrace.recording.finish import Finish, Recording
-from bendtrace.recording.functions import (
+from bendtrace.recording.rank_sync import is_one_of_several
+from bendtrace.recording.states import States
+from bendtrace.recording.texts import (
+    Texts,
+    end_of,
+    goes_to_screen,
+    is_plainly_printed,
+    separator_of,
+    shows,
+    stream_of,
+)
+from bendtrace.recording.values import TRACED_AS, Values
+from bendtrace.recording.writer import Prefix, Writer
+from bendtrace.source import stacks
+from bendtrace.source.sites import (
+    BEHIND,
+    Site,
+    definition,
+    outside_scalars,
+    user_place,
+    users_frame,
+)
+from bendtrace.source.usage import only_tests
+from bendtrace.tape.captured import PLAIN_TYPES, Captured, CaptureKind
+from bendtrace.tape.scalars import TRACED, TracedScalar, plain
+from bendtrace.tape.tape import (
+    ModuleCall,
+    Op,
+    OpKind,
+    Ref,
+    State,
+    Test,
+    raised_by,
+)
+from bendtrace.tape.watchers import (
+    Inserter,
+    Observer,
+    StopRun,
+    current_watcher,
+    set_around,
+    unwatched,
+)
+from bendtrace.torch_rules.arrays import SharedArrays, may_share
+from bendtrace.torch_rules.distributed_forward import has_joint_hooks, with_joint_hooks
+from bendtrace.torch_rules.functions import (
     CONTEXT,
     DESCEND,
     ESCAPES,
@@ -35,34 +82,9 @@ from bendtrace.recording.functions import (
     entered,
     name_of,
 )
-from bendtrace.recording.handlers import raised_by
-from bendtrace.recording.inserter import Inserter
-from bendtrace.recording.joint import has_joint_hooks, with_joint_hooks
-from bendtrace.recording.lane import NOT_TAKEN, Lane, hooks_around, lane_for
-from bendtrace.recording.leftovers import holds, make_plain
-from bendtrace.recording.observer import Observer, StopRun
-from bendtrace.recording.parts import PLAIN_TYPES, Part, PartKind
-from bendtrace.recording.places import BEHIND, definition, outside_scalars, user_place, users_frame
-from bendtrace.recording.ran import ran
-from bendtrace.recording.scalars import TRACED, TracedScalar, plain
-from bendtrace.recording.sites import Site
-from bendtrace.recording.states import States
-from bendtrace.recording.surroundings import Surroundings
-from bendtrace.recording.tape import ModuleCall, Op, OpKind, Ref, State, Test
-from bendtrace.recording.tensor_hooks import REGISTERS, HandleOfRun, registers
-from bendtrace.recording.texts import (
-    Texts,
-    end_of,
-    goes_to_screen,
-    is_plainly_printed,
-    separator_of,
-    shows,
-    stream_of,
-)
-from bendtrace.recording.usage import only_tests
-from bendtrace.recording.values import TRACED_AS, Values
-from bendtrace.recording.watcher import current_watcher, set_around, unwatched
-from bendtrace.recording.writer import Prefix, Writer
+from bendtrace.torch_rules.intercepts import INTERCEPT_CODES, watching
+from bendtrace.torch_rules.monkeypatches import asked, may_be_patched
+from bendtrace.torch_rules.transforms import REGISTERS, HandleOfRun, registers
 
 __all__ = ["Prefix", "Recorder", "Recording"]
 
@@ -75,7 +97,7 @@ class Recorder(TorchFunctionMode):
 
     Args:
         function: what is going to be run.
-        surroundings: what the run can read.
+        environment: what the run can read.
         prefix: for a resumed run, what was carried out already.
         observer: is shown the values of the run.
         inserter: puts ops of its own into the run.
@@ -85,7 +107,7 @@ class Recorder(TorchFunctionMode):
     def __init__(
         self,
         function: Callable[..., Any],
-        surroundings: Surroundings,
+        environment: Environment,
         prefix: Prefix | None = None,
         observer: Observer | None = None,
         inserter: Inserter | None = None,
@@ -96,16 +118,16 @@ class Recorder(TorchFunctionMode):
         self._inserter = inserter
         self.active = False
         self.turns = 0
-        self.surroundings = surroundings
+        self.environment = environment
         self._function = function
         self._start = definition(function)
-        self._writer = Writer(surroundings, prefix, BOUNDARY_CODES | {Recorder._outcome.__code__})
+        self._writer = Writer(environment, prefix, INTERCEPT_CODES | {Recorder._outcome.__code__})
         self.tape = self._writer.tape
-        self._values = Values(self._writer, surroundings, self, self._start, observer)
+        self._values = Values(self._writer, environment, self, self._start, observer)
         self._encoder = Encoder(self._values)
         if prefix is None and inserter is None and not is_one_of_several():
             outermost = Recorder._outcome.__code__
-            self._states = States(self._writer, self._values, surroundings, outermost, reads_states)
+            self._states = States(self._writer, self._values, environment, outermost, reads_states)
             self._writer.read_state = self._read_state
         places = stacks.layout()
         self._compares = places is not None and places.leaves
@@ -116,9 +138,9 @@ class Recorder(TorchFunctionMode):
         self._within = False  # an op that the mode is not switched off for
         self._texts = Texts()
         self._printing = False  # texts are being made for the screen alone
-        self._lane: Lane | None = None
-        self._aside: Lane | None = None  # the lane, while there are shared arrays
-        self._arrays = SharedArrays(self.tape, surroundings.find)
+        self._fast_path: FastPath | None = None
+        self._aside: FastPath | None = None  # the fast_path, while there are shared arrays
+        self._arrays = SharedArrays(self.tape, environment.find)
         if inserter is not None:
             inserter.begins(self)
 
@@ -130,14 +152,14 @@ class Recorder(TorchFunctionMode):
         Raises:
             Exception: whatever the function raises, as it is.
         """
-        finish = Finish(self._writer, self.surroundings, self._encoder, self._start, self._function)
+        finish = Finish(self._writer, self.environment, self._encoder, self._start, self._function)
         if any(getattr(_module, f"_global_{name}") for name in _GLOBAL_HOOKS):
             finish.block("hooks are registered for all modules")
         own = (self, self._writer, self._values, self._values.scalars)
         held = holds(self._values.scalars)
         self.active = True
         if self._inserter is None and not hooks_around():
-            self._lane = lane_for(
+            self._fast_path = fast_path_for(
                 self._values, self._writer, self._encoder, self._observer, self._show
             )
         try:
@@ -159,13 +181,13 @@ class Recorder(TorchFunctionMode):
             return recording
         except BaseException:
             self.active = False
-            finish.clean(list(self.surroundings.changes()), *own)
+            finish.clean(list(self.environment.changes()), *own)
             make_plain(self._values.scalars, held)
             raise
         finally:
             self.active = False
             self._values.retire()
-            self._lane = self._aside = None
+            self._fast_path = self._aside = None
             # A cycle of recorder and encoder must not keep what the caller gave alive.
             self._writer.close()
 
@@ -186,10 +208,10 @@ class Recorder(TorchFunctionMode):
             return None
         return output
 
-    def argument(self, part: Part, value: Any) -> Any:
+    def argument(self, part: Captured, value: Any) -> Any:
         """Record an argument part and return what the model is given for it."""
         op = self._writer.emit(OpKind.INPUT, part, (), {}, None)
-        if part.kind is PartKind.NUMBER:
+        if part.kind is CaptureKind.NUMBER:
             op.meta = value
             return self._values.scalar(TRACED_AS[type(value)], value, Ref(op.index))
         self._values.bind_tensor(value, op)
@@ -223,16 +245,16 @@ class Recorder(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...], kwargs: Any, frame: FrameType
     ) -> Any:
         if self._within:
-            if may_stand_in(func):
+            if may_be_patched(func):
                 func = asked(func, frame)
             return func(*_plain(args), **_plain(kwargs))
         if self._compares and len(args) == 2:
             self._compared = frozenset(map(id, args))
-        if self._lane is not None and (not types or _PLAIN_CLASSES.issuperset(types)):
-            out = self._lane(func, args, kwargs, frame)
+        if self._fast_path is not None and (not types or _PLAIN_CLASSES.issuperset(types)):
+            out = self._fast_path(func, args, kwargs, frame)
             if out is not NOT_TAKEN:
                 return out
-        if may_stand_in(func):
+        if may_be_patched(func):
             func = asked(func, frame)
         if self._inserter is not None and func not in DESCEND:
             return self._inserter.op(func, args, kwargs, frame, self._reported)
@@ -304,8 +326,8 @@ class Recorder(TorchFunctionMode):
         if prefix is not None and op.index in prefix.values:
             again = functools.partial(unwatched, func, args, kwargs)
         self._arrays.gave(op, (*args, *kwargs.values()), out, again, frame)
-        if self._arrays and self._lane is not None:
-            self._lane, self._aside = None, self._lane
+        if self._arrays and self._fast_path is not None:
+            self._fast_path, self._aside = None, self._fast_path
 
     def _show(self, op: Op, args: tuple[Any, ...], out: Any) -> None:
         assert self._observer is not None
@@ -336,7 +358,7 @@ class Recorder(TorchFunctionMode):
         if self._arrays:
             self._arrays.begins(self._writer.writes.tensors())
             if not self._arrays:
-                self._lane, self._aside = self._aside, None
+                self._fast_path, self._aside = self._aside, None
         op = self._writer.emit(OpKind.CALL, func, encoded, named, frame)
         self._writer.writes.read_by(op)
         if op.reads and self._observer is not None:
@@ -511,7 +533,7 @@ class Recorder(TorchFunctionMode):
 
     def module_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a module's call as a scope (see `watcher.Watcher`)."""
-        path = self.surroundings.module_paths.get(id(module))
+        path = self.environment.module_paths.get(id(module))
         if path is None:
             path = self._unregistered(module)
         number = self._calls_of.get(id(module), 0)
@@ -661,9 +683,9 @@ class Recorder(TorchFunctionMode):
         )
         return bool(truth._value)
 
-    def state(self, tensor: Tensor) -> Part | None:
+    def state(self, tensor: Tensor) -> Captured | None:
         """Return the part that a tensor is (see `inserter.Stage`)."""
-        part = self.surroundings.find(tensor)
+        part = self.environment.find(tensor)
         return None if part is None or part.is_argument else part
 
     def forgot_casts(self) -> None:
@@ -683,7 +705,7 @@ class Recorder(TorchFunctionMode):
         """Tell the inserter of a module that no gate can be put at (see `watcher.Watcher`)."""
         if self._inserter is not None:
             with self._ran.left():
-                self._inserter.inside(module, self.surroundings.module_paths.get(id(module), ""))
+                self._inserter.inside(module, self.environment.module_paths.get(id(module), ""))
 
     def recomputed(self, entering: bool) -> None:
         """Tell the inserter of a checkpointed block (see `watcher.Watcher`)."""
@@ -692,7 +714,7 @@ class Recorder(TorchFunctionMode):
 
     def unseen(self, what: str) -> None:
         """Note what a replay could not repeat (see `watcher.Watcher`)."""
-        self._lane = self._aside = None  # from now on, ops may call what is not their own
+        self._fast_path = self._aside = None  # from now on, ops may call what is not their own
         self._ran.leave()  # it is live in any case, and what is not watched may compile itself
         self.tape.block(f"{what} at {user_place(sys._getframe(1))} cannot be watched")
 

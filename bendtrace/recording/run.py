@@ -11,14 +11,13 @@ from typing import Any
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from bendtrace.environment.environment import Environment
 from bendtrace.errors import InputError
-from bendtrace.recording.agreement import ENDS, recorded_call
-from bendtrace.recording.inserter import Inserter
-from bendtrace.recording.observer import Observer
-from bendtrace.recording.parts import Access, Part, PartKind
 from bendtrace.recording.probes import look_once
+from bendtrace.recording.rank_sync import ENDS, recorded_call
 from bendtrace.recording.recorder import Prefix, Recorder, Recording
-from bendtrace.recording.surroundings import Surroundings
+from bendtrace.tape.captured import Access, Captured, CaptureKind
+from bendtrace.tape.watchers import Inserter, Observer
 
 __all__ = ["Signature", "record", "uninitialized_in"]
 
@@ -120,18 +119,18 @@ def record(
         Exception: whatever the function raises, as it is.
     """
     look_once()
-    surroundings = Surroundings(function, signature.bind(args, kwargs))
-    if not surroundings.is_repeated and uninitialized_in(function):
+    environment = Environment(function, signature.bind(args, kwargs))
+    if not environment.is_repeated and uninitialized_in(function):
         raise InputError(
             "the model has lazy modules, whose parameters the first call makes: call it once first"
         )
-    recorder = Recorder(function, surroundings, prefix, observer, inserter, reads_states)
+    recorder = Recorder(function, environment, prefix, observer, inserter, reads_states)
     exchanged = _Arguments(recorder)
     positional = len(args)
     given = [exchanged.given[name] for name in signature.names(args, kwargs)]
     try:
         with recorded_call(
-            function, surroundings.names, recorder.tape, goes_on=prefix is not None
+            function, environment.names, recorder.tape, goes_on=prefix is not None
         ) as joint:
             recording = recorder.run(
                 tuple(given[:positional]), dict(zip(kwargs, given[positional:], strict=True))
@@ -140,7 +139,7 @@ def record(
                 joint.ends(recording.result)
             return recording
     finally:
-        surroundings.release()
+        environment.release()
 
 
 def uninitialized_in(function: Callable[..., Any]) -> bool:
@@ -154,13 +153,13 @@ class _Arguments:
     """Records the argument parts and makes what the model is given: numbers become traced."""
 
     def __init__(self, recorder: Recorder) -> None:
-        parts = recorder.surroundings.arguments
-        children: dict[int, list[Part]] = {}
+        parts = recorder.environment.arguments
+        children: dict[int, list[Captured]] = {}
         traced: dict[int, Any] = {}
         for part in parts:
             if part.parent is not None:
                 children.setdefault(part.parent.index, []).append(part)
-            if part.kind in (PartKind.TENSOR, PartKind.NUMBER):
+            if part.kind in (CaptureKind.TENSOR, CaptureKind.NUMBER):
                 traced[part.index] = recorder.argument(part, part.value)
         self.given = {
             part.label: _exchanged(part, children, traced)
@@ -169,10 +168,10 @@ class _Arguments:
         }
 
 
-def _exchanged(part: Part, children: dict[int, list[Part]], traced: dict[int, Any]) -> Any:
-    if part.kind is PartKind.NUMBER:
+def _exchanged(part: Captured, children: dict[int, list[Captured]], traced: dict[int, Any]) -> Any:
+    if part.kind is CaptureKind.NUMBER:
         return traced[part.index]
-    if part.kind is PartKind.ALIAS:
+    if part.kind is CaptureKind.ALIAS:
         return part.value.value
     if part.type is not tuple:
         return part.value

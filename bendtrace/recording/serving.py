@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from bendtrace.recording.agreement import ENDS, is_joint, joint_call
+from bendtrace.recording.rank_sync import ENDS, is_joint, joint_call
 
 __all__ = ["call_itself", "served_by", "serving"]
 

@@ -28,29 +28,35 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from bendtrace.recording import stacks
-from bendtrace.recording.contexts import current_context, current_settings
-from bendtrace.recording.functions import is_torchs_function, name_of
-from bendtrace.recording.kinds import is_constant
-from bendtrace.recording.liveness import is_read_later
-from bendtrace.recording.objects import can_build
-from bendtrace.recording.parts import (
+from bendtrace.environment.environment import Environment
+from bendtrace.environment.kinds import is_constant
+from bendtrace.recording.values import Values
+from bendtrace.recording.writer import Writer
+from bendtrace.source import stacks
+from bendtrace.source.bytecode import is_read_later
+from bendtrace.source.sites import PACKAGE
+from bendtrace.tape.captured import (
     PLAIN_TYPES,
     Access,
     AttributeKey,
-    Part,
-    PartKind,
+    Captured,
+    CaptureKind,
     attributes_of,
     is_array,
     requires_grad,
 )
-from bendtrace.recording.places import PACKAGE
-from bendtrace.recording.scalars import RETIRED, TRACED
-from bendtrace.recording.surroundings import Surroundings
-from bendtrace.recording.tape import OpKind, Ref, State, Test, map_refs
-from bendtrace.recording.values import Values
-from bendtrace.recording.writer import Writer
-from bendtrace.recording.writes import storage_of
+from bendtrace.tape.contexts import current_context, current_settings
+from bendtrace.tape.scalars import RETIRED, TRACED
+from bendtrace.tape.structure import can_build
+from bendtrace.tape.tape import (
+    OpKind,
+    Ref,
+    State,
+    Test,
+    map_refs,
+)
+from bendtrace.torch_rules.functions import is_torchs_function, name_of
+from bendtrace.torch_rules.writes import storage_of
 
 __all__ = ["States"]
 
@@ -61,7 +67,7 @@ class States:
     Args:
         writer: puts guards on the tape.
         values: knows which op gave what.
-        surroundings: what the run could read when it began.
+        environment: what the run could read when it began.
         outermost: the code that called the model.
         reads_all: whether all states are read, also those that take long.
 
@@ -73,13 +79,13 @@ class States:
         self,
         writer: Writer,
         values: Values,
-        surroundings: Surroundings,
+        environment: Environment,
         outermost: CodeType,
         reads_all: bool,
     ) -> None:
         self._writer = writer
         self._values = values
-        self._surroundings = surroundings
+        self._environment = environment
         self._outermost = outermost
         self._reads_all = reads_all
         self._modes = torch._C._len_torch_dispatch_stack()  # of whoever called the model
@@ -108,11 +114,11 @@ class States:
             if self._left < 1:
                 return None
         with torch._C.DisableTorchFunction():
-            reader = _Reader(self._values, self._surroundings)
+            reader = _Reader(self._values, self._environment)
             try:
                 key = _digest(
                     test.name,
-                    _ambience(self._modes),
+                    _global_state(self._modes),
                     reader.frames(self._outermost, compared),
                     reader.changes(),
                     reader.asked(index),
@@ -174,7 +180,7 @@ class _Unreadable(Exception):
     """Something cannot be read."""
 
 
-def _ambience(modes: int) -> tuple[Any, ...]:
+def _global_state(modes: int) -> tuple[Any, ...]:
     if sys.exc_info()[0] is not None:
         raise _Unreadable("an exception is being handled")
     context = current_context()
@@ -189,10 +195,10 @@ def _ambience(modes: int) -> tuple[Any, ...]:
 class _Reader:
     """Reads one state."""
 
-    def __init__(self, values: Values, surroundings: Surroundings) -> None:
+    def __init__(self, values: Values, environment: Environment) -> None:
         self._values = values
         self._ops = values.tape.ops
-        self._surroundings = surroundings
+        self._environment = environment
         self.holes: dict[int, int] = {}
         self.kept: list[Any] = []
         self._alive: list[Any] = []  # so that nothing that is met has the place of another
@@ -257,7 +263,7 @@ class _Reader:
         return (
             value is stacks.EMPTY or kind in PLAIN_TYPES or kind in TRACED or kind in RETIRED
             or (kind in (Tensor, nn.Parameter) and not vars(value))
-            or (isinstance(value, nn.Module) and self._surroundings.find(value) is not None)
+            or (isinstance(value, nn.Module) and self._environment.find(value) is not None)
         )  # fmt: skip
 
     # What C may be in the middle of
@@ -333,7 +339,7 @@ class _Reader:
             return self._scalar(value)
         if kind in RETIRED:
             return _plain(value._value, type(value._value))
-        if (part := self._surroundings.find(value)) is not None:
+        if (part := self._environment.find(value)) is not None:
             return _named(part)
         known = self._seen.get(id(value))
         if known is not None:
@@ -389,7 +395,7 @@ class _Reader:
     def _tensor(self, tensor: Tensor) -> tuple[Any, ...]:
         kind = type(tensor)
         known = self._values.known_as(tensor)
-        part = self._surroundings.find(tensor)
+        part = self._environment.find(tensor)
         if known is not None:
             what = self.value_of(known) if isinstance(known, int) else self._element(*known)
         elif part is not None:
@@ -455,7 +461,7 @@ class _Reader:
 
     def changes(self) -> tuple[Any, ...]:
         """Read what the run has changed so far."""
-        changes = self._surroundings.changes_so_far()
+        changes = self._environment.changes_so_far()
         if changes is None:
             raise _Unreadable("the run has changed what cannot be followed")
         return tuple(
@@ -535,9 +541,9 @@ class _Reader:
         return function.__name__, self.value(owner)
 
 
-def _named(part: Part) -> Any:
+def _named(part: Captured) -> Any:
     """Return what stands for something that was there before the run."""
-    if part.kind is PartKind.ALIAS:
+    if part.kind is CaptureKind.ALIAS:
         part = part.value
     is_fixed = part.access is Access.FIXED and not part.is_argument
     return "part", part.label, id(part.value) if is_fixed else 0

@@ -20,10 +20,10 @@ from typing import Any
 
 import torch
 
-from bendtrace.recording.parts import PLAIN_TYPES
-from bendtrace.recording.scalars import TRACED
-from bendtrace.recording.sites import place_at
-from bendtrace.recording.syntax import FUNCTIONS, SourceFile, source_file
+from bendtrace.source.sites import place_at
+from bendtrace.source.syntax import FUNCTIONS, SourceFile, source_file
+from bendtrace.tape.captured import PLAIN_TYPES
+from bendtrace.tape.scalars import TRACED
 
 __all__ = [
     "Texts",

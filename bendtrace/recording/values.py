@@ -11,19 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bendtrace.recording.functions import (
-    SETTERS,
-    SHAPES,
-    is_gate,
-    is_torchs_function,
-    may_vary,
-    said_of,
-)
-from bendtrace.recording.objects import held_by
-from bendtrace.recording.observer import Observer
-from bendtrace.recording.parts import PLAIN_TYPES, requires_grad
-from bendtrace.recording.places import user_place, users_code
-from bendtrace.recording.scalars import (
+from bendtrace.environment.environment import Environment
+from bendtrace.recording.writer import Known, Writer
+from bendtrace.source.sites import user_place, users_code
+from bendtrace.source.usage import compares_identity, needs_plain_numbers, only_tests
+from bendtrace.tape.captured import PLAIN_TYPES, requires_grad
+from bendtrace.tape.scalars import (
     TRACED,
     Origin,
     TracedBool,
@@ -33,8 +26,8 @@ from bendtrace.recording.scalars import (
     plain,
     retire,
 )
-from bendtrace.recording.surroundings import Surroundings
-from bendtrace.recording.tape import (
+from bendtrace.tape.structure import held_by
+from bendtrace.tape.tape import (
     Op,
     OpKind,
     Ref,
@@ -45,9 +38,16 @@ from bendtrace.recording.tape import (
     ref_to,
     refs_in,
 )
-from bendtrace.recording.usage import compares_identity, needs_plain_numbers, only_tests
-from bendtrace.recording.writer import Known, Writer
-from bendtrace.recording.writes import storage_of, version_of, works_in_place
+from bendtrace.tape.watchers import Observer
+from bendtrace.torch_rules.functions import (
+    SETTERS,
+    SHAPES,
+    is_gate,
+    is_torchs_function,
+    may_vary,
+    said_of,
+)
+from bendtrace.torch_rules.writes import storage_of, version_of, works_in_place
 
 __all__ = ["TRACED_AS", "Values"]
 
@@ -59,7 +59,7 @@ class Values:
 
     Args:
         writer: puts on the tape what is needed for that.
-        surroundings: what the run can read.
+        environment: what the run can read.
         origin: what traced scalars report to.
         start: where the model's code begins, for messages.
         observer: is shown tensors that were there before the run.
@@ -72,14 +72,14 @@ class Values:
     def __init__(
         self,
         writer: Writer,
-        surroundings: Surroundings,
+        environment: Environment,
         origin: Origin,
         start: str,
         observer: Observer | None = None,
     ) -> None:
         self._observer = observer
         self.tape = writer.tape
-        self.surroundings = surroundings
+        self.environment = environment
         self.facts: dict[tuple[int, Any], Any] = {}
         self.scalars: list[TracedScalar] = []
         self._outside: list[tuple[weakref.ref[Tensor], int]] = []
@@ -87,7 +87,7 @@ class Values:
         self.origin = origin
         self._start = start
         self._elements: dict[tuple[int, Any], Ref] = {}
-        self._plain_numbers = surroundings.tells_numbers
+        self._plain_numbers = environment.tells_numbers
 
     def retire(self) -> None:
         """Make the traced scalars of the run ordinary objects."""
@@ -259,7 +259,7 @@ class Values:
                 self._block_unseen_graph(known)
             self._writer.writes.given(known.ref, tensor, known.version)
             return known.ref
-        part = self.surroundings.find(tensor) or self.surroundings.find_cached(tensor)
+        part = self.environment.find(tensor) or self.environment.find_cached(tensor)
         if part is not None:
             op = self._writer.emit(OpKind.STATE, part, (), {}, None)
             if requires_grad(tensor):

@@ -11,15 +11,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bendtrace.environment.environment import Environment
 from bendtrace.errors import NondeterminismError
-from bendtrace.recording.contexts import AutocastHold, current_context, current_settings
-from bendtrace.recording.parts import Access
-from bendtrace.recording.places import user_place
-from bendtrace.recording.sites import Site, SiteTable
-from bendtrace.recording.surroundings import Surroundings
-from bendtrace.recording.tape import Guard, ModuleCall, Op, OpKind, Ref, State, Tape, Test, map_refs
-from bendtrace.recording.usage import compares_items
-from bendtrace.recording.writes import Writes
+from bendtrace.source.sites import Site, SiteTable, user_place
+from bendtrace.source.usage import compares_items
+from bendtrace.tape.captured import Access
+from bendtrace.tape.contexts import AutocastHold, current_context, current_settings
+from bendtrace.tape.tape import (
+    Guard,
+    ModuleCall,
+    Op,
+    OpKind,
+    Ref,
+    State,
+    Tape,
+    Test,
+    map_refs,
+)
+from bendtrace.torch_rules.writes import Writes
 
 __all__ = ["Known", "Prefix", "Writer"]
 
@@ -64,7 +73,7 @@ class Writer:
     """Puts ops and guards on a tape.
 
     Args:
-        surroundings: what the run can read.
+        environment: what the run can read.
         prefix: for a resumed run, what was carried out already.
         boundaries: code at which the chain of calls that led to an op ends.
 
@@ -83,9 +92,9 @@ class Writer:
     """
 
     def __init__(
-        self, surroundings: Surroundings, prefix: Prefix | None, boundaries: frozenset[CodeType]
+        self, environment: Environment, prefix: Prefix | None, boundaries: frozenset[CodeType]
     ) -> None:
-        self.tape = Tape(blockers=list(surroundings.blockers))
+        self.tape = Tape(blockers=list(environment.blockers))
         self.root = ModuleCall("", None, 0, None, 0)
         self.scope = self.root
         self.known: dict[int, Known] = {}
@@ -93,8 +102,8 @@ class Writer:
         self.prefix = prefix
         self.gone_astray: NondeterminismError | None = None
         self.writes = Writes()
-        self._surroundings = surroundings
-        given = () if prefix is None else surroundings.arguments
+        self._environment = environment
+        given = () if prefix is None else environment.arguments
         self._arguments = tuple(part.value for part in given if part.access is Access.ROOT)
         self._resumed = 0 if prefix is None else len(prefix.ops)
         self.is_behind = self._resumed > 0
@@ -226,7 +235,7 @@ class Writer:
             known = self.known.get(id(tensor))
             if known is None or known() is not tensor or known.ref is None:
                 return
-            part = self._surroundings.find(tensor)
+            part = self._environment.find(tensor)
             again = Op(
                 len(ops), OpKind.STATE, part, (), {}, before.scope, before.site, before.context
             )

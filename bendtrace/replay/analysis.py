@@ -8,7 +8,15 @@ from enum import Enum
 import torch
 from torch import Tensor
 
-from bendtrace.recording.functions import (
+from bendtrace.tape.captured import Captured
+from bendtrace.tape.tape import (
+    Guard,
+    Op,
+    OpKind,
+    Tape,
+    Test,
+)
+from bendtrace.torch_rules.functions import (
     INHERITED,
     METADATA,
     RANK_DEPENDS_ON_SIZES,
@@ -18,8 +26,6 @@ from bendtrace.recording.functions import (
     is_torchs_function,
     name_of,
 )
-from bendtrace.recording.parts import Part
-from bendtrace.recording.tape import Guard, Op, OpKind, Tape, Test
 
 __all__ = ["Analysis", "GuardKind", "counts", "is_read", "tested_by"]
 
@@ -49,7 +55,7 @@ class Analysis:
         self.fixed_metadata = not any(
             op.kind is OpKind.CALL and name_of(op.target) in RESHAPES_IN_PLACE for op in tape.ops
         )
-        self._state: list[Part] = []
+        self._state: list[Captured] = []
         # Per op, as bits: the state tensors that its value came from.
         self._sources: list[int] = []
         self._steady_type: list[bool] = []
@@ -72,7 +78,7 @@ class Analysis:
         """Whether there are guards that only the run itself can test."""
         return GuardKind.DATA in self.kinds
 
-    def _parts(self, bits: int) -> Iterable[Part]:
+    def _parts(self, bits: int) -> Iterable[Captured]:
         return (part for i, part in enumerate(self._state) if bits >> i & 1)
 
     def _follow(self, op: Op) -> None:

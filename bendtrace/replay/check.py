@@ -1,8 +1,8 @@
 """Writing the check of the input guards, which is made before a run.
 
 A model consists of dicts that live as long as it does. What they hold is another thing only if
-they were written to, which their versions tell, and much of it cannot change in itself: `Settled`
-sorts out what need not be asked one by one.
+they were written to, which their versions tell, and much of it cannot change in itself:
+`GuardClasses` sorts out what need not be asked one by one.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ import types
 from itertools import chain
 from typing import Any
 
-from bendtrace.recording.objects import kept_in
-from bendtrace.recording.parts import Access, Part, PartKind
-from bendtrace.recording.reach import is_installed
+from bendtrace.environment.reachability import is_installed
 from bendtrace.recording.recorder import Recording
-from bendtrace.recording.versions import version_of
 from bendtrace.replay.analysis import Analysis, GuardKind, tested_by
-from bendtrace.replay.questions import Check, Questions, Sameness
+from bendtrace.replay.guard_code import AliasGuards, Check, GuardCode
 from bendtrace.replay.source import Source, define, fails, needed_for, test_of
+from bendtrace.source.versions import version_of
+from bendtrace.tape.captured import Access, Captured, CaptureKind
+from bendtrace.tape.structure import kept_in
 
-__all__ = ["CheckWriter", "Settled"]
+__all__ = ["CheckWriter", "GuardClasses"]
 
 
 class CheckWriter:
@@ -34,18 +34,18 @@ class CheckWriter:
     """
 
     def __init__(
-        self, recording: Recording, analysis: Analysis, ignored: frozenset[Part] = frozenset()
+        self, recording: Recording, analysis: Analysis, ignored: frozenset[Captured] = frozenset()
     ) -> None:
         self._recording = recording
         self._analysis = analysis
         self._ignored = ignored
-        self._questions = Questions(recording, analysis)
-        self._settled = Settled(recording, analysis, self._questions.marked, ignored)
-        self._sameness = Sameness(recording, self._questions, ignored)
-        surroundings = recording.surroundings
-        walked = [part for part in surroundings.parts if part.access is Access.FIXED]
-        self._known = {id(part.value) for part in walked if part.kind is PartKind.DICT}
-        self._known |= set(map(id, surroundings.hook_dicts))
+        self._questions = GuardCode(recording, analysis)
+        self._settled = GuardClasses(recording, analysis, self._questions.marked, ignored)
+        self._sameness = AliasGuards(recording, self._questions, ignored)
+        environment = recording.environment
+        walked = [part for part in environment.parts if part.access is Access.FIXED]
+        self._known = {id(part.value) for part in walked if part.kind is CaptureKind.DICT}
+        self._known |= set(map(id, environment.hook_dicts))
 
     @property
     def checks(self) -> list[Check]:
@@ -57,7 +57,7 @@ class CheckWriter:
         source = Source()
         self._sameness.write_held(source)
         self._write_comparison(source)
-        self._write_function(source, "look()", self._in_tables(PartKind.TENSOR))
+        self._write_function(source, "look()", self._in_tables(CaptureKind.TENSOR))
         self._write_function(source, "search()", self._settled.simple)
         self._write_measurement(source)
         source.begin("check(A)")
@@ -85,11 +85,11 @@ class CheckWriter:
 
     def _ask_for_sizes(self, source: Source) -> None:
         """Ask whether dicts whose version is not known have as many entries as they had."""
-        surroundings, settled = self._recording.surroundings, self._settled
+        environment, settled = self._recording.environment, self._settled
         source.names["getitem"] = operator.getitem
         empty = [part.value for part in settled.counted if not part.size]
-        if not any(surroundings.hooks):
-            empty += surroundings.hook_dicts
+        if not any(environment.hooks):
+            empty += environment.hook_dicts
         if empty:
             source.names["empty"] = empty
             self._ask_in_doubt(source, "any(empty)", "measure()")
@@ -114,15 +114,15 @@ class CheckWriter:
 
     def _ask_for_wholes(self, source: Source) -> None:
         """Ask what is asked of all modules, of all code and of all parts at hand at once."""
-        surroundings = self._recording.surroundings
-        modules = [part for part in surroundings.parts if part.kind is PartKind.MODULE]
+        environment = self._recording.environment
+        modules = [part for part in environment.parts if part.kind is CaptureKind.MODULE]
         if modules:
             source.names.update(
                 modules=[part.value for part in modules], classes=[part.type for part in modules]
             )
             changed = self._questions.note("a module is of another class now")
             source.line(f"if list(map(type, modules)) != classes: return {changed}")
-        objects = [part for part in surroundings.parts if _may_change_class(part)]
+        objects = [part for part in environment.parts if _may_change_class(part)]
         if objects:
             source.names.update(
                 objects=[part.value for part in objects], sorts=[part.type for part in objects]
@@ -130,7 +130,7 @@ class CheckWriter:
             other = self._questions.note("an object is of another class now")
             source.line(f"if list(map(type, objects)) != sorts: return {other}")
         self._ask_for_namespaces(source)
-        codes = [f for f in surroundings.functions if "site-packages" not in f.__code__.co_filename]
+        codes = [f for f in environment.functions if "site-packages" not in f.__code__.co_filename]
         if codes:
             keywords = [function.__kwdefaults__ for function in codes if function.__kwdefaults__]
             written = _written_in(codes, keywords)
@@ -165,7 +165,7 @@ class CheckWriter:
         grown = self._questions.note("a class has gained or lost attributes")
         own: list[tuple[Any, Any]] = []
         installed: list[tuple[Any, Any]] = []
-        for namespace, names in self._recording.surroundings.namespaces.values():
+        for namespace, names in self._recording.environment.namespaces.values():
             module = namespace.get("__module__")  # (of a metaclass's bases, a descriptor)
             finished = not isinstance(module, str) or is_installed(module)
             (installed if finished else own).append((namespace, names))
@@ -177,18 +177,18 @@ class CheckWriter:
             source.names["classes_own"] = [namespace for namespace, _ in own]
             source.names["names_own"] = [names for _, names in own]
             source.line(f"if list(map(tuple, classes_own)) != names_own: return {grown}")
-        if missing := self._recording.surroundings.missing:
+        if missing := self._recording.environment.missing:
             source.names["contains"] = operator.contains
             source.names["worlds"], source.names["missing"] = map(list, zip(*missing, strict=True))
             made = self._questions.note("a global is there that was not")
             source.line(f"if any(map(contains, worlds, missing)): return {made}")
 
-    def _ask_for_order(self, source: Source, part: Part) -> None:
+    def _ask_for_order(self, source: Source, part: Captured) -> None:
         """Ask for the order of submodules, and of parameters: forward walks these."""
         children = self._settled.children.get(part.index, ())
-        tensors = sum(child.kind is PartKind.TENSOR for child in children)
+        tensors = sum(child.kind is CaptureKind.TENSOR for child in children)
         modules = sum(
-            (child.value if child.kind is PartKind.ALIAS else child).kind is PartKind.MODULE
+            (child.value if child.kind is CaptureKind.ALIAS else child).kind is CaptureKind.MODULE
             for child in children
         )
         if modules > 1 or (tensors > 1 and len(children) == part.size):
@@ -199,35 +199,35 @@ class CheckWriter:
     def _ask_for_each(self, source: Source) -> None:
         """Ask of what is left, one by one."""
         covered = self._settled.covered()
-        for part in self._recording.surroundings.parts:
-            first = part.value if part.kind is PartKind.ALIAS else part
+        for part in self._recording.environment.parts:
+            first = part.value if part.kind is CaptureKind.ALIAS else part
             if id(part) not in covered and self._ignored.isdisjoint((part, first)):
                 self._questions.ask(source, part)
 
     def _ask_for_hooks(self, source: Source) -> None:
-        surroundings = self._recording.surroundings
-        if any(surroundings.hooks):  # else the tables are among those that are empty
+        environment = self._recording.environment
+        if any(environment.hooks):  # else the tables are among those that are empty
             source.names.update(
-                hooks=surroundings.hook_dicts, hooked=surroundings.hooks, items=_items_of
+                hooks=environment.hook_dicts, hooked=environment.hooks, items=_items_of
             )
             others = self._questions.note(_OTHER_HOOKS)
             source.line(f"if list(map(items, hooks)) != hooked: return {others}")
 
     def _ask_for_caches(self, source: Source) -> None:
-        surroundings = self._recording.surroundings
-        if surroundings.read_caches:
-            source.names.update(cached=surroundings.read_caches, all_kept=_all_kept)
+        environment = self._recording.environment
+        if environment.read_caches:
+            source.names.update(cached=environment.read_caches, all_kept=_all_kept)
             cleared = self._questions.note(
                 "a cache does not hold any more what the run took from it"
             )
             source.line(f"if not all_kept(cached): return {cleared}")
 
     def _ask_for_world(self, source: Source) -> None:
-        surroundings = self._recording.surroundings
-        if surroundings.world and not surroundings.leaves_world:
-            source.names["same_world"] = surroundings.world.same
+        environment = self._recording.environment
+        if environment.watched_objects and not environment.leaves_watched_objects:
+            source.names["same_objects"] = environment.watched_objects.same
             other = self._questions.note("something that the model's code can read has changed")
-            source.line(f"if not same_world(): return {other}")
+            source.line(f"if not same_objects(): return {other}")
 
     def _ask_for_conditions(self, source: Source) -> None:
         """Ask what flow steps asked of arguments and of the model's numbers."""
@@ -239,7 +239,7 @@ class CheckWriter:
             and not any(
                 ops[index].target in self._ignored
                 for index in needed_for(ops, [guard.index])
-                if isinstance(ops[index].target, Part)
+                if isinstance(ops[index].target, Captured)
             )
         ]
         needed = needed_for(ops, (i for _, guard in guards for i in tested_by(guard, ops)))
@@ -249,7 +249,7 @@ class CheckWriter:
         tested: set[tuple[Any, ...]] = set()
         for _, number, event in sorted(events, key=lambda item: item[:2]):
             if number < 0:
-                if isinstance(event.target, Part):
+                if isinstance(event.target, Captured):
                     source.take((event.target,))
                 define(source, event)
             elif test_of(event) not in tested:
@@ -259,13 +259,13 @@ class CheckWriter:
 
     # What is asked in doubt.
 
-    def _in_tables(self, *kinds: PartKind) -> list[Part]:
+    def _in_tables(self, *kinds: CaptureKind) -> list[Captured]:
         """Return what is in the tables of parameters and buffers, of some kinds or any."""
         children = self._settled.children
         inside = [part for table in self._settled.tables for part in children[table.index]]
         return [part for part in inside if not kinds or part.kind in kinds]
 
-    def _write_function(self, source: Source, head: str, parts: list[Part]) -> None:
+    def _write_function(self, source: Source, head: str, parts: list[Captured]) -> None:
         """Write a function that asks of some parts, one by one."""
         source.begin(head)
         for part in parts:
@@ -277,8 +277,8 @@ class CheckWriter:
         source.begin("measure()")
         for part in (*self._settled.counted, *self._settled.hollow):
             self._questions.ask(source, part)
-        hooks = self._recording.surroundings.hook_dicts
-        if hooks and not any(self._recording.surroundings.hooks):
+        hooks = self._recording.environment.hook_dicts
+        if hooks and not any(self._recording.environment.hooks):
             source.names["hooks"] = hooks
             source.line(f"if any(hooks): return {self._questions.note(_OTHER_HOOKS)}")
         source.line("return None")
@@ -294,7 +294,7 @@ class CheckWriter:
             held=operator.attrgetter("__dict__"),  # takes less time than `vars`
             dicts=[part.value for part, _ in versioned[len(owners) :]], chain=chain.from_iterable,
         )  # fmt: skip
-        hollow: dict[int, list[Part]] = {}
+        hollow: dict[int, list[Captured]] = {}
         for part in settled.hollow:
             if part.parent is not None:
                 hollow.setdefault(part.parent.index, []).append(part)
@@ -304,7 +304,7 @@ class CheckWriter:
             source.line(f"if now[{number}] != was[{number}]:")
             source.indent = 2
             source.line("pass")
-            if holder.kind is PartKind.DICT and holder not in self._ignored:
+            if holder.kind is CaptureKind.DICT and holder not in self._ignored:
                 questions.ask(source, holder)
                 self._ask_for_order(source, holder)
                 self._ask_for_tables(source, holder)
@@ -321,7 +321,7 @@ class CheckWriter:
             source.indent = 1
         source.line("return distinct(A)")
 
-    def _ask_for_tables(self, source: Source, part: Part) -> None:
+    def _ask_for_tables(self, source: Source, part: Captured) -> None:
         """Ask whether a module has the very dicts that were walked."""
         module = self._settled.module_of.get(id(part.value))
         if module is None:
@@ -369,9 +369,9 @@ def _items_of(hooks: dict[Any, Any]) -> tuple[Any, ...]:
     return tuple(hooks.items())
 
 
-def _may_change_class(part: Part) -> bool:
+def _may_change_class(part: Captured) -> bool:
     """Whether a thing that is known by identity is an object of a class in Python."""
-    if part.kind is not PartKind.IDENTITY or part.access is Access.ROOT:
+    if part.kind is not CaptureKind.IDENTITY or part.access is Access.ROOT:
         return False
     steady = (type, types.ModuleType, types.FunctionType, types.MethodType)
     return bool(part.type.__flags__ & _HEAP) and not isinstance(part.value, steady)
@@ -380,8 +380,8 @@ def _may_change_class(part: Part) -> bool:
 _HEAP = 1 << 9  # of classes that were made by a class statement: only these can be exchanged
 
 
-class Settled:
-    """The parts of a run's surroundings, sorted by how they are checked.
+class GuardClasses:
+    """The parts of a run's environment, sorted by how they are checked.
 
     Args:
         recording: the run.
@@ -405,18 +405,18 @@ class Settled:
         self,
         recording: Recording,
         analysis: Analysis,
-        marked: set[Part],
-        ignored: frozenset[Part],
+        marked: set[Captured],
+        ignored: frozenset[Captured],
     ) -> None:
-        parts = recording.surroundings.parts
+        parts = recording.environment.parts
         self._analysis, self._marked, self._ignored = analysis, marked, ignored
-        self.children: dict[int, list[Part]] = {}
+        self.children: dict[int, list[Captured]] = {}
         for part in parts:
             if part.parent is not None:
                 self.children.setdefault(part.parent.index, []).append(part)
-        self.module_of = {id(vars(p.value)): p for p in parts if p.kind is PartKind.MODULE}
-        self.counted: list[Part] = []
-        self.hollow: list[Part] = []
+        self.module_of = {id(vars(p.value)): p for p in parts if p.kind is CaptureKind.MODULE}
+        self.counted: list[Captured] = []
+        self.hollow: list[Captured] = []
         self._following: set[int] = set()  # parts that follow from the version of a dict
         self.versioned = self._versioned(parts)
         self.tables = [table for table, _ in self.versioned if self._is_table(table)]
@@ -427,15 +427,20 @@ class Settled:
         inside = (part for table in self.tables for part in self.children[table.index])
         return self._following | {id(part) for part in (*self.simple, *self.counted, *inside)}
 
-    def _versioned(self, parts: list[Part]) -> list[tuple[Part, list[Part]]]:
-        held: dict[int, tuple[Part, list[Part]]] = {}
+    def _versioned(self, parts: list[Captured]) -> list[tuple[Captured, list[Captured]]]:
+        held: dict[int, tuple[Captured, list[Captured]]] = {}
         for part in parts:
             if part.access is Access.FIXED:
                 # Each module has many empty tables: that they are is found out in one go.
-                if part.kind is PartKind.DICT and (not part.size or type(part.value) is not dict):
+                if part.kind is CaptureKind.DICT and (
+                    not part.size or type(part.value) is not dict
+                ):
                     if part not in self._ignored:
                         self.counted.append(part)
-                elif type(part.value) is dict and part.kind in (PartKind.DICT, PartKind.IDENTITY):
+                elif type(part.value) is dict and part.kind in (
+                    CaptureKind.DICT,
+                    CaptureKind.IDENTITY,
+                ):
                     held[part.index] = part, []
                 continue
             root = self._root_of(part)
@@ -450,24 +455,24 @@ class Settled:
             (part, parts)
             for part, parts in held.values()
             if parts
-            or (part.kind is PartKind.DICT and part not in self._ignored)
+            or (part.kind is CaptureKind.DICT and part not in self._ignored)
             or part.index in hosts
         ]
         self._following |= {id(part) for part, _ in versioned}
         versioned.sort(key=lambda item: id(item[0].value) not in self.module_of)
         return versioned
 
-    def _is_table(self, table: Part) -> bool:
+    def _is_table(self, table: Captured) -> bool:
         held = self.children.get(table.index, ())
         if len(held) != table.size:
             return False
         asked = self._analysis.typed_state | self._analysis.ranked_state | self._marked
-        tensors = {part for part in held if part.kind is PartKind.TENSOR}
+        tensors = {part for part in held if part.kind is CaptureKind.TENSOR}
         nothing = all(part.value is None for part in held if part not in tensors)
         free = tensors.isdisjoint(asked) and self._ignored.isdisjoint(held)
         return bool(tensors) and nothing and free
 
-    def _root_of(self, part: Part) -> Part | None:
+    def _root_of(self, part: Captured) -> Captured | None:
         """Return the fixed dict that holds a part which changes with an entry of it alone."""
         if part.access is not Access.ITEM or part.parent is None:
             return None
@@ -477,9 +482,9 @@ class Settled:
         if holder.access is Access.FIXED:
             return holder
         # What a tuple holds is the same for as long as it is the same tuple.
-        return self._root_of(holder) if holder.kind is PartKind.TUPLE else None
+        return self._root_of(holder) if holder.kind is CaptureKind.TUPLE else None
 
-    def _is_hollow(self, part: Part) -> bool:
+    def _is_hollow(self, part: Captured) -> bool:
         """Whether a part is an empty container in a fixed dict.
 
         What holds plain values now may hold tensors the next time, so that it is not kept, but
@@ -490,27 +495,27 @@ class Settled:
             and part.parent is not None
             and part.parent.access is Access.FIXED
             and part.type in (dict, list, set)
-            and part.kind in (PartKind.DICT, PartKind.LIST, PartKind.SET)
+            and part.kind in (CaptureKind.DICT, CaptureKind.LIST, CaptureKind.SET)
             and not part.size
             and part not in self._ignored
         )
 
-    def _is_steady(self, part: Part) -> bool:
+    def _is_steady(self, part: Captured) -> bool:
         """Whether a part cannot change itself, other than by another thing in its place."""
-        if part.kind is PartKind.ALIAS:
-            return part.value.kind in (PartKind.MODULE, PartKind.IDENTITY)
-        if part.kind in (PartKind.TUPLE, PartKind.SET):
+        if part.kind is CaptureKind.ALIAS:
+            return part.value.kind in (CaptureKind.MODULE, CaptureKind.IDENTITY)
+        if part.kind in (CaptureKind.TUPLE, CaptureKind.SET):
             return part.type in (tuple, frozenset)
-        return part.kind in (PartKind.PLAIN, PartKind.MODULE, PartKind.IDENTITY)
+        return part.kind in (CaptureKind.PLAIN, CaptureKind.MODULE, CaptureKind.IDENTITY)
 
-    def _is_simple(self, part: Part) -> bool:
+    def _is_simple(self, part: Captured) -> bool:
         holder = part.parent
         return (
             holder is not None
             and holder.access is Access.FIXED
-            and holder.kind in (PartKind.DICT, PartKind.IDENTITY)
+            and holder.kind in (CaptureKind.DICT, CaptureKind.IDENTITY)
             and part.access is Access.ITEM
-            and part.kind in (PartKind.PLAIN, PartKind.MODULE, PartKind.IDENTITY)
+            and part.kind in (CaptureKind.PLAIN, CaptureKind.MODULE, CaptureKind.IDENTITY)
             and id(part) not in self._following
             and part not in self._ignored
         )

@@ -14,12 +14,29 @@ from typing import Any
 
 import torch
 
-from bendtrace.recording.parts import Access, AttributeKey, Change, Part
-from bendtrace.recording.structure import Instance, Made, existing_in
-from bendtrace.recording.tape import Guard, Op, OpKind, Ref, Test, refs_in
-from bendtrace.replay.cheapest import ENTRIES, Call, cheapest, plain_values
 from bendtrace.replay.schedule import Schedule, Unlinked, is_freed, may_be_caught
 from bendtrace.replay.source import Code, Departure, Source, define, fails, gives_nothing, outcome
+from bendtrace.tape.captured import (
+    Access,
+    AttributeKey,
+    Captured,
+    Change,
+)
+from bendtrace.tape.structure import Instance, Made, existing_in
+from bendtrace.tape.tape import (
+    Guard,
+    Op,
+    OpKind,
+    Ref,
+    Test,
+    refs_in,
+)
+from bendtrace.torch_rules.direct_calls import (
+    ENTRIES,
+    Call,
+    cheapest,
+    plain_values,
+)
 
 __all__ = ["RunWriter", "SegmentWriter", "write_run"]
 
@@ -130,7 +147,7 @@ class RunWriter:
         if self._takes_over and schedule.last_departure < schedule.start:
             source.line("E.clear()")
 
-    def _take_out(self, values: Any, parts: Iterable[Part] = ()) -> None:
+    def _take_out(self, values: Any, parts: Iterable[Captured] = ()) -> None:
         """Take the arguments and state that some values use out of their containers."""
         source, ops = self.source, self.tape.ops
         used = {ref.index for ref in refs_in(values)} - self.schedule.available - source.emitted

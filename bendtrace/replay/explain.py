@@ -9,15 +9,20 @@ from typing import Any
 
 from torch import Tensor
 
-from bendtrace._later import tabulate
+from bendtrace._lazy import tabulate
 from bendtrace.flow import FlowStep, FlowSteps
 from bendtrace.recording.iterations import user_code
-from bendtrace.recording.parts import Access, Part, PartKind
-from bendtrace.recording.tape import Guard, Tape, Test, meta_of
 from bendtrace.replay.analysis import GuardKind
+from bendtrace.replay.guard_code import Check
 from bendtrace.replay.program import Program
-from bendtrace.replay.questions import Check
 from bendtrace.replay.stretches import Divergence
+from bendtrace.tape.captured import Access, Captured, CaptureKind
+from bendtrace.tape.tape import (
+    Guard,
+    Tape,
+    Test,
+    meta_of,
+)
 
 __all__ = ["GuardTable", "Mismatch", "explain_check", "explain_divergence", "explain_guard"]
 
@@ -56,10 +61,10 @@ def explain_check(
             new = error
         return explain_guard(program.recording.tape, check.guard, new, steps)
     part = check.part
-    if part is None or (part.kind is PartKind.DICT and part.access is Access.FIXED):
+    if part is None or (part.kind is CaptureKind.DICT and part.access is Access.FIXED):
         return Mismatch(check.text)
     new = _part_now(part, arguments)
-    recorded = part.size if part.kind is PartKind.TENSOR else part.value
+    recorded = part.size if part.kind is CaptureKind.TENSOR else part.value
     reason = f"{check.text}: it is {_short(new)} now"
     # A mismatch is kept; the caller's tensor need not live as long.
     return Mismatch(reason, recorded, _short(new) if isinstance(new, Tensor) else new)
@@ -103,7 +108,7 @@ def _unstepped(guard: Guard) -> tuple[str, str]:
     return f"{kind} `{place.text}`", str(place)
 
 
-def _part_now(part: Part, arguments: tuple[Any, ...]) -> Any:
+def _part_now(part: Captured, arguments: tuple[Any, ...]) -> Any:
     try:
         return part.read(arguments)
     except (LookupError, AttributeError, TypeError):

@@ -20,19 +20,24 @@ from operator import getitem
 from typing import Any, TypeAlias
 
 from bendtrace.errors import NondeterminismError
-from bendtrace.recording.contexts import Context
-from bendtrace.recording.functions import (
-    name_of,
-)
-from bendtrace.recording.parts import identical
 from bendtrace.recording.recorder import Recording
-from bendtrace.recording.tape import Op, OpKind, Ref, State, Tape, map_refs
 from bendtrace.replay.analysis import Analysis, GuardKind
 from bendtrace.replay.codegen import SegmentWriter
 from bendtrace.replay.growing import Growth, growths_of
 from bendtrace.replay.repeatable import may_draw, may_run_again
 from bendtrace.replay.schedule import Schedule, Unlinked
 from bendtrace.replay.source import Code
+from bendtrace.tape.captured import identical
+from bendtrace.tape.contexts import Context
+from bendtrace.tape.tape import (
+    Op,
+    OpKind,
+    Ref,
+    State,
+    Tape,
+    map_refs,
+)
+from bendtrace.torch_rules.functions import name_of
 
 __all__ = ["Exit", "Graph", "Node", "Piece", "Trip"]
 
@@ -60,7 +65,7 @@ class Piece:
 
     @functools.cached_property
     def growths(self) -> dict[int, Growth]:
-        """What of the surroundings may be exchanged before the end, by the ops that make it."""
+        """What of the environment may be exchanged before the end, by the ops that make it."""
         return growths_of(self.recording)
 
     def count(self, entered: int, left: int | None) -> None:

@@ -18,11 +18,18 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from bendtrace.recording.parts import Access, Change, Part, PartKind, TensorFacts, put
 from bendtrace.recording.recorder import Recording
-from bendtrace.recording.structure import existing_in
-from bendtrace.recording.tape import Op, OpKind, Ref
 from bendtrace.replay.repeatable import may_write_to
+from bendtrace.tape.captured import (
+    Access,
+    Captured,
+    CaptureKind,
+    Change,
+    TensorFacts,
+    put,
+)
+from bendtrace.tape.structure import existing_in
+from bendtrace.tape.tape import Op, OpKind, Ref
 
 __all__ = ["Growth", "Holes", "growths_of", "places_of"]
 
@@ -49,7 +56,7 @@ class Growth:
     new: int
     dim: int
     change: Change
-    part: Part
+    part: Captured
     place: _Place
 
 
@@ -57,11 +64,11 @@ def growths_of(recording: Recording) -> dict[int, Growth]:
     """Return what a run makes longer, by the ops that make it."""
     if not recording.changes:
         return {}
-    tape, parts = recording.tape, recording.surroundings.parts
+    tape, parts = recording.tape, recording.environment.parts
     tensors = {
         (part.parent.index, part.key): part
         for part in parts
-        if part.kind is PartKind.TENSOR and part.parent is not None and _is_plain(part)
+        if part.kind is CaptureKind.TENSOR and part.parent is not None and _is_plain(part)
     }
     known: dict[int, int] = {}  # the only op for each part
     times = Counter(op.target.index for op in tape.ops if op.is_given and _is_part(op))
@@ -70,7 +77,7 @@ def growths_of(recording: Recording) -> dict[int, Growth]:
             known[op.target.index] = op.index
     # What is reached by way of a tensor, or is the same as it, would be looked for in it.
     used = {part.parent.index for part in parts if part.parent is not None}
-    used.update(part.value.index for part in parts if part.kind is PartKind.ALIAS)
+    used.update(part.value.index for part in parts if part.kind is CaptureKind.ALIAS)
     given = [(op.args, op.kwargs) for op in tape.ops]
     outputs = [recording.root.output, *(change.value for change in recording.changes)]
     used.update(existing.part.index for existing in existing_in([given, outputs]))
@@ -88,7 +95,7 @@ def growths_of(recording: Recording) -> dict[int, Growth]:
     return found
 
 
-def _is_plain(part: Part) -> bool:
+def _is_plain(part: Captured) -> bool:
     """Whether a part is a tensor like all others, in something that can be written to."""
     facts = part.size
     return (
@@ -102,7 +109,7 @@ def _is_plain(part: Part) -> bool:
 
 
 def _is_part(op: Op) -> bool:
-    return isinstance(op.target, Part)
+    return isinstance(op.target, Captured)
 
 
 def _dim_of(op: Op, old: int) -> int | None:
@@ -116,18 +123,18 @@ def _dim_of(op: Op, old: int) -> int | None:
     return dim if type(dim) is int and not op.kwargs.keys() - {"dim"} else None
 
 
-def _place_of(part: Part) -> _Place:
+def _place_of(part: Captured) -> _Place:
     steps: list[Any] = []
-    step: Part | None = part
+    step: Captured | None = part
     while step is not None:
         steps.append((step.access, id(step.value) if step.access is Access.FIXED else step.key))
         step = None if step.access is Access.FIXED else step.parent
     return tuple(steps)
 
 
-def places_of(parts: Iterable[Part]) -> frozenset[_Place]:
+def places_of(parts: Iterable[Captured]) -> frozenset[_Place]:
     """Return where the tensors among some parts are."""
-    return frozenset(_place_of(part) for part in parts if part.kind is PartKind.TENSOR)
+    return frozenset(_place_of(part) for part in parts if part.kind is CaptureKind.TENSOR)
 
 
 class _Grown(NamedTuple):

@@ -8,19 +8,20 @@ from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
-from bendtrace.recording.agreement import ENDS, JointCall, joint_call, needs_agreement
-from bendtrace.recording.contexts import AutocastHold
-from bendtrace.recording.handlers import raised_by
-from bendtrace.recording.parts import Part
+from bendtrace.recording.rank_sync import (
+    ENDS,
+    JointCall,
+    joint_call,
+    needs_agreement,
+)
 from bendtrace.recording.recorder import Recording
-from bendtrace.recording.tape import Guard, Test
-from bendtrace.replay.ambience import Ambience
 from bendtrace.replay.analysis import Analysis, counts, tested_by
 from bendtrace.replay.check import CheckWriter
 from bendtrace.replay.codegen import write_run
+from bendtrace.replay.global_state import GlobalState
 from bendtrace.replay.graph import Exit, Graph, Piece, Trip
 from bendtrace.replay.growing import Holes
-from bendtrace.replay.questions import Check
+from bendtrace.replay.guard_code import Check
 from bendtrace.replay.repeatable import may_run_again
 from bendtrace.replay.schedule import Schedule, Unlinked, may_be_caught
 from bendtrace.replay.source import Code, Departure, Source, counted, define, needed_for, outcome
@@ -33,6 +34,9 @@ from bendtrace.replay.stretches import (
     random_states,
     restore,
 )
+from bendtrace.tape.captured import Captured
+from bendtrace.tape.contexts import AutocastHold
+from bendtrace.tape.tape import Guard, Test, raised_by
 
 __all__ = ["Program"]
 
@@ -44,7 +48,7 @@ class Program:
 
     Args:
         recording: the first run.
-        ambience: the global state that it ran under.
+        global_state: the global state that it ran under.
         ignored: parts that need not be as they were, for a recording that is never replayed.
         joins: whether its paths may join (see `graph.py`).
 
@@ -59,12 +63,12 @@ class Program:
     def __init__(
         self,
         recording: Recording,
-        ambience: Ambience,
-        ignored: frozenset[Part] = frozenset(),
+        global_state: GlobalState,
+        ignored: frozenset[Captured] = frozenset(),
         joins: bool = True,
     ) -> None:
         self.recording = recording
-        self.ambience = ambience
+        self.global_state = global_state
         self.analysis = Analysis(recording.tape)
         writer = CheckWriter(recording, self.analysis, ignored)
         self.check_code = Code(writer.write(), "check")
@@ -79,13 +83,13 @@ class Program:
         self.graph: Graph | None = None
         if self.live_only:
             return
-        direct = not (ambience.modes or ambience.exchanged)
+        direct = not (global_state.modes or global_state.monkeypatches)
         if joins and may_run_again(recording):
-            self.graph = Graph(recording, ambience.context, direct, self.analysis)
+            self.graph = Graph(recording, global_state.context, direct, self.analysis)
             self.root = Stretch(recording, 1, code=self.graph.beginning.code)
             self.graph.first.owner = self.root
             return
-        schedule = Schedule.of_run(recording, self.analysis, ambience.context)
+        schedule = Schedule.of_run(recording, self.analysis, global_state.context)
         self.root = Stretch(recording, 1, code=write_run(schedule, direct))
 
     def failing(self, arguments: tuple[Any, ...]) -> Check | None:
@@ -94,7 +98,7 @@ class Program:
         Args:
             arguments: the bound arguments in order.
         """
-        if (different := self.ambience.difference()) is not None:
+        if (different := self.global_state.difference()) is not None:
             return Check(different)
         try:
             number = self._check(arguments)
@@ -108,7 +112,7 @@ class Program:
 
     def admits(self, arguments: tuple[Any, ...]) -> bool:
         """Whether all input guards hold."""
-        if not self.ambience.is_current():
+        if not self.global_state.is_current():
             return False
         try:
             return self._check(arguments) is None
@@ -150,7 +154,7 @@ class Program:
         root = self.root
         if self.graph is not None:
             return self._walk(self.graph, arguments, first, compiled)
-        model = self.recording.surroundings.function
+        model = self.recording.environment.function
         if root.casts or needs_agreement(model, self.recording.tape):
             return self.carry_out(root, arguments, {}, AutocastHold())
         # The usual call, which needs nothing of what the others are carried out with.
@@ -259,7 +263,7 @@ class Program:
         Raises:
             Exception: see `run`.
         """
-        model = self.recording.surroundings.function
+        model = self.recording.environment.function
         if not needs_agreement(model, self.recording.tape):
             return self._follow(stretch, arguments, values, hold, None)
         with joint_call(model, goes_on=bool(values)) as joint:
@@ -379,11 +383,11 @@ class Program:
         else:
             available = parent.available | {i for i in parent.code.emitted if i < position}
             schedule = Schedule.of_run(
-                recording, Analysis(recording.tape), self.ambience.context, position,
+                recording, Analysis(recording.tape), self.global_state.context, position,
                 divergence.recording.tape, available,
             )  # fmt: skip
             side.target = Stretch(
-                recording, hits, code=write_run(schedule, not self.ambience.modes),
+                recording, hits, code=write_run(schedule, not self.global_state.modes),
                 available=schedule.available, start=position, parent=parent,
             )  # fmt: skip
         return True

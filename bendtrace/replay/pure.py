@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 
-from bendtrace.recording.exchanged import exchanged
-from bendtrace.recording.instructions import Step, single_steps
-from bendtrace.recording.parts import PLAIN_TYPES
-from bendtrace.recording.tape import Op, Ref
+from bendtrace.source.bytecode import Step, single_steps
+from bendtrace.tape.captured import PLAIN_TYPES
+from bendtrace.tape.tape import Op, Ref
+from bendtrace.torch_rules.monkeypatches import monkeypatches
 
 __all__ = ["computes_only", "overloads"]
 
@@ -34,7 +34,7 @@ def computes_only(op: Op) -> bool:
     cls = getattr(target, "__self__", None)
     if getattr(target, "__func__", None) is not _APPLY or not isinstance(cls, type):
         return False
-    if exchanged():  # torch's functions may be others' by now
+    if monkeypatches():  # torch's functions may be others' by now
         return False
     given = (*op.args, *op.kwargs.values())
     if not all(type(value) is Ref or type(value) in PLAIN_TYPES for value in given):

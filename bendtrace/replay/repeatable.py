@@ -8,20 +8,25 @@ from typing import Any
 
 import torch
 
-from bendtrace.recording.agreement import is_one_of_several
-from bendtrace.recording.functions import (
+from bendtrace.recording.rank_sync import is_one_of_several
+from bendtrace.recording.recorder import Recording
+from bendtrace.replay.analysis import is_read
+from bendtrace.replay.pure import computes_only, overloads
+from bendtrace.tape.tape import (
+    Op,
+    OpKind,
+    Tape,
+    is_handled,
+    refs_in,
+)
+from bendtrace.torch_rules.functions import (
     RESHAPES_IN_PLACE,
     SETTERS,
     is_torchs_function,
     name_of,
 )
-from bendtrace.recording.handlers import is_handled
-from bendtrace.recording.outside import environ
-from bendtrace.recording.recorder import Recording
-from bendtrace.recording.tape import Op, OpKind, Tape, refs_in
-from bendtrace.recording.writes import works_in_place
-from bendtrace.replay.analysis import is_read
-from bendtrace.replay.pure import computes_only, overloads
+from bendtrace.torch_rules.host_io import environ
+from bendtrace.torch_rules.writes import works_in_place
 
 __all__ = ["may_draw", "may_run_again", "may_write_to"]
 
@@ -35,7 +40,7 @@ def may_run_again(recording: Recording) -> bool:
     tape = recording.tape
     if recording.writes_outside or tape.is_joint or tape.forgets or tape.blockers:
         return False
-    if recording.surroundings.generators or is_one_of_several():
+    if recording.environment.generators or is_one_of_several():
         return False
     if any(op.raised is not None or op.context.autocast or is_handled(op) for op in tape.ops):
         return False

@@ -12,14 +12,21 @@ from functools import cached_property
 
 import torch
 
-from bendtrace.recording.contexts import Context
-from bendtrace.recording.functions import FLEETING, VALUES, name_of
-from bendtrace.recording.handlers import is_handled
 from bendtrace.recording.recorder import Recording
-from bendtrace.recording.tape import Guard, Op, OpKind, Tape, Test, refs_in
 from bendtrace.replay.analysis import Analysis, GuardKind, is_read
 from bendtrace.replay.growing import Growth
 from bendtrace.replay.source import gives_nothing, needed_for, test_of
+from bendtrace.tape.contexts import Context
+from bendtrace.tape.tape import (
+    Guard,
+    Op,
+    OpKind,
+    Tape,
+    Test,
+    is_handled,
+    refs_in,
+)
+from bendtrace.torch_rules.functions import FLEETING, VALUES, name_of
 
 __all__ = ["Schedule", "Unlinked", "is_droppable", "is_freed", "may_be_caught"]
 
@@ -54,7 +61,7 @@ class Schedule:
         held: for a guard, the ops whose values are handed on where it does not hold.
         needed: the ops to carry out, and the inputs and state among what they use; None for all
             that the guards and the output need, and all that cannot be left out.
-        growths: what of the surroundings may be exchanged before the end, by the ops that make it.
+        growths: which tensors of the environment may be replaced before the end, by op.
         same: ops before `start` that gave back an argument or state, with the op that names it.
 
     Attributes:

@@ -19,12 +19,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bendtrace.recording.contexts import ContextSwitch, forget_casts
-from bendtrace.recording.exchanged import exchanged
-from bendtrace.recording.objects import build
-from bendtrace.recording.parts import UNSET, Access, Array, Part, PartKind, identical
-from bendtrace.recording.structure import Existing, Fixed, Instance, Made
-from bendtrace.recording.tape import (
+from bendtrace.replay.analysis import counts
+from bendtrace.replay.growing import places_of
+from bendtrace.tape.captured import (
+    UNSET,
+    Access,
+    Array,
+    Captured,
+    CaptureKind,
+    identical,
+)
+from bendtrace.tape.contexts import ContextSwitch, forget_casts
+from bendtrace.tape.structure import (
+    Existing,
+    Fixed,
+    Instance,
+    Made,
+    build,
+)
+from bendtrace.tape.tape import (
     Guard,
     Op,
     OpKind,
@@ -33,9 +46,8 @@ from bendtrace.recording.tape import (
     kind_of,
     refs_in,
 )
-from bendtrace.replay.analysis import counts
-from bendtrace.replay.cheapest import Asked, Call
-from bendtrace.replay.growing import places_of
+from bendtrace.torch_rules.direct_calls import Asked, Call
+from bendtrace.torch_rules.monkeypatches import monkeypatches
 
 __all__ = [
     "INFIX",
@@ -119,7 +131,7 @@ class Source:
         }  # fmt: skip
         self.op_of_line: dict[int, int] = {}
         self.emitted: set[int] = set()
-        self.taken: list[Part] = []
+        self.taken: list[Captured] = []
         self.indent = 0
         self.shared: frozenset[int] = frozenset()  # containers that are used twice
         self._taken: set[int] = set()  # parts that have their names
@@ -133,13 +145,13 @@ class Source:
         self.line(f"def {head}:")
         self.indent = 1
 
-    def take(self, parts: Iterable[Part]) -> None:
+    def take(self, parts: Iterable[Captured]) -> None:
         """Add the lines that give parts their names, after what they are reached from."""
-        wanted: dict[int, Part] = {}
+        wanted: dict[int, Captured] = {}
         waiting = list(parts)
         while waiting:
             part = waiting.pop()
-            part = part.value if part.kind is PartKind.ALIAS else part
+            part = part.value if part.kind is CaptureKind.ALIAS else part
             if part.index not in self._taken:
                 self._taken.add(part.index)
                 wanted[part.index] = part
@@ -168,16 +180,16 @@ class Source:
             self.names[name] = value
         return name
 
-    def part(self, part: Part) -> str:
+    def part(self, part: Captured) -> str:
         """Return the name of a part (which a line has to define unless it is fixed)."""
-        if part.kind is PartKind.ALIAS:
+        if part.kind is CaptureKind.ALIAS:
             return self.part(part.value)
         name = f"p{part.index}"
         if part.access is Access.FIXED:
             self.names[name] = part.value
         return name
 
-    def reach(self, part: Part) -> str:
+    def reach(self, part: Captured) -> str:
         """Return an expression that takes a part from its parent."""
         if part.access is Access.ROOT:
             return f"A[{part.key}]"
@@ -282,7 +294,7 @@ class Source:
         args, target = op.args, op.target
         if op.kind is OpKind.SCALAR and target in INFIX:
             return f"({self.value(args[0])} {INFIX[target]} {self.value(args[1])})"
-        if op.kind is OpKind.CALL and exchanged():  # what follows would be looked up by name
+        if op.kind is OpKind.CALL and monkeypatches():  # what follows would be looked up by name
             return self._called(target, args, op.kwargs)
         if target is operator.getitem or (target is Tensor.__getitem__ and not op.kwargs):
             return f"{self.value(args[0])}[{self.value(args[1])}]"

@@ -8,12 +8,12 @@ from typing import Any, TypeAlias
 
 import torch
 
-from bendtrace.recording.contexts import AutocastHold
-from bendtrace.recording.parts import identical
 from bendtrace.recording.recorder import Prefix, Recording
-from bendtrace.recording.tape import Guard, Op, OpKind
 from bendtrace.replay.graph import Trip
 from bendtrace.replay.source import Code, gives_nothing
+from bendtrace.tape.captured import identical
+from bendtrace.tape.contexts import AutocastHold
+from bendtrace.tape.tape import Guard, Op, OpKind
 
 __all__ = [
     "Divergence",

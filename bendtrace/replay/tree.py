@@ -15,15 +15,25 @@ import torch
 from torch import Tensor
 
 from bendtrace.errors import NondeterminismError, TraceLimitWarning
-from bendtrace.recording.functions import name_of
-from bendtrace.recording.parts import Access, Part, PartKind, identical
-from bendtrace.recording.places import users_level
 from bendtrace.recording.recorder import Recording
-from bendtrace.recording.tape import Op, OpKind, Ref, Test
-from bendtrace.replay.ambience import Ambience
 from bendtrace.replay.analysis import GuardKind
+from bendtrace.replay.global_state import GlobalState
 from bendtrace.replay.program import Program
 from bendtrace.replay.stretches import Divergence, Failure, Finished, Path, Stretch
+from bendtrace.source.sites import users_level
+from bendtrace.tape.captured import (
+    Access,
+    Captured,
+    CaptureKind,
+    identical,
+)
+from bendtrace.tape.tape import (
+    Op,
+    OpKind,
+    Ref,
+    Test,
+)
+from bendtrace.torch_rules.functions import name_of
 
 __all__ = ["ProgramIndex", "TraceTree"]
 
@@ -105,7 +115,7 @@ class TraceTree:
         self,
         names: tuple[str, ...],
         recording: Recording,
-        ambience: Ambience,
+        global_state: GlobalState,
         evolving: frozenset[str],
     ) -> Program:
         """Keep a new run.
@@ -113,21 +123,21 @@ class TraceTree:
         Args:
             names: names of its arguments.
             recording: the run.
-            ambience: the global state it ran under.
+            global_state: the global state it ran under.
             evolving: labels of what changes on every call (see `outdated`).
         """
         written = [change for change in recording.changes if change.label in evolving]
         ignored = frozenset(
             part
-            for part in (recording.surroundings.parts if written else ())
+            for part in (recording.environment.parts if written else ())
             if any(change.covers(part) for change in written)
         )
         if written:
             for label in sorted({change.label for change in written}):
-                place = recording.surroundings.place_of(label)
+                place = recording.environment.place_of(label)
                 see = f" (see {place})" if place else ""
                 recording.tape.block(f"{label} changes on every call{see}")
-        program = Program(recording, ambience, ignored)
+        program = Program(recording, global_state, ignored)
         with self._lock:
             self._insert(names, program)
         self._keep_to_limit()
@@ -143,7 +153,7 @@ class TraceTree:
             if not program.grow(divergence, recording):
                 known = (program.root.recording, recording)
                 self._exchange(
-                    program, *(Program(run, program.ambience, joins=False) for run in known)
+                    program, *(Program(run, program.global_state, joins=False) for run in known)
                 )
         self._keep_to_limit()
 
@@ -178,7 +188,7 @@ class TraceTree:
         return tried & (tried - 1) == 0
 
     def replace(
-        self, names: tuple[str, ...], live: Program, recording: Recording, ambience: Ambience
+        self, names: tuple[str, ...], live: Program, recording: Recording, global_state: GlobalState
     ) -> tuple[Program, Departing | None]:
         """Keep a run that can be replayed instead of a program that was only run live.
 
@@ -186,7 +196,7 @@ class TraceTree:
             The new program, and where the old run leaves it: a side of it that is live, if the
             two can be told apart by a guard.
         """
-        program = Program(recording, ambience)
+        program = Program(recording, global_state)
         assert live.live is not None
         leaves = _parting(recording, live.recording)
         with self._lock:
@@ -371,16 +381,16 @@ def _failure(error: BaseException) -> Failure:
     return type(error).__name__, file, line
 
 
-def _seen(part: Part, arguments: tuple[Any, ...]) -> Any:
+def _seen(part: Captured, arguments: tuple[Any, ...]) -> Any:
     try:
         value = part.read(arguments)
     except (LookupError, AttributeError, TypeError):
         return None
-    return value if part.kind is PartKind.PLAIN else id(value)
+    return value if part.kind is CaptureKind.PLAIN else id(value)
 
 
-def _described(part: Part) -> tuple[str, Any]:
-    return part.label, part.size if part.kind is PartKind.TENSOR else None
+def _described(part: Captured) -> tuple[str, Any]:
+    return part.label, part.size if part.kind is CaptureKind.TENSOR else None
 
 
 def _parting(recording: Recording, other: Recording) -> Departing | None:
@@ -412,7 +422,7 @@ def _goes_the_other_way(recording: Recording, divergence: Divergence) -> bool:
         return False
     if not identical(parting[1], divergence.outcome):
         return False
-    parts = here.surroundings.parts, recording.surroundings.parts
+    parts = here.environment.parts, recording.environment.parts
     if list(map(_described, parts[0])) != list(map(_described, parts[1])):
         return False
     done, ops = divergence.stretch.ops_until(divergence.position), recording.tape.ops
@@ -513,6 +523,6 @@ def _number(ops: list[Op], op: Op) -> Fixed | None:
 def _position(op: Op) -> int | None:
     """Return which argument an op gives, if it is one of them and not a part of one."""
     part = op.target
-    if op.kind is OpKind.INPUT and isinstance(part, Part) and part.access is Access.ROOT:
+    if op.kind is OpKind.INPUT and isinstance(part, Captured) and part.access is Access.ROOT:
         return int(part.key)
     return None

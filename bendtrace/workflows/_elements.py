@@ -11,9 +11,16 @@ import torch
 from torch import Tensor
 
 from bendtrace.history.validate import MISSING, Validator
-from bendtrace.recording.contexts import ContextSwitch
-from bendtrace.recording.functions import METADATA, SHAPES, name_of
-from bendtrace.recording.tape import Op, OpKind, Ref, TensorMeta, map_refs, refs_in
+from bendtrace.tape.contexts import ContextSwitch
+from bendtrace.tape.tape import (
+    Op,
+    OpKind,
+    Ref,
+    TensorMeta,
+    map_refs,
+    refs_in,
+)
+from bendtrace.torch_rules.functions import METADATA, SHAPES, name_of
 
 __all__ = ["Elements"]
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from bendtrace._checks import required_choice, required_int
-from bendtrace._later import required_pandas
+from bendtrace._lazy import required_pandas
 from bendtrace.errors import InputError, SiteError
 from bendtrace.view.heat_map import heat_map, text_table
 

@@ -11,8 +11,14 @@ from typing import Any
 from bendtrace._trace import Trace
 from bendtrace.errors import NodePathError, SiteError
 from bendtrace.paths.nodes import TreeNode
-from bendtrace.recording.functions import METADATA, SHAPES, VALUES
-from bendtrace.recording.tape import ModuleCall, Op, OpKind, TensorMeta, refs_in
+from bendtrace.tape.tape import (
+    ModuleCall,
+    Op,
+    OpKind,
+    TensorMeta,
+    refs_in,
+)
+from bendtrace.torch_rules.functions import METADATA, SHAPES, VALUES
 
 __all__ = ["Edges", "End", "Flow", "Spot"]
 

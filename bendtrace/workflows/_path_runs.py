@@ -17,8 +17,8 @@ from bendtrace.interject.group import InsertionGroup
 from bendtrace.interject.interjection import Inputs, Interjection, NodePass
 from bendtrace.module import BendedModule
 from bendtrace.paths.nodes import NodePath
-from bendtrace.recording.tape import Op, Ref, refs_in
-from bendtrace.still import Still
+from bendtrace.preserved_state import PreservedState
+from bendtrace.tape.tape import Op, Ref, refs_in
 from bendtrace.workflows._grids import Metric, number_of
 from bendtrace.workflows._path_edges import Edges, Flow
 from bendtrace.workflows._sites import unlike
@@ -168,7 +168,7 @@ class Runs:
         flow: Flow,
         needed: Mapping[Any, list[int]],
         made: Mapping[Any, Edges],
-        still: Still,
+        still: PreservedState,
         call: Call,
         metric: Metric,
     ) -> None:

@@ -21,7 +21,7 @@ from bendtrace.interject.resolver import describe_where
 from bendtrace.interject.structure import Leaf, Shape, assemble, describe, take_apart
 from bendtrace.module import BendedModule
 from bendtrace.paths.nodes import NodePath
-from bendtrace.still import Still
+from bendtrace.preserved_state import PreservedState
 from bendtrace.workflows._grids import (
     Beyond,
     Metric,
@@ -255,7 +255,7 @@ class Sites:
         self._group = InsertionGroup(bended)
         self._act: Act | None = None
         self._thread = threading.get_ident()
-        self._still = Still(bended.model)
+        self._still = PreservedState(bended.model)
 
     def run(self, call: Call, act: Act | None = None, *, with_gradients: bool = False) -> Any:
         """Call the model with copies of some inputs, from the same random numbers and buffers.

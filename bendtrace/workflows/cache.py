@@ -26,7 +26,7 @@ from bendtrace.interject.where import near_misses
 from bendtrace.module import BendedModule
 from bendtrace.paths.candidates import Candidate, NodeSelector
 from bendtrace.recording.recorder import Recording
-from bendtrace.recording.writes import storage_of
+from bendtrace.torch_rules.writes import storage_of
 from bendtrace.workflows.aliases import Alias, Aliases, transformer_lens_aliases
 
 __all__ = ["ActivationCache", "run_with_cache"]

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from bendtrace._later import required_pandas
+from bendtrace._lazy import required_pandas
 from bendtrace.calls import Call, bended_of, seen_in
 from bendtrace.errors import InputError
 from bendtrace.interject.structure import describe

@@ -12,7 +12,7 @@ from torch import Tensor
 from bendtrace.calls import Call, bended_of, own_copy
 from bendtrace.errors import InputError, SiteError
 from bendtrace.interject.resolver import describe_where
-from bendtrace.still import Still
+from bendtrace.preserved_state import PreservedState
 from bendtrace.workflows._grids import (
     Columns,
     Missing,
@@ -188,7 +188,7 @@ def path_patching(
         start, target = there.measured(calls[patched], measured)
         rows = there.rows(source, target)
         places = there.places
-    with Still(bended.model) as still:
+    with PreservedState(bended.model) as still:
         trace = bended.trace(*(copy := own_copy(calls[patched])).args, **copy.kwargs)
         trace.output = None
         still.rewind()

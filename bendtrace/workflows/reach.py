@@ -11,18 +11,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bendtrace._later import networkx as nx
+from bendtrace._lazy import networkx as nx
 from bendtrace._trace import Trace, run_trace
 from bendtrace.calls import Call
 from bendtrace.errors import InputError, NodePathError
 from bendtrace.flow import FlowStep, LogicalFlowStep
 from bendtrace.history.capture import SaveOptions
-from bendtrace.recording.functions import METADATA, SHAPES
 from bendtrace.recording.iterations import running_code, user_code
 from bendtrace.recording.names import NodeRef
-from bendtrace.recording.sites import Place, Span
-from bendtrace.recording.syntax import conclude_truth, source_file, spans_of
-from bendtrace.recording.tape import OpKind, TensorMeta, refs_in
+from bendtrace.source.sites import Place, Span
+from bendtrace.source.syntax import conclude_truth, source_file, spans_of
+from bendtrace.tape.tape import OpKind, TensorMeta, refs_in
+from bendtrace.torch_rules.functions import METADATA, SHAPES
 from bendtrace.workflows._elements import Elements, bisected
 
 __all__ = ["Reach", "ReceptiveField", "ancestry", "influence", "receptive_field"]

@@ -17,7 +17,7 @@ from torch import nn
 
 import bendtrace as bt
 from bendtrace.recording.run import Signature, record
-from bendtrace.replay.ambience import Ambience
+from bendtrace.replay.global_state import GlobalState
 from bendtrace.replay.program import Program
 from bendtrace.replay.stretches import Finished
 from tests.benchmarks.models import Gated, LoopRNN
@@ -42,7 +42,7 @@ def measure(model: nn.Module, inputs: dict[str, Any], rounds: int) -> dict[str, 
     """Return the median seconds of each way to run a model."""
     signature = Signature(model)
     recording = record(model, (), inputs, signature)
-    program = Program(recording, Ambience.current())
+    program = Program(recording, GlobalState.current())
     bended = bt.BendedModule(model)
     arguments = tuple(signature.bind((), inputs).values())
     wanted = bits(model(**inputs))
@@ -55,7 +55,7 @@ def measure(model: nn.Module, inputs: dict[str, Any], rounds: int) -> dict[str, 
     ways: dict[str, Callable[[], Any]] = {
         "eager": lambda: model(**inputs),
         "trace": lambda: record(model, (), inputs, signature),
-        "generate": lambda: Program(recording, Ambience.current()),
+        "generate": lambda: Program(recording, GlobalState.current()),
         "check": lambda: program.admits(arguments),
         "replay": lambda: program.run(arguments),
         "call": lambda: bended(**inputs),

@@ -16,12 +16,17 @@ from typing import Any
 from torch import Tensor
 
 from bendtrace.recording.finish import Recording
-from bendtrace.recording.functions import name_of
-from bendtrace.recording.parts import Access, Part, PartKind
-from bendtrace.recording.structure import Existing, Instance, Made
-from bendtrace.recording.tape import Op, OpKind, Ref, refs_in
 from bendtrace.replay.analysis import is_read
 from bendtrace.replay.source import Code, Source
+from bendtrace.tape.captured import Access, Captured, CaptureKind
+from bendtrace.tape.structure import Existing, Instance, Made
+from bendtrace.tape.tape import (
+    Op,
+    OpKind,
+    Ref,
+    refs_in,
+)
+from bendtrace.torch_rules.functions import name_of
 
 __all__ = ["flat_of"]
 
@@ -51,7 +56,7 @@ def flat_of(recording: Recording) -> Callable[..., Any]:
 
     Raises:
         ValueError: for a run that no flat list of calls stands for: it changed its
-            surroundings, caught errors, or went from one grad or autocast mode to another.
+            environment, caught errors, or went from one grad or autocast mode to another.
 
     Example:
         >>> import torch
@@ -88,7 +93,7 @@ class _Flat:
 
     def function(self) -> Callable[..., Any]:
         source, ops = self._source, self._recording.tape.ops
-        roots = [part for part in self._recording.surroundings.parts if part.access is Access.ROOT]
+        roots = [part for part in self._recording.environment.parts if part.access is Access.ROOT]
         source.line(f"def flat({', '.join(map(_parameter, roots))}):")
         source.indent = 1
         needed = self._needed()
@@ -132,8 +137,8 @@ class _Flat:
                 waiting += [ref.index for ref in _read(ops[index])]
         return needed
 
-    def _reach(self, part: Part) -> str:
-        part = part.value if part.kind is PartKind.ALIAS else part
+    def _reach(self, part: Captured) -> str:
+        part = part.value if part.kind is CaptureKind.ALIAS else part
         if not part.is_argument:
             return self._source.bound(part.read(()))
         if part.access is Access.ROOT:
@@ -194,6 +199,6 @@ def _read(op: Op) -> list[Ref]:
     return list(refs_in((op.args, op.kwargs)))
 
 
-def _parameter(part: Part) -> str:
+def _parameter(part: Captured) -> str:
     name = part.label
     return name if name.isidentifier() and not iskeyword(name) else f"a{part.key}"

@@ -15,7 +15,7 @@ from torch import Tensor
 import bendtrace as bt
 from bendtrace.recording.recorder import Recording
 from bendtrace.recording.run import Signature, record
-from bendtrace.replay.ambience import Ambience
+from bendtrace.replay.global_state import GlobalState
 from bendtrace.replay.program import Program
 from bendtrace.replay.stretches import Finished
 from tests.benchmarks.timing import once
@@ -78,7 +78,7 @@ def _taken(call: Callable[[], Any]) -> tuple[float, Any]:
 
 
 def _program(recording: Recording) -> Program:
-    return Program(recording, Ambience.current())
+    return Program(recording, GlobalState.current())
 
 
 def _of_ops(model: Callable[[Tensor], Tensor]) -> dict[str, float]:

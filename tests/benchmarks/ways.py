@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import bendtrace as bt
 from bendtrace.recording.run import Signature, record
-from bendtrace.replay.ambience import Ambience
+from bendtrace.replay.global_state import GlobalState
 from bendtrace.replay.program import Program
 from bendtrace.replay.stretches import Finished
 from tests.benchmarks.flat import flat_of
@@ -156,7 +156,7 @@ def _flat(model: nn.Module, args: tuple[Tensor, ...]) -> Call:
 
 
 def _replay(model: nn.Module, args: tuple[Tensor, ...]) -> Call:
-    program = Program(record(model, args, {}, Signature(model)), Ambience.current())
+    program = Program(record(model, args, {}, Signature(model)), GlobalState.current())
 
     def call() -> Any:
         result = program.run(args)

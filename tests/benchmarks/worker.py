@@ -63,7 +63,7 @@ def _checking(case: str, rounds: int, seconds: float) -> Any:
     import torch
 
     from bendtrace.recording.run import Signature, record
-    from bendtrace.replay.ambience import Ambience
+    from bendtrace.replay.global_state import GlobalState
     from bendtrace.replay.program import Program
     from tests.benchmarks.models import case_of, inputs_of
     from tests.benchmarks.timing import interleaved
@@ -72,7 +72,7 @@ def _checking(case: str, rounds: int, seconds: float) -> Any:
     model, args = found.model(), inputs_of(found)
     with torch.no_grad():
         recording = record(model, args, {}, Signature(model))
-        program = Program(recording, Ambience.current())
+        program = Program(recording, GlobalState.current())
         assert program.admits(args)
         times = interleaved({"check": lambda: program.admits(args)}, rounds, seconds=seconds)
     return times["check"].json() | {

@@ -95,7 +95,7 @@ def programs(
             methods += ["", *w.lines]
         else:
             w.in_method, w.indent, w.attributes = True, 1, {}
-            cls, short = w.fresh("Part"), w.fresh("part")
+            cls, short = w.fresh("Captured"), w.fresh("part")
             name = f"self.{short}"
             function(w, f"def forward(self, {signature}):", own, result)
             classes += ["", "", *_class(cls, w.attributes), "", *w.lines]

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
-from bendtrace._later import tabulate
+from bendtrace._lazy import tabulate
+from bendtrace.environment.owners import is_leaf_module, modules_in, states_of
 from bendtrace.errors import InputError
 from bendtrace.history.names import is_layer_name, near_names
 from bendtrace.interject.bends.spec import BendSpec, compiled
@@ -27,10 +28,9 @@ from bendtrace.paths.naming import Registry, identifier
 from bendtrace.paths.nodes import NodePath
 from bendtrace.paths.text import Text
 from bendtrace.paths.view import Node, Tree
-from bendtrace.recording.owners import is_leaf_module, modules_in, states_of
 from bendtrace.recording.recorder import Recording
-from bendtrace.recording.tape import OpKind, TensorMeta
 from bendtrace.run import Run
+from bendtrace.tape.tape import OpKind, TensorMeta
 
 __all__ = [
     "Activation",

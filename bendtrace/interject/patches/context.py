@@ -8,6 +8,7 @@ from contextlib import ContextDecorator
 from types import TracebackType
 from typing import Any, Protocol, Self
 
+from bendtrace.environment.owners import modules_in
 from bendtrace.errors import InputError, NeverFiredWarning, NodePathError
 from bendtrace.history.names import Names
 from bendtrace.interject.patches.base import Patch
@@ -16,7 +17,6 @@ from bendtrace.paths.candidates import NodeSelector
 from bendtrace.paths.nodes import NodePath, TreeNode
 from bendtrace.paths.text import Chosen
 from bendtrace.paths.view import Node, Tree, find, require_leaf
-from bendtrace.recording.owners import modules_in
 
 __all__ = ["PatchContext", "Patches", "Where"]
 

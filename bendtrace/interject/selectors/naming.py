@@ -16,7 +16,7 @@ from bendtrace.errors import InputError
 from bendtrace.interject.selectors.algebra import Selector, as_selector, nodes_meant
 from bendtrace.paths.candidates import Candidate
 from bendtrace.paths.view import Node, dug
-from bendtrace.recording.functions import is_torchs_function, name_of
+from bendtrace.torch_rules.functions import is_torchs_function, name_of
 
 __all__ = [
     "as_selector",

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 from bendtrace.errors import InputError
 from bendtrace.interject.selectors.algebra import Selector
 from bendtrace.paths.candidates import Candidate
-from bendtrace.recording.sites import Place
-from bendtrace.recording.syntax import (
+from bendtrace.source.sites import Place
+from bendtrace.source.syntax import (
     BRANCHES,
     COMPREHENSIONS,
     FUNCTIONS,

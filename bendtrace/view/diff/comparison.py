@@ -15,7 +15,7 @@ from torch import Tensor
 from bendtrace._compare import same_bits
 from bendtrace.flow import FlowStep, IndexFlowStep, LogicalFlowStep, LoopFlowStep
 from bendtrace.history.entries import LayerEntry
-from bendtrace.recording.functions import UNINITIALIZED
+from bendtrace.torch_rules.functions import UNINITIALIZED
 from bendtrace.view.diff.changes import (
     FlowChange,
     LayerChange,

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from textwrap import shorten
 from typing import TYPE_CHECKING
 
-from bendtrace._later import tabulate
+from bendtrace._lazy import tabulate
 from bendtrace.flow import FlowStep, LoopFlowStep
 from bendtrace.history.entries import LayerEntry
 from bendtrace.history.sizes import counted, listed, number_text, place_text

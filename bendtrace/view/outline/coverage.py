@@ -11,13 +11,13 @@ from dataclasses import dataclass, replace
 from textwrap import shorten
 from typing import Any, overload
 
-from bendtrace._later import tabulate
+from bendtrace._lazy import tabulate
 from bendtrace.history.sizes import counted, place_text
 from bendtrace.recording.iterations import running_code
-from bendtrace.recording.sites import Site, Span
-from bendtrace.recording.tape import ModuleCall
 from bendtrace.replay.stretches import Failure
 from bendtrace.replay.tree import TraceTree
+from bendtrace.source.sites import Site, Span
+from bendtrace.tape.tape import ModuleCall
 from bendtrace.view.outline.source import Choice, choices_in, decided_by, function_of
 from bendtrace.view.outline.structure import Turns, turns_text
 from bendtrace.view.outline.walks import Walk, walks_of

@@ -15,9 +15,9 @@ from bendtrace.flow import _plain_json
 from bendtrace.history.sizes import counted, place_text
 from bendtrace.recording.names import NodeRef
 from bendtrace.recording.recorder import Recording
-from bendtrace.recording.tape import OpKind, Tape
 from bendtrace.replay.program import Program
 from bendtrace.replay.tree import TraceTree
+from bendtrace.tape.tape import OpKind, Tape
 from bendtrace.view.outline.program import Chart, joined
 from bendtrace.view.outline.selection import selection, signature_of
 from bendtrace.view.outline.structure import value_text

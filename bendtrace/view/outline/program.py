@@ -9,7 +9,7 @@ from collections.abc import Hashable, Iterable, Mapping
 from functools import cached_property
 from typing import Any
 
-from bendtrace._later import networkx as nx
+from bendtrace._lazy import networkx as nx
 from bendtrace.history.sizes import counted, place_text
 from bendtrace.recording.recorder import Recording
 from bendtrace.replay.tree import TraceTree

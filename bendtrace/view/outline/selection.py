@@ -8,11 +8,11 @@ from collections.abc import Iterator, Sequence
 from bendtrace.flow import steps_of
 from bendtrace.history.sizes import counted
 from bendtrace.recording.iterations import user_code
-from bendtrace.recording.parts import Access, Part, PartKind
-from bendtrace.recording.tape import OpKind, TensorMeta
-from bendtrace.replay.ambience import Ambience
 from bendtrace.replay.analysis import GuardKind
+from bendtrace.replay.global_state import GlobalState
 from bendtrace.replay.program import Program
+from bendtrace.tape.captured import Access, Captured, CaptureKind
+from bendtrace.tape.tape import OpKind, TensorMeta
 
 __all__ = ["differing", "selection", "signature_of"]
 
@@ -22,18 +22,18 @@ Facts = dict[str, str]
 def signature_of(program: Program) -> str:
     """Say what the program was first called with: `x: float32[5, 4], n: 3`."""
     metas = {op.target: op.meta for op in program.recording.tape.ops if op.kind is OpKind.INPUT}
-    parts = [part for part in program.recording.surroundings.parts if part.is_argument]
+    parts = [part for part in program.recording.environment.parts if part.is_argument]
     shown = []
     for part in parts:
-        if part.kind is PartKind.TENSOR:
+        if part.kind is CaptureKind.TENSOR:
             meta = metas.get(part)
             if isinstance(meta, TensorMeta):
                 text = f"{_plain(meta.dtype)}{list(meta.shape)}"
             else:
                 text = f"{_plain(part.size.dtype)}, {part.size.rank} dimensions"
             shown.append(f"{part.label}: {text}")
-        elif part.parent is None and part.kind in (PartKind.PLAIN, PartKind.NUMBER):
-            value = metas.get(part) if part.kind is PartKind.NUMBER else part.value
+        elif part.parent is None and part.kind in (CaptureKind.PLAIN, CaptureKind.NUMBER):
+            value = metas.get(part) if part.kind is CaptureKind.NUMBER else part.value
             shown.append(f"{part.label}: {_short(value)}")
     if len(shown) > _SHOWN:
         shown[_SHOWN:] = [f"and {len(shown) - _SHOWN} more"]
@@ -97,31 +97,31 @@ def _attribute(label: str) -> str:
 
 def _facts_of(program: Program) -> Facts:
     facts: Facts = {}
-    parts = program.recording.surroundings.parts
+    parts = program.recording.environment.parts
     names = [part.label for part in parts if part.access is Access.ROOT]
     facts["the arguments given"] = f"are {', '.join(names) or 'none'}"
     state: Facts = {}
     for part in parts:
         told = facts if part.is_argument else state
-        if part.kind is PartKind.TENSOR:
+        if part.kind is CaptureKind.TENSOR:
             if part.is_argument or part in program.analysis.typed_state:
                 told.update(_facts_of_tensor(part))
         elif (text := _fact(part)) is not None:
             told[part.label] = text
     facts.update(_conditions(program))
-    facts.update(_facts_of_ambience(program.ambience))
+    facts.update(_facts_of_ambience(program.global_state))
     return facts | state
 
 
-def _facts_of_ambience(ambience: Ambience) -> Facts:
-    context = ambience.context
+def _facts_of_ambience(global_state: GlobalState) -> Facts:
+    context = global_state.context
     used = [f"{cast.device_type} {_plain(cast.dtype)}" for cast in context.autocast if cast.enabled]
     facts = {
         "grad mode": f"is {'on' if context.grad else 'off'}",
         "inference mode": f"is {'on' if context.inference else 'off'}",
         "autocast": f"is {', '.join(used) or 'off'}",
     }
-    for name, value in ambience._asdict().items():
+    for name, value in global_state._asdict().items():
         if name != "context":
             facts[_AMBIENCE.get(name, name)] = f"is {_short(value)}"
     return facts
@@ -136,7 +136,7 @@ _AMBIENCE = {
 }
 
 
-def _facts_of_tensor(part: Part) -> Facts:
+def _facts_of_tensor(part: Captured) -> Facts:
     facts, label = part.size, part.label
     told = {
         f"{label}#rank": f"has {counted(facts.rank, 'dimension')}",
@@ -148,21 +148,21 @@ def _facts_of_tensor(part: Part) -> Facts:
     return told
 
 
-def _fact(part: Part) -> str | None:
+def _fact(part: Captured) -> str | None:
     kind = part.kind
-    if kind is PartKind.PLAIN:
+    if kind is CaptureKind.PLAIN:
         return f"is {_short(part.value)}"
-    if kind in (PartKind.LIST, PartKind.TUPLE):
+    if kind in (CaptureKind.LIST, CaptureKind.TUPLE):
         return f"is a {part.type.__name__} of {part.size}"
-    if kind is PartKind.DICT and part.access is not Access.FIXED:
+    if kind is CaptureKind.DICT and part.access is not Access.FIXED:
         return f"has the keys {_short(tuple(map(str, part.size)))}"
-    if kind in (PartKind.SET, PartKind.LARGE, PartKind.ARRAY):
+    if kind in (CaptureKind.SET, CaptureKind.LARGE, CaptureKind.ARRAY):
         return f"is {_short(part.value)}"
-    if kind is PartKind.ALIAS:
+    if kind is CaptureKind.ALIAS:
         return f"is {part.value.label}"
-    if kind in (PartKind.NUMBER, PartKind.OBJECT):
+    if kind in (CaptureKind.NUMBER, CaptureKind.OBJECT):
         return f"is a {part.type.__name__}"
-    if kind in (PartKind.MODULE, PartKind.IDENTITY) and part.access is not Access.FIXED:
+    if kind in (CaptureKind.MODULE, CaptureKind.IDENTITY) and part.access is not Access.FIXED:
         return f"is the {part.type.__name__} at {id(part.value):#x}"
     return None
 

@@ -6,9 +6,9 @@ import ast
 import functools
 from dataclasses import dataclass, field
 
-from bendtrace.recording.sites import Place, Span
-from bendtrace.recording.statements import governed
-from bendtrace.recording.syntax import (
+from bendtrace.source.sites import Place, Span
+from bendtrace.source.statements import governed
+from bendtrace.source.syntax import (
     FUNCTIONS,
     SourceFile,
     closes_block,

@@ -11,8 +11,8 @@ from typing import Any
 
 from bendtrace.flow import _plain_json
 from bendtrace.history.sizes import counted, number_text, place_text
-from bendtrace.recording.sites import Place
 from bendtrace.replay.analysis import GuardKind
+from bendtrace.source.sites import Place
 from bendtrace.view.outline.source import is_elif
 from bendtrace.view.outline.walks import End, Key
 

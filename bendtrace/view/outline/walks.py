@@ -18,15 +18,21 @@ from bendtrace.flow import (
 )
 from bendtrace.history.sizes import place_text
 from bendtrace.recording.iterations import running_code, user_code
-from bendtrace.recording.parts import identical
 from bendtrace.recording.recorder import Recording
-from bendtrace.recording.sites import Place, Site, Span
-from bendtrace.recording.statements import role_of
-from bendtrace.recording.tape import Guard, ModuleCall, Op, Raised, Test
 from bendtrace.replay.analysis import Analysis, GuardKind
 from bendtrace.replay.graph import Graph, Piece
 from bendtrace.replay.program import Program
 from bendtrace.replay.stretches import Path, Side, Stretch
+from bendtrace.source.sites import Place, Site, Span
+from bendtrace.source.statements import role_of
+from bendtrace.tape.captured import identical
+from bendtrace.tape.tape import (
+    Guard,
+    ModuleCall,
+    Op,
+    Raised,
+    Test,
+)
 from bendtrace.view.outline.source import (
     Header,
     header_of,

@@ -266,7 +266,7 @@ def _files(paths: list[str], wanted: Iterable[tuple[int, int, str]]) -> list[dic
     """Read the lines around some places, each once.
 
     A file may have changed since the run, or be another one on this machine: where the line
-    itself is not as recorded, none of its surroundings are shown.
+    itself is not as recorded, none of its environment are shown.
     """
     lines: list[dict[int, str]] = [{} for _ in paths]
     for number, line, told in wanted:

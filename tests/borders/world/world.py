@@ -53,7 +53,7 @@ class Program:
     reason: str = ""
 
 
-class World:
+class WatchedContent:
     """One copy of a program.
 
     Args:
@@ -111,7 +111,7 @@ _CODE = (types.ModuleType, types.FunctionType, type, logging.Logger)
 
 
 @contextmanager
-def surroundings() -> Iterator[None]:
+def environment() -> Iterator[None]:
     """Leave Python's own settings as they were."""
     import os
     import random
@@ -135,11 +135,11 @@ def run(program: Program, folder: Path) -> tuple[list[Any], list[Any], Any]:
     outcomes: list[list[Any]] = []
     bended: Any = None
     for wrap in (False, True):
-        world = World(program, folder)
+        world = WatchedContent(program, folder)
         try:
             if wrap:
                 bended = world.call = bt.BendedModule(world.main.model)
-            with surroundings():
+            with environment():
                 found = [world.outcome(0)]
                 for number, step in enumerate(program.steps, 1):
                     exec(step, vars(world.main), {})

@@ -1,0 +1,483 @@
+"""A model that is called along its recorded paths."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from bendtrace._lazy import LazyModule
+from bendtrace._trace import OPTIONS, Trace
+from bendtrace.dispatcher import Dispatcher
+from bendtrace.errors import InputError
+from bendtrace.interject.gates import running
+from bendtrace.interject.inserter import LiveInserter, Within, is_meant_within
+from bendtrace.interject.knowledge import Knowledge
+from bendtrace.interject.registry import InsertionRegistry
+from bendtrace.interject.trees import Trees
+from bendtrace.module_proxy import ModuleProxy
+from bendtrace.paths.naming import Registry
+from bendtrace.recording.recorder import Recording
+from bendtrace.recording.run import Signature, record
+from bendtrace.recording.serving import call_itself, serving
+from bendtrace.replay.explain import Mismatch
+from bendtrace.replay.tree import TraceTree
+from bendtrace.run import name_of_function
+from bendtrace.stats import Explanation, Stats
+from bendtrace.tape.watchers import current_watcher
+from bendtrace.torch_rules.intercepts import opaque
+
+if TYPE_CHECKING:
+    from bendtrace import auditing
+    from bendtrace.compiled import report as compiled_report
+    from bendtrace.compiled import settings as compiled_settings
+    from bendtrace.compiled import speculation as compiled_speculation
+    from bendtrace.compiled.report import CompiledReport
+    from bendtrace.compiled.speculation import Speculation
+    from bendtrace.view.drawing.picture import Format, Picture
+    from bendtrace.view.outline import coverage as outline_coverage
+    from bendtrace.view.outline import graph as outline_graph
+    from bendtrace.view.outline import program as outline_program
+    from bendtrace.view.outline.coverage import Coverage
+    from bendtrace.view.outline.graph import StateGraph
+    from bendtrace.view.outline.program import Outline
+else:
+    auditing = LazyModule("bendtrace.auditing")
+    compiled_report = LazyModule("bendtrace.compiled.report")
+    compiled_settings = LazyModule("bendtrace.compiled.settings")
+    compiled_speculation = LazyModule("bendtrace.compiled.speculation")
+    outline_coverage = LazyModule("bendtrace.view.outline.coverage")
+    outline_graph = LazyModule("bendtrace.view.outline.graph")
+    outline_program = LazyModule("bendtrace.view.outline.program")
+
+__all__ = ["BaseModule"]
+
+
+class BaseModule(ModuleProxy):
+    """A model that is traced when called, and replayed when it would do the same again.
+
+    What people use is the `BendedModule`, which can be cut into as well.
+
+    Args:
+        model: a module or a function.
+        max_traces: how many paths to keep; None for all.
+        backend: what compiles paths that are taken often; None for none.
+        backend_options: options for that.
+        audit: what share of the replays the model itself does again, to be compared.
+    """
+
+    def __init__(
+        self,
+        model: Callable[..., Any],
+        *,
+        max_traces: int | None = 512,
+        backend: str | Callable[..., Any] | None = None,
+        backend_options: Mapping[str, Any] | None = None,
+        audit: float = 0.0,
+    ) -> None:
+        if not callable(model):
+            raise InputError(f"a model has to be callable; {model!r} is not")
+        if isinstance(model, type):
+            raise InputError(
+                f"{model.__name__} is a class, which makes models: give an object of it, as in "
+                f"BendedModule({model.__name__}(...))"
+            )
+        if max_traces is not None and (type(max_traces) is not int or max_traces < 1):
+            raise InputError(f"max_traces has to be a positive int or None, not {max_traces!r}")
+        if type(audit) not in (int, float) or not 0 <= audit <= 1:
+            raise InputError(f"audit is a share, from 0 to 1, not {audit!r}")
+        if audit and backend is not None:
+            raise InputError("compiled paths are not equal bit by bit: give audit or backend")
+        super().__init__()
+        speculation: Speculation | None = None
+        if backend is not None or backend_options is not None:
+            settings = compiled_settings.settings_of(backend, backend_options)
+            if settings is not None:
+                speculation = compiled_speculation.Speculation(settings)
+        self._signature = Signature(model)
+        self._trees = Trees(max_traces)
+        self._known = Knowledge(
+            model, Registry(), self._trees.plain_runs, self._trees.inserted_runs, self.coverage,
+            self._settled,
+        )  # fmt: skip
+        self._inserted = False
+        self._board = InsertionRegistry(self._known, self._note_inserted)
+        auditor = auditing.Auditor(model, audit) if audit else None
+        self._dispatcher = Dispatcher(
+            self._known, self._signature, self._trees, speculation, self._board.called, auditor
+        )
+        self._as_one_op = opaque(self._called_inside)
+        self._stand_in_for(model, self._shared)
+
+    _untraced = frozenset(
+        {
+            "stats", "last_mismatch", "_signature", "_trees", "_known", "_dispatcher", "_board",
+            "_as_one_op",
+        }
+    )  # fmt: skip
+
+    # Methods that models often have of their own, which are theirs then.
+    _shared: tuple[str, ...] = ()
+
+    @property
+    def _tree(self) -> TraceTree:
+        """The paths with what is inserted at the moment."""
+        return self._trees.latest if self._board else self._trees.plain
+
+    @property
+    def model(self) -> Callable[..., Any]:
+        """The wrapped model."""
+        return self._model
+
+    @property
+    def stats(self) -> Stats:
+        """How the calls so far were served.
+
+        Example:
+            >>> import torch, bendtrace as bt
+            >>> bended = bt.BendedModule(lambda x: x * 2)
+            >>> _ = bended(torch.ones(2)), bended(torch.zeros(2))
+            >>> bended.stats.traces, bended.stats.replays
+            (1, 1)
+        """
+        return self._dispatcher.stats
+
+    @property
+    def last_mismatch(self) -> Mismatch | None:
+        """Why the latest call that was not a replay was not one; None for the first.
+
+        Example:
+            >>> import torch, bendtrace as bt
+            >>> bended = bt.BendedModule(lambda x: x.mean(0) if x.shape[0] > 2 else x.sum(0))
+            >>> _ = bended(torch.ones(4, 2)), bended(torch.ones(2, 2))
+            >>> print(bended.last_mismatch.step.text, bended.last_mismatch.new)
+            x.shape[0] > 2 False
+        """
+        return self._dispatcher.last_mismatch
+
+    @property
+    def _bendtrace_model(self) -> Callable[..., Any]:
+        """What is traced where this is asked to be: the model, under its own names."""
+        return self._model
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the model, along recorded paths as far as they go."""
+        if torch.compiler.is_dynamo_compiling():
+            if self._inserted:  # which torch.compile could not see: it goes on after the call
+                return _past_compiler(self._called_inside, args, kwargs)
+            return call_itself(self._model, args, kwargs)
+        if current_watcher() is not None:  # inside another trace, which wants to see it all
+            if self._inserted:  # a plain attribute, so that the trace around depends on it
+                return self._as_one_op(*args, **kwargs)
+            return call_itself(self._model, args, kwargs)
+        dispatcher = self._dispatcher
+        if self._inserted:
+            if (plan := self._board.plan(args, kwargs)) is not None:
+                with running(plan), self._board.called():
+                    return dispatcher.call(args, kwargs, plan)
+        elif (floor := dispatcher.floor).waiting and floor.takes():
+            # Decided first: a call that runs the model itself costs little more than the model.
+            dispatcher.stats.live += 1
+            return call_itself(self._model, args, kwargs)
+        if torch._C._get_tracing_state() is not None:
+            return call_itself(self._model, args, kwargs)
+        return dispatcher.call(args, kwargs, None)
+
+    def _note_inserted(self, any_there: bool) -> None:
+        object.__setattr__(self, "_inserted", any_there)
+
+    def _called_inside(self, *args: Any, **kwargs: Any) -> Any:
+        return self.forward(*args, **kwargs)
+
+    def trace(self, *args: Any, _return_out: bool = False, **kwargs: Any) -> Any:
+        """Run the model under the tracer, and remember the path it takes.
+
+        Args:
+            *args: positional arguments of the model.
+            _return_out: whether to return the model's output as well.
+            **kwargs: keyword arguments of the model.
+
+        Returns:
+            The `Trace`, or with `_return_out` the trace and the output.
+
+        Raises:
+            InputError: an option of `bendtrace.trace` was given.
+
+        Example:
+            >>> import torch, bendtrace as bt
+            >>> bended = bt.BendedModule(lambda x: x * x.shape[0])
+            >>> trace, out = bended.trace(torch.ones(4), _return_out=True)
+            >>> out
+            tensor([4., 4., 4., 4.])
+        """
+        foreign = kwargs.keys() & OPTIONS - self._signature.parameters
+        if foreign:
+            raise InputError(
+                f"a BendedModule remembers paths, and keeps no activations ({min(foreign)}=): "
+                "use bendtrace.trace(model, ...) for that"
+            )
+        plan = self._board.plan(args, kwargs)
+        output = self._dispatcher.trace(args, kwargs, plan)
+        assert self._dispatcher.latest is not None
+        trace = copy.copy(self._dispatcher.latest)
+        trace.output, trace.keeps = output, plan
+        return (trace, output) if _return_out else trace
+
+    @property
+    def graph(self) -> StateGraph:
+        """What is known of the model as a networkx graph: its states, and what lies between them.
+
+        It is made anew each time it is asked for. `Trace.graph` is the graph of one run, with its
+        operations as nodes.
+
+        Example:
+            >>> import torch, bendtrace as bt
+            >>> bended = bt.BendedModule(lambda x: x + 1 if x.sum() > 0 else x - 1)
+            >>> _ = bended(torch.ones(2)), bended(-torch.ones(2)), bended(torch.ones(3))
+            >>> print(bended.graph)  # doctest: +ELLIPSIS
+            program 1: x: float32[2], 3x
+                3x -> 1.1 (3 ops)
+            1.1  ... if x.sum() > 0 else ... at ...:1, 3x
+                True 2x -> 1.2 (1 op)
+                False 1x -> 1.2 (1 op)
+            1.2  return, 3x
+        """
+        return outline_graph.state_graph(self._tree, self._dispatcher.trace_of)
+
+    @property
+    def latest_trace(self) -> Trace:
+        """The latest trace: the replays since have not made one.
+
+        Raises:
+            InputError: if nothing has been traced yet.
+
+        Example:
+            >>> import torch, bendtrace as bt
+            >>> bended = bt.BendedModule(lambda x: x + 1 if x.sum() > 0 else x - 1)
+            >>> _ = bended(torch.ones(2)), bended(-torch.ones(2)), bended(torch.ones(2))
+            >>> bended.latest_trace.graph
+            <Graph: 6 nodes, 5 data edges, 1 control edge>
+        """
+        if self._dispatcher.latest is None:
+            raise InputError("nothing has been traced yet: call the module or its trace() first")
+        return self._dispatcher.latest
+
+    def draw(
+        self, path: str | os.PathLike[str] | None = None, *, format: Format | None = None
+    ) -> Picture:
+        """Draw all known paths as a flow chart; the same as `tree.draw`.
+
+        Args:
+            path: where to save it; the ending says as what: .svg, .png, .pdf or .html.
+            format: as what to save it, if the ending does not say.
+
+        Raises:
+            InputError: for unknown endings; nothing is written then.
+
+        Example:
+            >>> import torch, bendtrace as bt
+            >>> bended = bt.BendedModule(lambda x: x + 1 if x.sum() > 0 else x - 1)
+            >>> _ = bended(torch.ones(2)), bended(-torch.ones(2))
+            >>> bended.draw().svg.startswith("<svg")
+            True
+        """
+        return self.tree.draw(path, format=format)
+
+    @property
+    def traces(self) -> tuple[Trace, ...]:
+        """All recorded paths.
+
+        Example:
+            >>> import torch, bendtrace as bt
+            >>> bended = bt.BendedModule(lambda x: x + 1 if x.sum() > 0 else -x)
+            >>> _ = bended(torch.ones(2)), bended(-torch.ones(2))
+            >>> [(trace.flow_steps[0].value, trace.names[-1]) for trace in bended.traces]
+            [(True, 'add'), (False, 'neg')]
+        """
+        return tuple(
+            self._dispatcher.trace_of(recording, program)
+            for program in self._tree.programs()
+            for recording in program.recordings()
+        )
+
+    @property
+    def tree(self) -> Outline:
+        """What is known of the model's paths, as a program: prints, and draws, as one.
+
+        Example:
+            >>> import torch, bendtrace as bt
+            >>> bended = bt.BendedModule(lambda x: x + 1 if x.sum() > 0 else x - 1)
+            >>> for value in (1.0, 2.0, -1.0):
+            ...     _ = bended(torch.tensor([value]))
+            >>> [(branch.text, branch.hits(True), branch.hits(False))
+            ...  for branch in bended.tree[0].flow.branches.values()]
+            [('... if x.sum() > 0 else ...', 2, 1)]
+        """
+        name = name_of_function(self._model)
+        return outline_program.Outline(self._tree, name, vars(self._dispatcher.stats))
+
+    def coverage(self) -> Coverage:
+        """List the branches of the model's source of which only one side was seen, or none.
+
+        Example:
+            >>> import torch, bendtrace as bt
+            >>> def clipped(x):
+            ...     return x if x.abs().max() < 1 else x.clamp(-1, 1)
+            >>> bended = bt.BendedModule(clipped)
+            >>> _ = bended(torch.tensor([0.5]))
+            >>> [branch.text for branch in bended.coverage()]
+            ['x.abs().max() < 1']
+        """
+        return outline_coverage.coverage(self._tree)
+
+    @property
+    def compiled(self) -> CompiledReport:
+        """What became of the paths that are compiled, or why they are not; prints as a table.
+
+        Example:
+            >>> import torch, bendtrace as bt
+            >>> bended = bt.BendedModule(lambda x: x + 1)
+            >>> bended.compiled
+            no backend: calls are replayed, bit for bit as the model itself
+        """
+        if self._dispatcher.speculation is None:
+            return compiled_report.CompiledReport(None, ())
+        return self._dispatcher.speculation.report()
+
+    @property
+    def why_live(self) -> tuple[str, ...]:
+        """Why some calls run, or ran, the model's own Python; empty if none has to.
+
+        First come the reasons that hold with what is inserted now, then those of other calls.
+
+        Example:
+            >>> import torch, bendtrace as bt
+            >>> bended = bt.BendedModule(lambda x: x * float(x.numpy().mean()))
+            >>> _ = bended(torch.ones(2))
+            >>> bended.why_live  # doctest: +ELLIPSIS
+            ('numpy at ...:1 hands the content of a tensor to code that cannot be watched',)
+            >>> bended.stats.live
+            1
+        """
+        reasons = [reason for trace in self.traces for reason in trace.why_live]
+        # Also of what was inserted for a while: these calls count, too.
+        for recording in (*self._trees.plain_runs(), *self._trees.inserted_runs()):
+            reasons += recording.tape.blockers
+        reasons += self._dispatcher.passing
+        if (plainly := self._dispatcher.floor.reason) is not None:
+            reasons.append(plainly)
+        return tuple(dict.fromkeys(reasons))
+
+    def audit(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the model; if that is a replay, let the model itself do it again, and compare.
+
+        The model runs on copies of the inputs and of what it holds, with the same random numbers.
+        Output, inputs, state and random numbers are compared bit for bit, gradients are not. What
+        the model prints, or sends somewhere, is printed and sent twice.
+
+        Args:
+            *args: positional arguments of the model.
+            **kwargs: keyword arguments of the model.
+
+        Returns:
+            The output.
+
+        Raises:
+            AuditError: the model does something else than the replay did.
+            InputError: something is inserted, cannot be copied, or is outside of the model and
+                changed by it.
+
+        Example:
+            >>> import torch, bendtrace as bt
+            >>> bended = bt.BendedModule(torch.nn.Dropout())
+            >>> _ = bended(torch.ones(2)), bended.audit(torch.ones(2))
+            >>> bended.stats.replays
+            1
+        """
+        if self._board:
+            raise InputError("the model itself has nothing inserted: take that away first")
+        return self._dispatcher.call(args, kwargs, None, auditing.Auditor(self._model, 1.0))
+
+    def explain(self, *args: Any, **kwargs: Any) -> Explanation:
+        """Say which traces could serve some inputs, without running anything.
+
+        Only what can be told from the inputs' metadata is looked at; whether a data guard
+        will hold shows in the run.
+
+        Args:
+            *args: positional arguments of the model.
+            **kwargs: keyword arguments of the model.
+
+        Example:
+            >>> import torch, bendtrace as bt
+            >>> bended = bt.BendedModule(lambda x: x if x.shape[0] > 2 else -x)
+            >>> _ = bended(torch.ones(3))
+            >>> bended.explain(torch.ones(1)).nearest.new
+            False
+        """
+        bound = self._signature.bind(args, kwargs)
+        tree = self._trees.of(self._board.plan(args, kwargs))
+        return self._dispatcher.explained(tree, tuple(bound), tuple(bound.values()))
+
+    def _settled(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Recording | None:
+        """Return the run without insertions that inputs are bound to repeat, if it is known."""
+        bound = self._signature.bind(args, kwargs)
+        program = self._trees.plain.find(tuple(bound), tuple(bound.values()))
+        if program is None or program.live_only or program.analysis.needs_values:
+            return None
+        return program.recording
+
+    @contextmanager
+    def _serving_parts(self) -> Iterator[None]:
+        """Within it, what is inserted is called also where a method calls a part of the model."""
+        model = self._model
+        plan, unknown = self._board.plan_of_parts()
+        with ExitStack() as stack:
+            if self._board and isinstance(model, nn.Module):
+                for name, module in model.named_modules():
+                    within = Within(model, name, self._known.path_of(name))
+                    if name and (unknown or is_meant_within(plan, module, within)):
+                        part = functools.partial(self._call_part, module, within)
+                        stack.enter_context(serving(module, part))
+            yield
+
+    def _call_part(self, module: nn.Module, within: Within, *args: Any, **kwargs: Any) -> Any:
+        """Run a part of the model that is called by itself, live."""
+        plan, unknown = self._board.plan_of_parts()
+        if not self._board or current_watcher() is not None:
+            return call_itself(module, args, kwargs)
+        if unknown:
+            raise InputError(
+                f"{within.name} is called by itself, by a method of the model, and where something "
+                "is inserted has to be found out in a call of the whole model: call that once "
+                "first, or give places that do not look ahead, nor passes from the end"
+            )
+        inserter = LiveInserter(plan, self._known.registry, module, within)
+        with running(plan):
+            recording = record(module, args, kwargs, Signature(module), inserter=inserter)
+            plan.ran(recording)
+        self._dispatcher.stats.live += 1
+        return recording.result
+
+    @contextmanager
+    def _inserting(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Iterator[LiveInserter | None]:
+        """Within it, the gates call what is inserted; given is what puts them into a run."""
+        plan = self._board.plan(args, kwargs)
+        if plan is None:
+            yield None
+            return
+        with running(plan):
+            yield LiveInserter(plan, self._known.registry, self._model)
+
+
+@torch._disable_dynamo  # type: ignore[attr-defined]
+def _past_compiler(call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return call(*args, **kwargs)

@@ -1,0 +1,371 @@
+"""Deciding how a call is served: along a known path, resumed, recorded anew, or live."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from bendtrace._trace import Trace
+from bendtrace.errors import InputError
+from bendtrace.flow import steps_of
+from bendtrace.interject.gates import running
+from bendtrace.interject.knowledge import Knowledge
+from bendtrace.interject.plan import Plan
+from bendtrace.interject.reading import read_and_changed
+from bendtrace.interject.recorded import recorded
+from bendtrace.interject.trees import Trees
+from bendtrace.recording.recorder import Prefix, Recording
+from bendtrace.recording.run import Signature, uninitialized_in
+from bendtrace.recording.serving import call_itself
+from bendtrace.replay.explain import Mismatch, explain_check, explain_divergence, explain_guard
+from bendtrace.replay.global_state import GlobalState
+from bendtrace.replay.program import Program
+from bendtrace.replay.stretches import Divergence, Finished
+from bendtrace.replay.tree import TraceTree
+from bendtrace.stats import Explanation, Stats
+
+if TYPE_CHECKING:
+    from bendtrace.auditing import Auditor
+    from bendtrace.compiled.speculation import Guess, Speculation
+
+__all__ = ["Dispatcher", "Floor"]
+
+
+class Dispatcher:
+    """Serves the calls of one model, and keeps the paths that they take.
+
+    Args:
+        known: the runs of the model, as insertions ask about them.
+        signature: puts arguments in order.
+        trees: where paths are kept.
+        speculation: paths that are compiled; None if none are.
+        called: gives a context in which the model's own Python runs.
+        auditor: chooses replays to be done again by the model itself; None for none.
+
+    Attributes:
+        speculation: as given.
+        stats: how the calls so far were served.
+        last_mismatch: why the latest call that was not a replay was not one.
+        latest: the latest trace.
+        latest_run: what the latest call has repeated, or made.
+        floor: which calls run the model itself because its paths do not repeat; whoever has
+            nothing inserted asks it before `call`.
+        passing: what the latest run could not be repeated for, if the next one may.
+    """
+
+    def __init__(
+        self,
+        known: Knowledge,
+        signature: Signature,
+        trees: Trees,
+        speculation: Speculation | None,
+        called: Callable[[], AbstractContextManager[None]],
+        auditor: Auditor | None = None,
+    ) -> None:
+        self.speculation = speculation
+        self.stats = Stats()
+        self._mismatch: Mismatch | Callable[[], Mismatch] | None = None
+        self.latest: Trace | None = None
+        self.latest_run: Recording | None = None
+        self._known = known
+        self._model = known.model
+        self._signature = signature
+        self._trees = trees
+        self._called = called
+        self._passing = 0  # runs that filled a cache
+        self.passing: tuple[str, ...] = ()
+        self._auditor = auditor
+        self.floor = Floor()
+
+    def call(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], plan: Plan | None,
+        auditor: Auditor | None = None,
+    ) -> Any:  # fmt: skip
+        """Serve a call.
+
+        Args:
+            args: its positional arguments.
+            kwargs: its keyword arguments.
+            plan: what is inserted; None if nothing is.
+            auditor: has this call compared, if it is a replay; None for what was given first.
+        """
+        tree = self._trees.plain if plan is None else self._trees.of(plan)
+        names, arguments = self._signature.arrange(args, kwargs)
+        guess: Guess | None = None
+        if self.speculation is not None and plan is None and auditor is None:
+            guess = self.speculation.guess(names, arguments)
+            if guess.recording is not None:
+                self.floor.followed(True)
+                self.stats.replays += 1
+                self.latest_run = guess.recording
+                return guess.output
+        program = tree.find(names, arguments)
+        if program is not None and program.ignored and tree.settles(names, program, arguments):
+            program = None
+        if program is None and uninitialized_in(self._model):
+            if plan is not None:
+                raise InputError(
+                    "the model has lazy modules, whose parameters the first call makes: call it "
+                    "once before anything is inserted"
+                )
+            self.stats.live += 1  # this call makes the parameters of lazy modules
+            with self._called():
+                return call_itself(self._model, args, kwargs)
+        if program is None:
+            self._leads_down_unknown(plan)
+            return self._record_new(_Call(args, kwargs, names, arguments, plan, tree))
+        if program.live_only:
+            if tree.looks_again(program):
+                self._leads_down_unknown(plan)
+                call = _Call(args, kwargs, names, arguments, plan, tree)
+                return self._look_again(call, program)
+            self.stats.live += 1
+            tree.ran_live(program)
+            if plan is None:
+                with self._called():
+                    return call_itself(self._model, args, kwargs)
+            return self._recorded(_Call(args, kwargs, names, arguments, plan, tree)).result
+        if plan is not None and plan.looks_at_changes(program.recordings(), read_and_changed):
+            self.stats.live += 1
+            return self._recorded(_Call(args, kwargs, names, arguments, plan, tree)).result
+        auditor = auditor or self._auditor
+        audit = None
+        if auditor is not None and plan is None:
+            audit = auditor.begin(program.recording, args, kwargs)
+        result = tree.replay(names, program, arguments, guess is not None and guess.may_compile)
+        if isinstance(result, Finished):
+            self.stats.replays += 1
+            self.latest_run = result.recording
+            if audit is not None:
+                audit.compare(result.recording, result.output)
+            if plan is None:
+                self.floor.followed(True)
+            else:
+                plan.ran(result.recording)
+            if guess is not None and self.speculation is not None:
+                self.speculation.replayed(guess, names, program, result, arguments)
+            return result.output
+        self._leads_down_unknown(plan)
+        return self._resume(_Call(args, kwargs, names, arguments, plan, tree), program, result)
+
+    def _leads_down_unknown(self, plan: Plan | None) -> None:
+        if plan is None:  # what is inserted has to be called, whatever that costs
+            self.floor.followed(False)
+
+    def trace(self, args: tuple[Any, ...], kwargs: dict[str, Any], plan: Plan | None) -> Any:
+        """Run the model under the tracer, keep the path, and return the output."""
+        bound = self._signature.bind(args, kwargs)
+        call = _Call(args, kwargs, tuple(bound), tuple(bound.values()), plan, self._trees.of(plan))
+        with nullcontext() if plan is None else running(plan):
+            return self._record_new(call)
+
+    def explained(
+        self, tree: TraceTree, names: tuple[str, ...], arguments: tuple[Any, ...],
+        most: int | None = None,
+    ) -> Explanation:  # fmt: skip
+        """Say which programs of a tree, or of the latest so many, could serve some arguments."""
+        serving: list[Trace] = []
+        nearest: tuple[int, Mismatch] | None = None
+        for program in itertools.islice(tree.programs(names), most):
+            failed = program.failing(arguments)
+            if failed is None:
+                serving += [self.trace_of(r, program) for r in program.recordings()]
+                continue
+            depth = program.checks.index(failed) if failed in program.checks else -1
+            if nearest is None or depth > nearest[0]:
+                steps = steps_of(program.recording)
+                nearest = depth, explain_check(failed, program, arguments, steps)
+        return Explanation(tuple(serving), None if serving or nearest is None else nearest[1])
+
+    def trace_of(self, recording: Recording, program: Program) -> Trace:
+        """Return a run as people see it."""
+        own = program if recording is program.recording else None
+        return Trace(
+            recording, program.global_state, self._signature, self._model, own,
+            registry=self._known.registry,
+        )  # fmt: skip
+
+    # By the model's own Python, under the tracer
+
+    def _record_new(self, call: _Call) -> Any:
+        global_state = GlobalState.current()
+        evolving = call.tree.outdated(call.names, call.arguments)
+        mismatch = self.explained(call.tree, call.names, call.arguments, _NEAR).nearest
+        recording = self._traced(call)
+        if recording.is_transient and self._passing < _PASSING:
+            self._passing += 1
+            self.stats.live += 1
+            self.passing = tuple(recording.tape.blockers)
+            output, recording.result = recording.result, None
+            self.latest = Trace(
+                recording, global_state, self._signature, self._model, registry=self._known.registry
+            )
+            return output
+        self.passing = ()
+        program = call.tree.add(call.names, recording, global_state, evolving)
+        self.stats.retraces += self.stats.traces > 0
+        self.stats.traces += 1
+        self.stats.live += program.live_only
+        self._mismatch = mismatch
+        return self._kept(recording, program)
+
+    def _look_again(self, call: _Call, live: Program) -> Any:
+        """Record a call whose like could only be run live: it may go another way."""
+        global_state = GlobalState.current()
+        recording = self._traced(call)
+        if recording.tape.blockers or recording.is_transient:
+            self.stats.live += 1
+            call.tree.ran_live(live)
+            return recording.result
+        program, leaves = call.tree.replace(call.names, live, recording, global_state)
+        self.stats.retraces += 1
+        self.stats.traces += 1
+        self._mismatch = None
+        if leaves is not None:
+            before, now = live.recording, recording.tape.guards[leaves[0]].expected
+            self._mismatch = explain_guard(before.tape, leaves[0], now, steps_of(before))
+        return self._kept(recording, program)
+
+    def _traced(
+        self, call: _Call, divergence: Divergence | None = None, prefix: Prefix | None = None
+    ) -> Recording:
+        """Record a call, from its start or after a divergence, and note it if the model raises."""
+        try:
+            return self._recorded(call, prefix, divergence is not None and divergence.is_anew)
+        except Exception as error:
+            call.tree.failed(error, divergence)
+            raise
+
+    def _recorded(
+        self, call: _Call, prefix: Prefix | None = None, reads_states: bool = False
+    ) -> Recording:
+        """Run the model under the tracer, with what is inserted in it."""
+        with self._called():
+            return recorded(
+                self._known, self._signature, call.args, dict(call.kwargs), call.plan, prefix,
+                reads_states,
+            )  # fmt: skip
+
+    @property
+    def last_mismatch(self) -> Mismatch | None:
+        """Why the latest call that was not a replay was not one."""
+        if callable(self._mismatch):
+            self._mismatch = self._mismatch()
+        return self._mismatch
+
+    def _kept(self, recording: Recording, program: Program) -> Any:
+        """Remember a run as the latest, but not its output, which is only the caller's."""
+        output, recording.result = recording.result, None
+        self.latest_run = recording
+        self.latest = self.trace_of(recording, program)
+        return output
+
+    def _resume(self, call: _Call, program: Program, divergence: Divergence) -> Any:
+        known = divergence.recording
+        mismatch: Mismatch | Callable[[], Mismatch]
+        if divergence.is_anew:  # which holds no values: said when somebody asks
+            mismatch = lambda: explain_divergence(divergence, steps_of(known))  # noqa: E731
+        else:
+            mismatch = explain_divergence(divergence, steps_of(known))
+        known_live = divergence.known_live
+        prefix = divergence.prefix()
+        if known_live and prefix is None:
+            self.stats.live += 1
+            call.tree.ran_live(program, divergence)
+            with self._called():
+                return call_itself(self._model, call.args, dict(call.kwargs))
+        try:
+            recording = self._traced(call, divergence, prefix)
+        finally:
+            divergence.release(prefix)
+        self.stats.retraces += 1
+        self.stats.resumes += 1
+        self._mismatch = mismatch
+        if known_live or (recording.is_transient and self._passing < _PASSING):
+            self._passing += recording.is_transient
+            self.stats.live += 1
+            call.tree.ran_live(program, divergence)
+            return recording.result
+        self.stats.traces += 1
+        self.stats.live += bool(recording.tape.blockers)
+        call.tree.grow(program, divergence, recording)
+        return self._kept(recording, program)
+
+
+class Floor:
+    """Counts known and unknown paths, and says which calls are for the model itself.
+
+    A call along a path that is not known is traced, or resumed, and costs some fifty times what
+    the model costs. Where such calls go on for ever, nothing is gained by them. So a hundred of
+    them are free, and from then on one in two hundred calls: what known paths save pays for
+    those. Where there are more, calls run the model itself, and paths are tried again from time to
+    time: each time after twice as many calls, until most of them are known.
+
+    Attributes:
+        unknown: calls along unknown paths so far.
+        waiting: calls until paths are tried again; 0 while they are followed.
+    """
+
+    def __init__(self) -> None:
+        self.unknown = 0
+        self.waiting = 0
+        self._left = _FREE
+        self._next = _FIRST
+
+    def takes(self) -> bool:
+        """Whether the next call is for the model itself."""
+        if not self.waiting:
+            return False
+        self.waiting -= 1
+        if not self.waiting:
+            self._left = _TRIED
+        return True
+
+    def followed(self, is_known: bool) -> None:
+        """Count a call that was served along a path, or led down an unknown one."""
+        if is_known:
+            self._left = min(self._left + _EARNED, _FREE)
+            if self._left > _RECOVERED:
+                self._next = _FIRST
+            return
+        self.unknown += 1
+        self._left -= 1
+        if self._left <= 0:
+            self.waiting = self._next
+            self._next = min(self._next * 2, _LONGEST)
+
+    @property
+    def reason(self) -> str | None:
+        """Why calls are for the model itself at present; None if they are not."""
+        if not self.waiting:
+            return None
+        return (
+            f"the paths of the model do not repeat: {self.unknown} calls led down unknown ones; "
+            f"known ones are tried again after {self.waiting} more calls"
+        )
+
+
+@dataclass(frozen=True)
+class _Call:
+    """One call: what it was given, what is inserted, and the paths that are known for that."""
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    names: tuple[str, ...]
+    arguments: tuple[Any, ...]
+    plan: Plan | None
+    tree: TraceTree
+
+
+_FREE = 100.0  # unknown paths that cost nothing
+_EARNED = 0.005  # what a call along a known path adds, of an unknown one
+_FIRST, _LONGEST = 512, 1 << 16  # calls of the model itself before paths are tried again
+_TRIED = 2.0  # unknown paths that end a trial
+_RECOVERED = 3.0  # from here on, the trials before count no more
+# Of so many programs, the latest, the one that came nearest is said when a new path is recorded.
+_NEAR = 16
+# After this many runs that filled a cache, a cache is taken to be filled by every call.
+_PASSING = 4

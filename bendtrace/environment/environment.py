@@ -1,0 +1,222 @@
+"""The environment of a run: all that it can read before it begins.
+
+They are scanned once and listed as flat parts, each reachable from its parent. From the list
+follow which tensors are inputs or state, what has to be guarded, and - comparing it with
+what is there after the run - what the run changed.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import nn
+
+from bendtrace.environment.findings import Found, Places
+from bendtrace.environment.kinds import asks_for_plain, tells_numbers_apart
+from bendtrace.environment.scan import Scan
+from bendtrace.environment.scan_cache import CachedScan, latest_walk, remember
+from bendtrace.source.versions import Depends
+from bendtrace.tape.captured import (
+    Access,
+    Captured,
+    CaptureKind,
+    Change,
+    content_of,
+    exact_items,
+    exact_members,
+)
+from bendtrace.tape.structure import kept_in
+from bendtrace.tape.watchers import current_watcher
+
+__all__ = ["Environment"]
+
+
+class Environment(Found):
+    """The parts that a run can read, found by scanning from its arguments and its callable.
+
+    Args:
+        function: the module or function to be run.
+        arguments: the bound arguments by name.
+
+    Attributes:
+        is_repeated: whether all but the arguments was taken over from an earlier scan.
+        leaves_watched_objects: whether the run changed what is watched by content alone.
+        read_caches: what tensors the run took from which `functools.lru_cache`.
+    """
+
+    def __init__(self, function: Callable[..., Any], arguments: dict[str, Any]) -> None:
+        self.function = function
+        self.is_repeated = False
+        self.leaves_watched_objects = False
+        self.read_caches: list[tuple[functools._lru_cache_wrapper[Any], torch.Tensor]] = []
+        # A run around this one must not record what is asked of tensors here: it is not always
+        # the same that is asked.
+        with nullcontext() if current_watcher() is None else torch._C.DisableTorchFunction():
+            self._find(arguments)
+
+    def _find(self, arguments: dict[str, Any]) -> None:
+        """List the parts, taken over from an earlier scan if there is one that is as good."""
+        earlier = latest_walk(self.function)
+        if earlier is not None:
+            scan = self._begin(arguments, earlier.plain_numbers)
+            if scan.is_untouched and earlier.repeat(self):
+                self.is_repeated = True
+                self._keep(earlier)
+                return
+        plain_numbers = asks_for_plain(self.function) or tells_numbers_apart(self.function)
+        scan = self._begin(arguments, plain_numbers)
+        is_repeatable = scan.is_untouched
+        first, helpers = len(self.parts), tuple(self.helpers)
+        scan.model()
+        self.places = Places(self.parts, self.held)
+        self.contents = self.places.read()
+        self.bare, self.alone = [], []
+        self._sort_out(self.parts)
+        if is_repeatable and scan.notes.is_steady:
+            scanned = CachedScan(self, scan.notes, first, helpers)
+            if scanned.is_usable:
+                self._keep(scanned)
+                remember(self.function, scanned)
+
+    def _begin(self, arguments: dict[str, Any], plain_numbers: bool) -> Scan:
+        """List the arguments, and nothing else."""
+        super().__init__(self.function, plain_numbers)
+        scan = Scan(self)
+        scan.arguments(arguments)
+        self.arguments = [part for part in self.parts if part.is_argument]
+        self._sort_out(self.parts)
+        return scan
+
+    def _keep(self, scanned: CachedScan) -> None:
+        """Keep a scan, which lives as long as somebody has it."""
+        # In a function: it is nothing to be copied, or looked through, with a run.
+        self._kept = lambda: scanned
+
+    def find_cached(self, tensor: torch.Tensor) -> Captured | None:
+        """Return a new part for a tensor that comes from a `functools.lru_cache`, if it does."""
+        for label, cache, _ in self.caches:
+            if any(kept is tensor for kept in kept_in(cache)):
+                known = len(self.parts)
+                Scan(self).met_late(tensor, f"{label}(...)")
+                self._sort_out(self.parts[known:])
+                self.read_caches.append((cache, tensor))
+                return self.by_id[id(tensor)]
+        return None
+
+    def things(self) -> dict[int, Any]:
+        """Return what the run could read, by identity."""
+        return {key: part.value for key, part in self.by_id.items()}
+
+    def sets(self) -> Iterator[set[Any]]:
+        """Yield the sets that the run could read."""
+        for part in self.alone:
+            if part.kind is CaptureKind.SET and isinstance(part.value, set):
+                yield part.value
+
+    def filled_caches(self) -> Iterator[tuple[str, functools._lru_cache_wrapper[Any]]]:
+        """Yield each `functools.lru_cache` that the run put something into."""
+        for label, cache, misses in self.caches:
+            if cache.cache_info().misses != misses:
+                yield f"the run fills the cache of {label} (see {self.place_of(label)})", cache
+
+    def _sort_out(self, parts: list[Captured]) -> None:
+        """Tell what may change by itself from tensors that have no attributes of their own."""
+        held, taken = self.held, self.places.taken
+        for part in parts:
+            if part.index in held and part.index not in taken:
+                is_bare = part.type in _TENSORS and not held[part.index]
+                (self.bare if is_bare else self.alone).append(part)
+            elif part.kind in _COPIED:
+                self.alone.append(part)
+
+    def changes(self) -> Iterator[Change]:
+        """Yield what is different now from when the parts were listed."""
+        for hooks, (holder, table, items) in zip(self.hook_dicts, self.hook_tables, strict=True):
+            if (hooks or items) and tuple(hooks.items()) != items:
+                name = table[1:]
+                kind = name.replace("_", " ")
+                self.block(
+                    f"the run puts {kind} on {holder}, or removes some", f"register_{name[:-1]}"
+                )
+        before = self.held
+        now = self.places.read()
+        if now is not None and self.contents is not None and now.same_as(self.contents):
+            parts = self.alone
+            if any(map(_own_attributes, (part.value for part in self.bare))):
+                parts = sorted((*parts, *self.bare), key=lambda part: part.index)
+        else:
+            parts = self.parts
+            if self.contents is not None:
+                before = before | self.places.before(self.contents)
+        for part in parts:
+            yield from self._changes_of(part, before.get(part.index))
+        if not self.watched_objects.same():
+            self.leaves_watched_objects = True
+            for label in dict.fromkeys(self.watched_objects.changed()):
+                self.block(f"the run changes {label}, which a replay could not", label)
+
+    def changes_so_far(self) -> list[Change] | None:
+        """Return what a run in progress has changed; None if that cannot be followed."""
+        kept, left = list(self.blockers), self.leaves_watched_objects
+        try:
+            found = list(self.changes())
+            return found if self.blockers == kept and self.leaves_watched_objects == left else None
+        finally:
+            self.blockers[:], self.leaves_watched_objects = kept, left
+
+    def _changes_of(self, part: Captured, before: dict[Any, Any] | None) -> Iterator[Change]:
+        if part.kind is CaptureKind.SET and exact_members(part.value) != part.size:
+            self.block(f"the run changes the set {part.label}", part.label)
+        if part.kind is CaptureKind.LARGE and exact_items(part.value) != part.size:
+            self.block(f"the run changes {part.label}, which is too large to watch", part.label)
+        if part.kind is CaptureKind.ARRAY and part.size != part.value:
+            self.block(f"the run changes the array {part.label}", part.label)
+        if before is None:
+            return
+        now = content_of(part, before)
+        if part.kind is CaptureKind.IDENTITY and not isinstance(part.value, dict):
+            for key, value in before.items():
+                if now.get(key) is not value:
+                    if isinstance(part.value, types.MappingProxyType):
+                        self.leaves_watched_objects = True  # perhaps only the first run does
+                    self.block(f"the run changes {key} of {part.label}", key)
+            return
+        if part.kind is not CaptureKind.IDENTITY and list(before) != list(now):
+            if set(before) == set(now):
+                self.block(f"the run changes the order of {part.label}", part.label)
+        if part.kind is CaptureKind.LIST and len(before) != len(now):
+            yield Change(part, None, list(part.value))
+            return
+        for key, value in now.items():
+            if key not in before or before[key] is not value:
+                yield Change(part, key, value)
+        for key in before:
+            if key not in now:
+                yield Change(part, key, None, deleted=True)
+
+    def release(self) -> None:
+        """Let go of tensors and contents once the run is over."""
+        self.held, self.contents, self.places = {}, None, Places((), {})
+        self.depends = Depends()
+        for part in self.own:
+            if part.kind in _LET_GO and part.access is not Access.FIXED:
+                part.value = None
+        self.by_id.clear()
+
+
+_COPIED = (CaptureKind.SET, CaptureKind.LARGE, CaptureKind.ARRAY)  # compared with a copy
+_TENSORS = (torch.Tensor, nn.Parameter)
+_LET_GO = (
+    CaptureKind.TENSOR,
+    CaptureKind.LIST,
+    CaptureKind.TUPLE,
+    CaptureKind.DICT,
+    CaptureKind.OBJECT,
+)
+_own_attributes = attrgetter("__dict__")

@@ -1,0 +1,345 @@
+"""The code that runs have executed, and what it shows of a model that its source does not."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import random
+import sys
+import threading
+import types
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from bendtrace.environment.reachability import codes_in, is_finished_code
+
+__all__ = [
+    "Ran",
+    "forbidden_in",
+    "learn",
+    "learned_of",
+    "ran",
+]
+
+
+# What code a run comes by, noted while it runs.
+#
+# What a run can read is estimated from the names in its code. Whether the estimate was right is
+# seen here: each function of the user's that runs, and each that this code calls of Python's own.
+# Up to Python 3.11 that is a profile function, which is taken off while the tracer itself works, or
+# what is inserted; since 3.12 it is `sys.monitoring`, which is not listened to meanwhile.
+
+
+Called = tuple[str, str]  # the module that something is of, or its type, and its name
+Place = tuple[types.CodeType, int]
+
+
+class Ran:
+    """The code that ran between `begin` and `end`, but not between `leave` and `enter`.
+
+    Attributes:
+        codes: the user's, with the globals that it ran with.
+        called: what it called of Python's own, and where.
+        entropy: where randomness was asked for that nothing can seed.
+    """
+
+    def __init__(self) -> None:
+        self.codes: dict[types.CodeType, dict[str, Any]] = {}
+        self.called: dict[Called, Place] = {}
+        self.entropy: dict[str, Place] = {}
+        self._outer: Any = None
+        self._away = 1  # how often it was left, and not entered again
+        self._finished: dict[types.CodeType, bool] = {}
+
+    def _is_finished(self, code: types.CodeType, space: dict[str, Any]) -> bool:
+        known = self._finished.get(code)
+        if known is None:
+            known = self._finished[code] = is_finished_code(code, space)
+            if not known:
+                self.codes[code] = space
+        return known
+
+    def _started(self, frame: types.FrameType) -> None:
+        code = frame.f_code
+        if not self._is_finished(code, frame.f_globals):
+            return
+        caller = frame.f_back
+        if caller is None or self._is_finished(caller.f_code, caller.f_globals):
+            return
+        module = str(frame.f_globals.get("__name__"))
+        if module.partition(".")[0] in sys.stdlib_module_names:
+            key = module, code.co_name
+            if key not in self.called:
+                self.called[key] = caller.f_code, caller.f_lineno
+
+    def _calls(self, frame: types.FrameType, function: Any) -> None:
+        name = function.__name__
+        if name in _ENTROPY and isinstance(function.__self__, (types.ModuleType, random.Random)):
+            place = _users_place(frame, self._is_finished)
+            if place is not None:
+                self.entropy.setdefault(name, place)
+        if self._is_finished(frame.f_code, frame.f_globals):
+            return
+        key = function.__module__ or type(function.__self__).__name__, name
+        if key not in self.called:
+            self.called[key] = frame.f_code, frame.f_lineno
+
+    def begin(self) -> None:
+        """Note what the calling thread runs from now on."""
+        self._outer = sys.getprofile()
+        self._away = 0
+        sys.setprofile(self._profile)
+
+    def leave(self) -> None:
+        """Note nothing until `enter`, as what runs is not the model's."""
+        sys.setprofile(None)
+        self._away += 1
+
+    def enter(self) -> None:
+        """Go on noting, once for each time that it was left."""
+        self._away -= 1
+        if not self._away:
+            sys.setprofile(self._profile)
+
+    @contextmanager
+    def left(self) -> Iterator[None]:
+        """Note nothing meanwhile."""
+        self.leave()
+        try:
+            yield
+        finally:
+            self.enter()
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """Note what runs meanwhile, however often it was left."""
+        away, self._away = self._away, 1
+        self.enter()
+        try:
+            yield
+        finally:
+            self.leave()
+            self._away = away
+
+    def end(self) -> None:
+        """Note nothing any more, and give whoever profiled before its place back."""
+        outer, self._outer = self._outer, None
+        self._away = 1
+        sys.setprofile(None)
+        if hasattr(outer, "enable"):  # of cProfile
+            outer.enable()
+        elif outer is not None:
+            sys.setprofile(outer)
+
+    def _profile(self, frame: types.FrameType, event: str, function: Any) -> None:
+        if event == "call":
+            self._started(frame)
+        elif event == "c_call":
+            self._calls(frame, function)
+
+
+class _Monitored(Ran):
+    """The same by `sys.monitoring`."""
+
+    def begin(self) -> None:
+        monitoring: Any = sys.monitoring  # type: ignore[attr-defined]
+        self._thread = threading.get_ident()
+        self._away = 0
+        self._tool = next((n for n in range(5, -1, -1) if monitoring.get_tool(n) is None), None)
+        if self._tool is None:
+            self.called["sys", "monitoring"] = _NOWHERE
+            return
+        events = monitoring.events
+        monitoring.use_tool_id(self._tool, "bendtrace")
+        monitoring.register_callback(self._tool, events.PY_START, self._py_start)
+        monitoring.register_callback(self._tool, events.CALL, self._call)
+        monitoring.set_events(self._tool, events.PY_START | events.CALL)
+        monitoring.restart_events()
+
+    def leave(self) -> None:
+        self._away += 1
+
+    def enter(self) -> None:
+        self._away -= 1
+
+    def end(self) -> None:
+        self._away = 1
+        if self._tool is not None:
+            monitoring: Any = sys.monitoring  # type: ignore[attr-defined]
+            monitoring.set_events(self._tool, 0)
+            monitoring.free_tool_id(self._tool)
+
+    def _py_start(self, code: types.CodeType, offset: int) -> Any:
+        if not self._away and threading.get_ident() == self._thread:
+            self._started(sys._getframe(1))
+        return None
+
+    def _call(self, code: types.CodeType, offset: int, function: Any, first: object) -> Any:
+        if not self._away and type(function) in _NATIVE and threading.get_ident() == self._thread:
+            self._calls(sys._getframe(1), function)
+        return None
+
+
+_NATIVE = (types.BuiltinFunctionType,)
+_NOWHERE: Place = ((lambda: None).__code__, 0)
+# Where the modules of Python's own take randomness from.
+_ENTROPY = frozenset({"urandom", "getrandom", "seed", "uuid_generate_time_safe"})
+
+
+def _users_place(
+    frame: types.FrameType, finished: Callable[[types.CodeType, dict[str, Any]], bool]
+) -> Place | None:
+    """Return where the user's code is that called what runs; None if that is an import's doing."""
+    found: types.FrameType | None = frame
+    while found is not None:
+        if found.f_code.co_filename.startswith("<frozen importlib"):
+            return None
+        if not finished(found.f_code, found.f_globals):
+            return found.f_code, found.f_lineno
+        found = found.f_back
+    return None
+
+
+def ran() -> Ran:
+    """Return what notes the code of a run."""
+    return _Monitored() if sys.version_info >= (3, 12) else Ran()
+
+
+# What runs have shown of a model's code that no estimate would find.
+#
+# A function that is looked up by a computed name, or called by an operator of an object that the
+# run made, is known once it has run. From then on it belongs to what the model can reach.
+
+
+_learned: weakref.WeakKeyDictionary[Any, dict[types.CodeType, tuple[types.FunctionType, ...]]]
+_learned = weakref.WeakKeyDictionary()
+
+
+def learned_of(function: Callable[..., Any]) -> tuple[types.FunctionType, ...]:
+    """Return the functions that runs of a model have shown, besides those its code names."""
+    try:
+        known = _learned.get(_key_of(function), {})
+    except TypeError:
+        return ()
+    return tuple(one for several in known.values() for one in several)
+
+
+def learn(
+    function: Callable[..., Any], ran: Ran, functions: Iterable[types.FunctionType]
+) -> Iterator[types.CodeType]:
+    """Yield the code of a run that was not known before it, and know it from now on.
+
+    Args:
+        function: the model.
+        ran: what ran.
+        functions: those that were known.
+    """
+    known = {one.__code__ for one in functions}
+    new = [code for code in ran.codes if code not in known]
+    if new:
+        nested = {inner for code in known for inner in codes_in(code)}
+        new = [code for code in new if code not in nested]
+    if not new:
+        return
+    found = _functions_of(new, ran.codes)
+    try:
+        _learned.setdefault(_key_of(function), {}).update(found)
+    except TypeError:  # not hashable, or there can be no weak references to it
+        pass
+    yield from new
+
+
+def _key_of(function: Any) -> Any:
+    while isinstance(function, functools.partial):
+        function = function.func
+    return getattr(function, "__self__", function)
+
+
+def _functions_of(
+    codes: list[types.CodeType], spaces: Mapping[types.CodeType, dict[str, Any]]
+) -> dict[types.CodeType, tuple[types.FunctionType, ...]]:
+    """Return the functions that have some code; one made of it where there is none any more."""
+    found: dict[types.CodeType, list[types.FunctionType]] = {code: [] for code in codes}
+    for holder in gc.get_referrers(*codes):
+        if isinstance(holder, types.FunctionType) and holder.__code__ in found:
+            found[holder.__code__].append(holder)
+    for code, functions in found.items():
+        if not functions:
+            cells = tuple(types.CellType() for _ in code.co_freevars)
+            functions.append(types.FunctionType(code, spaces[code], None, None, cells))
+    return {code: tuple(functions) for code, functions in found.items()}
+
+
+def forbidden_in(ran: Ran) -> Iterator[str]:
+    """Yield a reason for each thing that a run has asked of the world outside."""
+    for name, (code, line) in ran.entropy.items():
+        yield f"{name} at {code.co_filename}:{line} gives what nothing can give again"
+    for (module, name), (code, line) in ran.called.items():
+        if not _is_steady(module, name):
+            yield (
+                f"{module}.{name} at {code.co_filename}:{line} may give something else each time, "
+                "which cannot be watched"
+            )
+
+
+def _is_steady(module: str, name: str) -> bool:
+    """Whether a function of Python's own gives the same, or only works on what it is given."""
+    if name in _READS_WORLD.get(module, ()):
+        return False
+    package = module.partition(".")[0].removeprefix("_")
+    if module in _BY_NAME:
+        return name in _BY_NAME[module]
+    is_standard = package in sys.stdlib_module_names or f"_{package}" in sys.stdlib_module_names
+    return package in _STEADY or not is_standard
+
+
+# Modules of Python's own that work on what they are given, or on what is watched.
+_STEADY = frozenset(
+    {
+        "abc", "argparse", "array", "ast", "base64", "binascii", "bisect", "builtins", "bz2",
+        "calendar", "cmath", "codecs", "collections", "collections_abc", "colorsys", "configparser",
+        "contextlib", "contextvars", "copy", "copyreg", "csv", "dataclasses", "datetime", "decimal",
+        "difflib", "encodings", "enum", "fractions", "functools", "future", "graphlib", "hashlib",
+        "heapq", "hmac", "html", "inspect", "itertools", "json", "keyword", "logging", "lzma",
+        "math", "numbers", "operator", "optparse", "pathlib", "pickle", "posixpath", "pprint",
+        "queue", "random", "re", "reprlib", "secrets", "sre", "statistics", "string", "struct",
+        "textwrap", "thread", "threading", "traceback", "types", "typing", "unicodedata",
+        "unittest", "uuid", "warnings", "weakref", "weakrefset", "zlib", "dis", "opcode", "ntpath",
+        "stat", "concurrent", "io", "ctypes", "linecache", "tokenize", "token",
+    }
+)  # fmt: skip
+# Of these modules only some functions, as they are guarded by the value that they give.
+_BY_NAME: dict[str, frozenset[str]] = {
+    "os": frozenset({
+        "getenv", "__getitem__", "__setitem__", "__delitem__", "__iter__", "__len__", "encode",
+        "decode", "fspath", "_fspath", "__contains__", "get", "setdefault", "copy",
+    }),
+    "sys": frozenset({"intern", "exc_info", "exception", "getsizeof", "getrefcount"}),
+    "posix": frozenset({"fspath"}),
+    # What a relative import in a function asks.
+    "importlib._bootstrap": frozenset({"parent", "_handle_fromlist"}),
+}  # fmt: skip
+_FILES = frozenset(
+    {
+        "exists", "lexists", "is_file", "is_dir", "is_symlink", "is_mount", "stat", "lstat",
+        "iterdir", "glob", "rglob", "cwd", "home", "resolve", "absolute", "read_text", "read_bytes",
+        "write_text", "write_bytes", "open", "mkdir", "rmdir", "unlink", "rename", "replace",
+        "touch", "chmod", "samefile", "owner", "group", "scan", "readlink",
+        "symlink_to", "hardlink_to", "abspath", "realpath", "ismount", "islink",
+    }
+)  # fmt: skip
+_READS_WORLD: dict[str, frozenset[str]] = {
+    "builtins": frozenset({"globals", "eval", "exec", "input", "open", "breakpoint"}),
+    "type": frozenset({"now", "today", "utcnow", "__subclasses__"}),
+    "logging": frozenset({"getLogger", "getLoggerClass", "getLogRecordFactory"}),
+    "decimal": frozenset({"getcontext", "localcontext"}),
+    "inspect": frozenset({"stack", "currentframe", "trace", "getmembers", "getouterframes"}),
+    "pathlib": _FILES,
+    "posixpath": _FILES,
+    "uuid": frozenset({"uuid1", "uuid6", "uuid7", "getnode"}),
+    "threading": frozenset({"active_count", "enumerate", "current_thread", "main_thread"}),
+    "_thread": frozenset({"get_ident", "get_native_id", "_count"}),
+    "traceback": frozenset({"extract_stack", "format_stack", "print_stack", "walk_stack"}),
+}  # fmt: skip

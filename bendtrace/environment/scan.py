@@ -1,0 +1,795 @@
+"""The scan of what a run can read: arguments, modules, closures and globals.
+
+It begins with the arguments and with the callable, and follows attributes, items, hooks and - for
+code of the user's - the names that the code uses. Whatever it meets is listed once.
+"""
+
+from __future__ import annotations
+
+import builtins
+import contextvars
+import functools
+import gc
+import inspect
+import sys
+import types
+from abc import ABCMeta
+from collections.abc import Callable, Collection, Iterable, Mapping
+from enum import Enum
+from itertools import chain, filterfalse
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from bendtrace.environment.content import (
+    PYTHONS,
+    WatchedContent,
+    content_reader,
+    is_opaque,
+)
+from bendtrace.environment.executed import learned_of
+from bendtrace.environment.findings import WHOLE, Found
+from bendtrace.environment.kinds import (
+    code_of,
+    container_kind,
+    definitions,
+    is_constant,
+    is_plain_object,
+    is_settings,
+    is_value,
+    is_watched,
+    judge_of,
+)
+from bendtrace.environment.reachability import (
+    DESCRIBED,
+    Reachable,
+    is_finished,
+    is_installed_file,
+    is_installed_space,
+    is_torchs,
+    is_torchs_function,
+    is_users_class,
+    is_users_module,
+    members_of,
+    names_in,
+    namespace_of,
+    reachable_from,
+    undetectable_in,
+)
+from bendtrace.environment.scan_cache import Notes, facts_of
+from bendtrace.tape.captured import (
+    PLAIN_TYPES,
+    UNSET,
+    Access,
+    Array,
+    AttributeKey,
+    Captured,
+    CaptureKind,
+    attributes_of,
+    child_label,
+    content_of,
+    exact_items,
+    exact_members,
+    has_attributes,
+    is_array,
+    module_of,
+)
+from bendtrace.tape.structure import kept_in
+from bendtrace.torch_rules.distributed_forward import gathered_names, hidden_of, is_joint_hook
+from bendtrace.torch_rules.monkeypatches import monkeypatches
+
+__all__ = ["Scan"]
+
+_HOOKS = (
+    "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks",
+)  # fmt: skip
+# Bookkeeping of nn.Module that forward does not read (hooks are watched separately).
+_MODULE_INTERNALS = frozenset(
+    {
+        "_parameters", "_buffers", "_modules", "_non_persistent_buffers_set",
+        "_is_full_backward_hook", "_forward_hooks_with_kwargs", "_forward_hooks_always_called",
+        "_forward_pre_hooks_with_kwargs", "_state_dict_hooks", "_state_dict_pre_hooks",
+        "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks", "_compiled_call_impl",
+        *_HOOKS,
+    }
+)  # fmt: skip
+_LARGE = 512  # a container with more plain entries than this is compared as one
+
+
+class Scan:
+    """Lists what a run can read.
+
+    Args:
+        found: is given the parts.
+
+    Attributes:
+        found: as given.
+        notes: what the scan decided by.
+    """
+
+    def __init__(self, found: Found) -> None:
+        self.found = found
+        self.notes = Notes()
+        self._scanned: set[Any] = set()
+        self._gathered: dict[int, set[str]] = {}
+        self._names_scanned: set[tuple[int, str]] = set()
+        self._unwatched: list[tuple[str, type]] = []
+        self._unguarded: list[Captured] = []
+        self._tagged: list[tuple[Captured, Route]] = []
+        self._modules: list[types.ModuleType] = []
+        self._names: dict[int, str] = {}
+        self._kinds: set[type] = set()
+        self._met: set[type] = set()
+        self._registers: set[type] = set()
+        self._is_finished = False  # whether it is installed code that has what is scanned
+
+    @property
+    def is_untouched(self) -> bool:
+        """Whether what was met so far is no more than parts, and classes of helper objects."""
+        found = self.found
+        return self.notes.is_steady and not (
+            found.names or found.functions or self._tagged or self._unwatched or self._unguarded
+            or self._modules or found.caches or found.hook_dicts or found.watched_objects
+        )  # fmt: skip
+
+    def arguments(self, arguments: Mapping[str, Any]) -> None:
+        """List bound arguments, by name."""
+        self.found.watched_objects = WatchedContent(self)
+        for position, (name, value) in enumerate(arguments.items()):
+            self._scan(value, Route(None, Access.ROOT, position, name, True))
+
+    def model(self) -> None:
+        """Scan from the callable, and list what keeps a run from being repeated."""
+        found = self.found
+        self._scan_callable(found.function)
+        for patch in monkeypatches():
+            if isinstance(patch.value, types.FunctionType):
+                self._scan_code(patch.value)
+            elif is_users_class(type(patch.value)):
+                self._scan(patch.value, Route(None, Access.FIXED, None, patch.name, False))
+        for function in learned_of(found.function):
+            found.names |= {function.__name__}
+            self._scan_code(function)
+        known: tuple[int, ...] = ()
+        while known != (known := (len(found.parts), len(found.names), len(found.helpers))):
+            self._scan_helpers()
+            self._scan_modules()
+        self._scan_settings()
+        for part, route in self._tagged:
+            for key, item in found.held[part.index].items():
+                if key in found.names:  # others, such as marks of an optimizer, are not read
+                    self._scan(item, route.into(part, key))
+        found.generators = [part for part in found.parts if part.type is torch.Generator]
+        if found.generators or self._modules or any(found.hook_dicts):
+            self.notes.is_steady = False
+        found.blockers += undetectable_in(
+            found.names, found.stores, found.functions, bool(found.generators)
+        )
+        for part in self._unguarded:
+            what = f"argument {part.label} is a {part.type.__qualname__}"
+            found.block(f"{what}, whose content cannot be guarded", part.label)
+        for label, kind in self._unwatched:
+            # What nothing in the code names is not looked at.
+            name = label.partition("[")[0].rpartition(".")[2]
+            if name in found.names or found.computes or not name.isidentifier():
+                what = f"{label} is a {kind.__qualname__}"
+                found.block(f"{what}, whose content cannot be guarded", name)
+        found.watched_objects.close()
+
+    def met_late(self, value: Any, label: str) -> None:
+        """List something that the run came by only while it ran."""
+        self._scan(value, Route(None, Access.FIXED, None, label, False))
+
+    # What the world comes by (see `world.Finder`).
+
+    def met(self, value: Any, label: str) -> bool:
+        """Scan what is more than content."""
+        known = self.found.by_id.get(id(value))
+        if known is not None and known.kind is not CaptureKind.IDENTITY:
+            return True
+        if isinstance(value, types.FunctionType) and is_finished(value):
+            return True
+        if isinstance(value, _MORE):
+            if known is None:
+                self._scan(value, Route(None, Access.FIXED, None, label, False))
+            return True
+        return False
+
+    def met_object(self, kind: type) -> None:
+        """Scan the class of an object, and what an installed one registers."""
+        self._meet_helper(kind)
+        if kind in self._registers or not is_installed_file(_file_of(kind)):
+            return
+        self._registers.add(kind)
+        for base in kind.__mro__:
+            if is_installed_file(_file_of(base)) and not is_torchs(module_of(base)):
+                for name, value in [*vars(base).items()]:
+                    if isinstance(value, (list, dict, set)) and name[:2] != "__":
+                        self.found.watched_objects.add(value, f"{base.__name__}.{name}")
+
+    def met_opaque(self, value: Any, label: str) -> None:
+        """Note what cannot be watched; what finished code keeps for itself may be anything."""
+        if not self._is_finished:
+            self._unwatched.append((label, type(value)))
+
+    # Every `_scan...` adds parts; `Route` says how the thing was come by.
+
+    def _scan_callable(self, function: Callable[..., Any]) -> None:
+        fixed = Route(None, Access.FIXED, None, "self", False)
+        if isinstance(function, types.MethodType):
+            self._scan(function.__self__, fixed)
+            function = function.__func__
+        if isinstance(function, types.FunctionType):
+            self._scan_code(function, everything=True)
+        elif isinstance(function, functools.partial):
+            self._scan_callable(function.func)
+            self._scan(function.args, fixed)
+            self._scan(function.keywords, fixed)
+        elif not isinstance(function, types.BuiltinFunctionType):
+            self._scan(function, fixed)
+
+    def _add(self, value: Any, route: Route, kind: CaptureKind) -> Captured:
+        found = self.found
+        part = Captured(
+            len(found.parts), route.parent, route.access, route.key, kind, value, type(value),
+            route.label, route.is_argument,
+        )  # fmt: skip
+        found.parts.append(part)
+        if kind not in _NOT_FOUND:
+            found.by_id[id(value)] = part
+        return part
+
+    def _scan(self, value: Any, route: Route) -> None:
+        found = self.found
+        kind = type(value)
+        if kind in PLAIN_TYPES:
+            traced = route.traceable(kind) and not found.plain_numbers
+            self._add(value, route, CaptureKind.NUMBER if traced else CaptureKind.PLAIN)
+        elif (known := found.by_id.get(id(value))) is not None:
+            self._add(known, route, CaptureKind.ALIAS)
+        elif kind not in _USUAL and (issubclass(kind, Enum) or is_constant(value, kind)):
+            self._add(value, route, CaptureKind.PLAIN)
+            if issubclass(kind, Enum) and is_users_class(kind):  # it may have attributes
+                found.watched_objects.add(value, route.label)
+        elif is_lazy(value):  # of a module whose hooks, for now, make it run live
+            self.notes.is_steady = False
+            self._add(value, route, CaptureKind.IDENTITY)
+        elif issubclass(kind, torch.Tensor):
+            part = self._add(value, route, CaptureKind.TENSOR)
+            is_bare = kind in _TENSORS and not value.__dict__
+            attributes = found.held[part.index] = {} if is_bare else {**attributes_of(value)}
+            part.size = facts_of(value, attributes)
+            if route.is_argument:
+                for key, item in attributes.items():
+                    self._scan(item, route.into(part, key))
+            elif attributes:
+                self._tagged.append((part, route))
+        elif issubclass(kind, nn.Module):
+            self._add(value, route, CaptureKind.MODULE)
+            self._scan_module(value, route.label)
+        elif issubclass(kind, (set, frozenset)) and self._is_of_values(value, kind):
+            self._add(value, route, CaptureKind.SET).size = exact_members(value)
+        elif is_array(value) and not value.dtype.hasobject and not hasattr(value, "__dict__"):
+            self._add(value, route, CaptureKind.ARRAY).size = Array(value)
+        elif isinstance(value, contextvars.ContextVar):
+            self._add(value, route, CaptureKind.IDENTITY)
+            part = self._add(
+                value, Route(None, Access.FIXED, None, route.label, False), CaptureKind.IDENTITY
+            )
+            for default in gc.get_referents(value):
+                found.watched_objects.add(default, f"the default of {value.name}")
+            held = found.held[part.index] = {value.name: value.get(UNSET)}
+            inside = Route(part, Access.CONTEXT, value.name, value.name, False)
+            self._scan(held[value.name], inside)
+        elif not route.is_argument and is_plain_object(kind, route.depth) and is_settings(value):
+            self.met_object(kind)
+            # A configuration: it is not made anew by each call, so it is taken to be the same
+            # object, and its attributes are those of a fixed mapping, like a module's.
+            self._add(value, route, CaptureKind.IDENTITY)
+            self.notes.owned.append((value, vars(value)))
+            self._scan_mapping(vars(value), route.label)
+        elif issubclass(kind, (list, tuple, dict)) or is_plain_object(kind, route.depth):
+            if route.is_argument:
+                self._meet_helper(kind)
+            else:
+                self.met_object(kind)
+            self._scan_container(value, route)
+        elif kind is torch.Generator and route.is_argument:
+            part = self._add(value, route, CaptureKind.OBJECT)  # any will do
+            found.held[part.index], part.size = {}, ()
+        else:
+            self._scan_by_identity(value, route)
+
+    def _scan_by_identity(self, value: Any, route: Route) -> None:
+        """Scan what is guarded by identity alone, and what may be read by way of it."""
+        part = self._add(value, route, CaptureKind.IDENTITY)
+        found = self.found
+        if isinstance(value, (functools.partial, torch.Generator)):
+            self.notes.is_steady = False
+        if isinstance(value, types.FunctionType):
+            self._scan_code(value)
+        elif isinstance(value, type) and is_users_class(value):
+            self._meet_helper(value)
+        elif isinstance(value, functools._lru_cache_wrapper):
+            inner = value.__wrapped__
+            if isinstance(inner, types.FunctionType):
+                self._scan_code(inner)
+            found.caches.append((route.label, value, value.cache_info().misses))
+            if not isinstance(inner, types.FunctionType) or not is_finished(inner):
+                # It would take a traced scalar for another key than the number that this is.
+                found.tells_numbers = True
+                found.watched_objects.add_cache(value, route.label)
+            for kept in kept_in(value):
+                if not isinstance(kept, torch.Tensor):
+                    found.watched_objects.add(kept, f"{route.label}(...)")
+        elif isinstance(value, (types.MethodType, functools.partial)):
+            self._scan_callable(value)
+        elif isinstance(value, types.ModuleType):
+            self._meet_module(value)
+        elif type(value) is inspect.Signature:  # nothing changes in it but what defaults hold
+            defaults = (parameter.default for parameter in value.parameters.values())
+            self._scan_defaults(defaults, route.label)
+        elif route.is_argument and not isinstance(value, Enum):
+            if type(value) is not torch.Generator and (not callable(value) or self._holds(value)):
+                self._unguarded.append(part)
+            elif callable(value):
+                found.watched_objects.add(value, route.label)
+        elif not isinstance(value, (torch.Tensor, torch.Generator, type)):
+            label, holder = route.label, route.parent
+            while holder is not None:
+                if holder.kind is CaptureKind.OBJECT and not is_users_class(holder.type):
+                    label = f"{holder.label}[...]"  # nobody has to name what is in it
+                holder = holder.parent
+            found.watched_objects.add(value, label)
+
+    def _holds(self, value: Any) -> bool:
+        """Whether a thing that can be called holds something."""
+        return content_reader(value) is not None or is_opaque(value)
+
+    def _scan_container(self, value: Any, route: Route) -> None:
+        part = self._add(value, route, container_kind(type(value)))
+        content = content_of(part)
+        if len(content) > _LARGE and all(type(item) in PLAIN_TYPES for item in content.values()):
+            part.kind, part.size = CaptureKind.LARGE, exact_items(value)
+            return
+        by_key = part.kind is CaptureKind.OBJECT or (
+            part.access is not Access.FIXED
+            and (part.kind is CaptureKind.DICT or has_attributes(part.type))
+        )
+        part.size = tuple(content) if by_key else len(content)
+        if part.kind is not CaptureKind.TUPLE:
+            self.found.held[part.index] = content
+        if part.kind is CaptureKind.DICT:
+            for key in filterfalse(is_value, value):
+                if not route.is_argument:
+                    self.found.watched_objects.add(key, f"a key of {route.label}")
+                elif not isinstance(key, (torch.Tensor, nn.Module, type)):
+                    self._unguarded.append(part)
+        for key, item in content.items():
+            self._scan(item, route.into(part, key))
+
+    @staticmethod
+    def _is_of_values(members: Any, kind: type) -> bool:
+        """Whether a set has nothing but values, which nothing can change."""
+        return kind in (set, frozenset) and all(map(is_value, members))
+
+    def _scan_module(self, module: nn.Module, label: str) -> None:
+        found = self.found
+        if label == "self" and not self._names:  # the model; what a bound method is of, later
+            self._names = {id(inner): name for name, inner in module.named_modules() if name}
+        if id(module) in self._names:  # an attribute with something else may have led to it
+            label = f"self.{self._names[id(module)]}"
+        found.module_paths[id(module)] = label.removeprefix("self").removeprefix(".")
+        if isinstance(module, torch.jit.ScriptModule):
+            return  # a call of it is one op, which reads what it holds anew
+        kind = type(module)
+        if kind not in self._kinds:
+            self._kinds.add(kind)
+            self._meet_helper(kind)
+            self._scan_code(kind)
+            for cls in kind.__mro__:
+                if "forward" in vars(cls):  # also of torch's own modules, which are not followed
+                    self._scan_name(namespace_of(cls), "forward")
+                    forward = vars(cls)["forward"]
+                    if isinstance(forward, types.FunctionType) and not is_finished(forward):
+                        self._scan_code(forward)
+                    break
+        attributes = vars(module)
+        for name in _HOOKS:
+            hooks = attributes.get(name)
+            if hooks is not None:
+                found.hook_dicts.append(hooks)
+                found.hook_tables.append((label, name, tuple(hooks.items()) if hooks else ()))
+                if hooks and not self._scan_hooks(name, hooks):
+                    what = f"{label} has {name[1:].replace('_', ' ')}"
+                    found.blockers.append(what + definitions(hooks.values()))
+        others = hidden_of(module)
+        if "_untraced" in attributes:
+            others |= attributes["_untraced"]
+        hidden = _MODULE_INTERNALS | others if others else _MODULE_INTERNALS
+        if others or type(attributes) is not dict:
+            self.notes.is_steady = False
+        self.notes.owned.append((module, attributes))
+        self._scan_mapping(attributes, label, hidden, kind)
+        # What FSDP gathers in the run is no part of what is there before; a module that does so
+        # is scanned before those whose parameters it gathers.
+        for places in gathered_names(module):
+            self.notes.is_steady = False
+            for holder, name in places:
+                self._gathered.setdefault(id(holder), set()).add(name)
+        gathered = self._gathered.get(id(module), ())
+        self._scan_mapping(attributes["_parameters"], label, frozenset(gathered))
+        self._scan_mapping(attributes["_buffers"], label)
+        self._scan_mapping(attributes["_modules"], label)
+
+    def _scan_hooks(self, name: str, hooks: Mapping[Any, Any]) -> bool:
+        """Scan forward hooks that are part of the model; return False for those that are not.
+
+        What libraries put on their own modules, to gather hidden states or to normalise weights,
+        works on tensors and attributes like a forward. What a user puts there may print or count.
+        """
+        if name not in ("_forward_hooks", "_forward_pre_hooks"):
+            return False
+        own = [hook for hook in hooks.values() if not is_joint_hook(hook)]
+        if any(getattr(hook, "runs_user_code", False) for hook in own):  # in a file of ours
+            return False
+        codes = list(map(code_of, own))
+        if any(code is None or not is_installed_file(code.co_filename) for code in codes):
+            return False
+        for hook in own:
+            self._scan_callable(hook)
+        return True
+
+    def _scan_mapping(
+        self,
+        mapping: dict[str, Any],
+        label: str,
+        hidden: frozenset[str] = frozenset(),
+        owner: type | None = None,
+    ) -> None:
+        """Scan one of the dicts that a module consists of: they live as long as it does.
+
+        Args:
+            mapping: the dict.
+            label: how a person would write what it belongs to.
+            hidden: keys that are left out.
+            owner: the module's class, which functions among the attributes can ask for members.
+        """
+        part = self._add(mapping, Route(None, Access.FIXED, None, label, False), CaptureKind.DICT)
+        part.hidden = hidden
+        part.size = len(mapping)
+        if type(mapping) in WHOLE:  # these are compared as a whole, with all others
+            held = dict(mapping.items())
+        else:
+            held = self.found.held[part.index] = content_of(part)
+        parts = self.found.parts
+        for key, item in held.items():
+            if key in hidden:
+                continue
+            kind = type(item)
+            if kind in PLAIN_TYPES:  # as `_scan` would add it, in a fraction of the time
+                parts.append(
+                    Captured(len(parts), part, Access.ITEM, key, CaptureKind.PLAIN, item, kind,
+                         f"{label}.{key}", False)
+                )  # fmt: skip
+                continue
+            self._scan(item, Route(part, Access.ITEM, key, f"{label}.{key}", False))
+            if owner is not None and isinstance(item, types.FunctionType):
+                named = frozenset(names_in(item.__code__)) & members_of(owner)
+                self._take(reachable_from(owner, named), None)
+
+    def _meet_helper(self, cls: type) -> None:
+        self._met.add(cls)
+        if cls not in self.found.helpers and is_users_class(cls):
+            self.found.helpers[cls] = frozenset()
+            self._meet_helper(type(cls))
+
+    def _meet_module(self, module: types.ModuleType) -> None:
+        if is_users_module(module) and all(module is not known for known in self._modules):
+            self._modules.append(module)
+
+    def _scan_modules(self) -> None:
+        """Scan the names that are used of Python modules held as values."""
+        for module in self._modules:
+            space = vars(module)
+            installed = is_installed_space(space)
+            for name in [*space] if self.found.computes else self.found.names & space.keys():
+                value = space[name]
+                if isinstance(value, types.ModuleType):
+                    self._meet_module(value)
+                    continue
+                self._scan_name(space, name, not installed or is_watched(value))
+                if isinstance(value, type):
+                    self._meet_helper(value)
+                elif isinstance(value, types.FunctionType) and not installed:
+                    self._scan_code(value)
+
+    def _scan_helpers(self) -> None:
+        """Scan the members of classes, those whose names code of other classes uses."""
+        found = self.found
+        progress = True
+        while progress:
+            progress = False
+            if found.computes:  # also those that code only names
+                for cls in [*found.depends.classes.values()]:
+                    self._meet_helper(cls)
+            for cls, known in tuple(found.helpers.items()):
+                members = members_of(cls)
+                named = members & found.names | {m for m in members if m[:2] == "__"} - _MAKING
+                if issubclass(cls, nn.Module):
+                    named -= _MADE
+                if found.computes and is_users_class(cls):
+                    named = members
+                if named > known:
+                    found.helpers[cls] = named
+                    self._take(reachable_from(cls, named), None)
+                    progress = True
+
+    def _scan_code(self, subject: type | types.FunctionType, everything: bool = False) -> None:
+        """Scan what code can read besides its arguments.
+
+        Args:
+            subject: a module's class, or a function.
+            everything: whether to scan all globals that it names itself, not only plain data
+                and modules.
+        """
+        if subject in self._scanned or _is_torchs(subject):
+            return
+        self._scanned.add(subject)
+        own = None
+        if everything and isinstance(subject, types.FunctionType):
+            own = subject.__globals__
+        self._take(reachable_from(subject), own)
+
+    def _take(self, reach: Reachable, own: Mapping[str, Any] | None) -> None:
+        """Scan what code reaches; in one namespace, all that it names."""
+        found = self.found
+        found.depends.add(reach.depends)
+        found.names |= reach.names
+        found.stores |= reach.stores
+        found.functions += reach.functions
+        found.tells_numbers = found.tells_numbers or reach.tells_numbers
+        found.computes = found.computes or reach.computes
+        for owner in reach.owners:
+            found.namespaces[id(owner)] = (owner, tuple(owner))
+        notes = self.notes
+        for module in reach.modules:
+            self._meet_module(module)
+        for namespace, name in reach.globals:
+            if name in namespace:
+                value = namespace[name]
+                installed = is_installed_space(namespace)
+                watched = namespace is own or not installed or is_watched(value)
+                if installed and isinstance(value, types.FunctionType) and not is_finished(value):
+                    self._scan_code(value)  # it stands in for another
+                if installed and not watched:
+                    self._scan_installed(namespace, name)
+                elif watched:
+                    self._scan_name(namespace, name, watched)
+                    if isinstance(value, (types.FunctionType, type)):
+                        continue
+                judge = None if namespace is own else judge_of(value)
+                notes.judged[id(namespace), name] = namespace, name, value, judge, watched
+            else:
+                notes.absent.append((namespace, name))
+        for namespace, name in reach.depends.absent.values():
+            if name in vars(builtins) and name not in _BUILTINS:
+                self._scan_name(vars(builtins), name)  # somebody has put it there
+            if namespace is not sys.modules and not (
+                hasattr(builtins, name) and is_installed_space(namespace)
+            ):
+                found.missing.append((namespace, name))
+        for namespace, name in reach.members:
+            if name in namespace:
+                if isinstance(namespace[name], type):
+                    self._meet_helper(namespace[name])
+                self._scan_name(namespace, name)
+            else:
+                notes.absent.append((namespace, name))
+        for function in reach.opaque:
+            self._scan_one_op(function)
+        # Functions that code may set attributes of, or ask for one that is not there yet.
+        told: set[int] = set()
+        if reach.stores or not reach.names.isdisjoint(("getattr", "hasattr")):
+            values = (namespace.get(name) for namespace, name in reach.globals)
+            told = {id(value) for value in values if isinstance(value, types.FunctionType)}
+        for function in reach.functions:
+            outer, self._is_finished = self._is_finished, is_finished(function)
+            self._scan_closure(function)
+            tags = vars(function).keys() - {"__wrapped__"}
+            if (tags or id(function) in told) and id(vars(function)) not in found.by_id:
+                self._scan_mapping(vars(function), function.__name__, frozenset({"__wrapped__"}))
+            defaults = function.__defaults__ or (), (function.__kwdefaults__ or {}).values()
+            self._scan_defaults(chain(*defaults), function.__name__)
+            self._is_finished = outer
+
+    def _scan_one_op(self, function: Any) -> None:
+        """Scan the plain values that a function reads which is called as one op."""
+        inner = getattr(function, "__wrapped__", None)
+        inner = getattr(inner, "__func__", inner)
+        if not isinstance(inner, types.FunctionType) or inner in self._scanned:
+            return
+        self._scanned.add(inner)
+        reach = reachable_from(inner)
+        self.found.depends.add(reach.depends)
+        for namespace, name in reach.globals:
+            if type(namespace.get(name)) in PLAIN_TYPES:
+                self._scan_name(namespace, name)
+        for one in reach.functions:
+            self._scan_closure(one, PLAIN_TYPES)
+
+    def _scan_installed(self, namespace: Mapping[str, Any], name: str) -> None:
+        """Scan a global of installed code: what stands for it, and what is registered there."""
+        value = namespace[name]
+        if namespace.get("__name__") in sys.stdlib_module_names:
+            self._scan_name(namespace, name, isinstance(value, (list, dict)) and name != "modules")
+        elif isinstance(value, Mapping) and not is_torchs(module_of(type(value))):
+            self._scan_name(namespace, name, False)
+            self._is_finished = True
+            self.found.watched_objects.add(value, name)
+            self._is_finished = False
+
+    def _scan_settings(self) -> None:
+        """Watch Python's own settings, as far as the code of the user's names what they decide."""
+        found = self.found
+        named: set[str] = set()
+        for function in found.functions:
+            if not is_finished(function):
+                names = names_in(function.__code__)
+                named |= names
+                if _SPACES & names or _LOADED <= names:
+                    found.block(f"{function.__qualname__} reads globals past their names", "")
+        found.watched_objects.add_settings(named)
+        if found.caches and "cache_info" in named:
+            found.block("the model asks a cache how often it was asked", "cache_info")
+        found.asks_tags = not named.isdisjoint(("getattr", "hasattr", "AttributeError", "vars"))
+        classes = [cls for cls in found.depends.classes.values() if is_users_class(cls)]
+        if any(type(cls) is ABCMeta for cls in classes):
+            found.watched_objects.add_registered()
+        if not named.isdisjoint(PYTHONS):
+            own = [function for function in found.functions if not is_finished(function)]
+            found.watched_objects.add_names({id(one): one for one in (*own, *classes)}.values())
+        for name, asked in _TABLES.items():
+            if not named.isdisjoint(asked):
+                for one in (*filterfalse(is_finished, found.functions), *classes):
+                    found.watched_objects.add_attribute(one, name)
+        found.watched_objects.add_bases(found.depends.classes.values())
+        for cls in {base for kind in self._kinds | self._met for base in kind.__mro__}:
+            if is_installed_file(_file_of(cls)):
+                found.watched_objects.add_class(cls)
+
+    def _scan_defaults(self, values: Iterable[Any], owner: str) -> None:
+        for value in values:
+            if type(value) not in PLAIN_TYPES and not self.found.find(value):
+                route = Route(None, Access.FIXED, None, f"a default of {owner}", False)
+                if isinstance(value, (list, tuple, dict)) and has_attributes(type(value)):
+                    self._scan_by_identity(value, route)
+                else:
+                    self._scan(value, route)
+
+    def _scan_closure(
+        self, function: types.FunctionType, only: Collection[type] | None = None
+    ) -> None:
+        for name, cell in zip(
+            function.__code__.co_freevars, function.__closure__ or (), strict=True
+        ):
+            try:
+                value = cell.cell_contents
+            except ValueError:  # an empty cell: the name is assigned later
+                self.notes.empty.append(cell)
+                continue
+            if only is not None and type(value) not in only:
+                continue
+            if name != "__class__" and id(cell) not in self.found.by_id:
+                fixed = Route(None, Access.FIXED, None, name, False)
+                holder = self._add(cell, fixed, CaptureKind.IDENTITY)
+                self.found.held[holder.index] = {name: value}
+                self._scan(value, Route(holder, Access.CELL, None, name, False))
+
+    def _scan_name(self, namespace: Mapping[str, Any], name: str, watched: bool = True) -> None:
+        """Scan one name of a module's globals, or of a class.
+
+        What is not watched is guarded by identity alone.
+        """
+        found = self.found
+        if (id(namespace), name) in self._names_scanned:
+            return
+        # Of a file these are Python's; of a class all that are named so, as libraries do it too.
+        is_pythons = name in _OF_FILES if type(namespace) is dict else name[:2] == "__" == name[-2:]
+        if is_pythons and not isinstance(namespace[name], types.FunctionType):
+            return
+        self._names_scanned.add((id(namespace), name))
+        value = namespace[name]
+        holder = found.by_id.get(id(namespace))
+        if holder is None:
+            fixed = Route(None, Access.FIXED, None, "globals", False)
+            holder = self._add(namespace, fixed, CaptureKind.IDENTITY)
+            found.held[holder.index] = {}
+        if holder.index in found.held:
+            found.held[holder.index][name] = value
+        route = Route(holder, Access.ITEM, name, name, False)
+        by_identity = isinstance(value, (types.FunctionType, *DESCRIBED))
+        inner = getattr(value, "__func__", None) if by_identity else None
+        if isinstance(inner, functools._lru_cache_wrapper):
+            self._scan(inner, Route(None, Access.FIXED, None, name, False))
+        if by_identity or not watched or type(value) is types.MethodDescriptorType:
+            self._add(value, route, CaptureKind.IDENTITY)
+        else:
+            self._scan(value, route)
+
+
+class Route(NamedTuple):
+    """How the scan came by a thing."""
+
+    parent: Captured | None
+    access: Access
+    key: Any
+    label: str
+    is_argument: bool
+    depth: int = 0
+
+    def into(self, part: Captured, key: Any) -> Route:
+        access = key.access if isinstance(key, AttributeKey) else Access.ITEM
+        label = child_label(part, key)
+        return Route(part, access, key, label, self.is_argument, self.depth + 1)
+
+    def traceable(self, kind: type) -> bool:
+        """Whether a number here is handed to the model as a traced one.
+
+        Numbers given directly, or in tuples, are; elsewhere they could not be exchanged
+        for traced ones without changing the user's containers.
+        """
+        if not self.is_argument or kind not in (int, float):
+            return False
+        parent = self.parent
+        while parent is not None and parent.type is tuple:
+            parent = parent.parent
+        return parent is None
+
+
+def _is_torchs(subject: type | types.FunctionType) -> bool:
+    if isinstance(subject, types.FunctionType):
+        return is_torchs_function(subject)
+    return all(is_torchs(module_of(base)) and not is_users_class(base) for base in subject.__mro__)
+
+
+def _file_of(kind: type) -> str:
+    return getattr(sys.modules.get(module_of(kind)), "__file__", None) or ""
+
+
+# What a world leaves to the scan.
+_MORE = (
+    torch.Tensor, nn.Module, torch.Generator, types.FunctionType, type, types.ModuleType,
+    functools._lru_cache_wrapper, contextvars.ContextVar,
+)  # fmt: skip
+_MADE = frozenset({"__init__", "__new__", "__post_init__"})
+_BUILTINS = frozenset(vars(builtins))
+# What gives the globals of a function, and of a module that is looked up.
+_SPACES = frozenset({"__globals__", "f_globals"})
+_LOADED = frozenset({"sys", "modules"})
+# Tables that Python keeps of functions and classes, and names in code that asks for them.
+_TABLES = {
+    "__annotations__": frozenset({"__annotations__", "get_type_hints", "get_annotations"}),
+    "__dataclass_fields__": frozenset({"__dataclass_fields__", "fields"}),
+}
+_OF_FILES = frozenset(
+    {
+        *PYTHONS, "__annotations__", "__annotate__", "__annotate_func__", "__builtins__",
+        "__cached__", "__conditional_annotations__", "__file__", "__loader__", "__package__",
+        "__path__", "__spec__", "__warningregistry__",
+    }
+)  # fmt: skip
+# Methods that nobody calls of an object that is there already, unless by name.
+_MAKING = frozenset(
+    {
+        "__init_subclass__", "__class_getitem__", "__del__",
+        "__copy__", "__deepcopy__", "__reduce__", "__reduce_ex__", "__getstate__", "__setstate__",
+    }
+)  # fmt: skip
+# Tuples, not sets: hashing an Enum member takes longer than comparing a few.
+_NOT_FOUND = (CaptureKind.PLAIN, CaptureKind.NUMBER, CaptureKind.ALIAS)
+# What is most common, and never a constant.
+_USUAL = frozenset({nn.Parameter, torch.Tensor, nn.Linear, nn.LayerNorm, nn.Dropout, dict, list})
+_TENSORS = (torch.Tensor, nn.Parameter)

@@ -1,0 +1,428 @@
+"""The insertion registry: all that is inserted in one model."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import re
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+from torch import nn
+
+from bendtrace.errors import InputError, NodePathError
+from bendtrace.interject.insertion import Insertion, as_interjection
+from bendtrace.interject.interjection import Interjection
+from bendtrace.interject.knowledge import Rehearsal
+from bendtrace.interject.passes import Passes
+from bendtrace.interject.plan import Entry, Place, Plan, State, forms_of
+from bendtrace.interject.resolver import describe_where
+from bendtrace.interject.where import (
+    AtPath,
+    AtPaths,
+    Known,
+    OfModule,
+    Said,
+    Want,
+    near_misses,
+    wants_of,
+)
+from bendtrace.paths.candidates import Candidate
+from bendtrace.paths.naming import Registry
+from bendtrace.recording.recorder import Recording
+
+__all__ = ["InsertionRegistry", "Kept"]
+
+_MOST_NOTES = 16  # on why something was not called; more would not be read
+
+# Where, what, and in which passes.
+Kept = tuple[str, tuple[Want, ...], Interjection, Passes, bool]
+
+
+class Model(Known, Protocol):
+    """A model that things are inserted in."""
+
+    @property
+    def registry(self) -> Registry:
+        """Gives the names of its nodes."""
+
+    def recordings(self) -> list[Recording]:
+        """Return the runs that are known, those with insertions included."""
+
+    def why_not(self, path: str, runs: list[Recording], often_enough: Callable[[int], bool]) -> str:
+        """Say why some runs did not come by a node as often as others did."""
+
+    def candidates(self) -> list[Candidate] | None:
+        """Return the nodes of all runs without insertions; None if there were none."""
+
+    def modules(self) -> list[Candidate]:
+        """Return the modules as nodes, those included that no run has come by."""
+
+    def paths_of(self, module: nn.Module) -> list[str]:
+        """Return the paths of the calls of a module that are known."""
+
+    def count_passes(self, path: str, run: Recording) -> int:
+        """Return how often a run came by a node."""
+
+    def rehearsal(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Rehearsal:
+        """Return what a run without insertions shows."""
+
+
+class _Calls(threading.local):
+    """How many calls of the model the thread is in."""
+
+    depth = 0
+
+
+class InsertionRegistry:
+    """The insertions of one model, in the order in which they were made.
+
+    Args:
+        model: the model.
+        changed: called with whether there are insertions, whenever they change.
+    """
+
+    def __init__(self, model: Model, changed: Callable[[bool], None]) -> None:
+        self._model = model
+        self._changed = changed
+        self._calls = _Calls()
+        self._lock = threading.RLock()
+        self._insertions: tuple[Insertion, ...] = ()
+        self._plan: Plan | None = None
+
+    def __bool__(self) -> bool:
+        return bool(self._insertions)
+
+    @property
+    def insertions(self) -> tuple[Insertion, ...]:
+        """What is inserted now."""
+        return self._insertions
+
+    def insert(
+        self,
+        where: Any,
+        what: Any,
+        *,
+        passes: Any = None,
+        every: int | None = None,
+        allow_none: bool = False,
+    ) -> Insertion:
+        """Insert something; see `BendedModule.interject`."""
+        insertion = self.make(where, what, passes=passes, every=every, allow_none=allow_none)
+        self.add(insertion)
+        return insertion
+
+    def make(
+        self,
+        where: Any,
+        what: Any,
+        *,
+        passes: Any = None,
+        every: int | None = None,
+        allow_none: bool = False,
+    ) -> Insertion:
+        """Make an insertion, and check it, without putting it in."""
+        interjection = as_interjection(what)
+        chosen = passes if isinstance(passes, Passes) else Passes(passes, every)
+        wants = wants_of(where, self._model, lenient=allow_none)
+        named = [want.passes for want in wants if want.passes is not None]
+        if named:
+            if passes is not None or every is not None or len(wants) > 1:
+                raise InputError(
+                    f"{describe_where(where)} names passes: give them either there or with "
+                    "passes=, and one node at a time"
+                )
+            chosen = Passes(named[0])
+        for want in wants:
+            if want.place is not None:
+                _require_possible(want.place, interjection)
+        insertion = Insertion(self, where, wants, interjection, chosen, allow_none)
+        exact = all(
+            want.place is None
+            or want.place.role != "node"
+            or isinstance(want.place.matcher, (AtPath, OfModule))
+            for want in wants
+        )
+        insertion.is_checked = (
+            allow_none or exact or self._is_met(insertion, self._model.candidates())
+        )
+        return insertion
+
+    def add(self, *insertions: Insertion) -> None:
+        """Put insertions in, all at once.
+
+        Raises:
+            InputError: this thread is in a call of the model.
+        """
+        if insertions and self._calls.depth:
+            raise InputError(
+                "nothing can be inserted in a model while it is called, which would change the "
+                "next call only: insert it before or after that"
+            )
+        with self._lock:
+            self._insertions = (*self._insertions, *insertions)
+            self._plan = None
+            self._changed(bool(self._insertions))
+
+    def remove(self, *insertions: Insertion) -> None:
+        """Take insertions away."""
+        with self._lock:
+            kept = tuple(i for i in self._insertions if all(i is not gone for gone in insertions))
+            if len(kept) < len(self._insertions):
+                self._insertions, self._plan = kept, None
+                self._changed(bool(kept))
+
+    @contextmanager
+    def called(self) -> Iterator[None]:
+        """Within it, the model runs on this thread."""
+        self._calls.depth += 1
+        try:
+            yield
+        finally:
+            self._calls.depth -= 1
+
+    def clear(self) -> None:
+        """Take everything away."""
+        self.remove(*self._insertions)
+
+    def holds(self, insertion: Insertion) -> bool:
+        """Whether an insertion is there."""
+        return any(other is insertion for other in self._insertions)
+
+    # Copies
+
+    def kept(self, memo: dict[int, Any] | None) -> list[Kept]:
+        """Return what a copy of the model is to have.
+
+        Args:
+            memo: for a deep copy, what was copied already; None where everything is pickled.
+        """
+        found: list[Kept] = []
+        for insertion in self._insertions:
+            wants = tuple(want.said_in_words() for want in insertion.wants)
+            row: Kept = (
+                Said(describe_where(insertion.where)), wants, insertion.what, insertion.passes,
+                insertion.allow_none,
+            )  # fmt: skip
+            found.append(row if memo is None else copy.deepcopy(row, memo))
+        return found
+
+    def restore(self, *insertions: Kept) -> None:
+        """Insert what `kept` returned."""
+        self.add(*(Insertion(self, *kept) for kept in insertions))
+
+    # What runs need
+
+    def plan(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan | None:
+        """Return the insertions of a call; None if there are none.
+
+        Raises:
+            NodePathError: there is no node of a name in the first run that could tell.
+        """
+        insertions = self._insertions
+        if not insertions:
+            return None
+        ahead = [
+            insertion
+            for insertion in insertions
+            if insertion.passes.needs_total or any(want.is_ahead for want in insertion.wants)
+        ]
+        opened = [
+            i for i in insertions if not i.is_checked or any(want.is_open for want in i.wants)
+        ]
+        if not ahead and not opened:
+            plan = self._plan
+            if plan is None:
+                plan = self._plan = self._made(insertions, None)
+            return plan
+        rehearsal = self._model.rehearsal(args, kwargs)
+        for insertion in opened:
+            insertion.wants = tuple(
+                found
+                for want in insertion.wants
+                for found in self._found(insertion, want, rehearsal)
+            )
+            insertion.is_checked = insertion.is_checked or self._is_met(insertion, rehearsal.graph)
+        return self._made(insertions, rehearsal)
+
+    def plan_of_parts(self) -> tuple[Plan, bool]:
+        """Return the insertions whose places are known, and whether those are not all."""
+        entries = []
+        unknown = False
+        modules = {node.module_path: node.module for node in self._model.modules()}
+        for insertion in self._insertions:
+            unknown = unknown or insertion.passes.needs_total
+            for want in insertion.wants:
+                place = want.place
+                if place is None and want.is_open and want.said in modules:
+                    module = modules[want.said]
+                    assert module is not None
+                    place = Place("node", OfModule(module))
+                if place is None:
+                    unknown = True
+                else:
+                    entries.append(Entry(insertion, insertion.what, place))
+        return Plan(entries), unknown
+
+    def notes_on(self, insertion: Insertion) -> tuple[str, ...]:
+        """Say why an insertion was not called."""
+        if not insertion.runs:
+            return ("no call was made",)
+        paths = dict.fromkeys(path for want in insertion.wants for path in self._paths_of(want))
+        notes = (self._note_on(insertion, path) for path in itertools.islice(paths, _MOST_NOTES))
+        found = tuple(dict.fromkeys(filter(None, notes)))
+        return found or self._hints(insertion) or ("no run came by a node that is meant",)
+
+    def _hints(self, insertion: Insertion) -> tuple[str, ...]:
+        """Say where modules may be called that no known run has come by."""
+        meant = {id(self._module_of(want)) for want in insertion.wants}
+        names = [node.module_path for node in self._model.modules() if id(node.module) in meant]
+        return tuple(dict.fromkeys(filter(None, map(self._model.hint, names))))
+
+    def _module_of(self, want: Want) -> nn.Module | None:
+        """Return the module whose calls are meant, or that has the parameter which is meant."""
+        matcher = None if want.place is None else want.place.matcher
+        if isinstance(matcher, State):
+            holder = matcher.name.rpartition(".")[0]
+            return next((n.module for n in self._model.modules() if n.module_path == holder), None)
+        return matcher.module if isinstance(matcher, OfModule) else None
+
+    def _paths_of(self, want: Want) -> Iterable[str]:
+        """Return the paths that are known of nodes that are meant."""
+        matcher = None if want.place is None else want.place.matcher
+        if isinstance(matcher, AtPath):
+            return (matcher.path,)
+        if isinstance(matcher, AtPaths):
+            return sorted(matcher.paths)
+        if (module := self._module_of(want)) is not None:
+            return self._model.paths_of(module)
+        if matcher is None or isinstance(matcher, State):
+            return ()
+        return [node.path for node in self._model.candidates() or () if matcher.matches(node)]
+
+    def _note_on(self, insertion: Insertion, path: str) -> str:
+        """Say why an insertion was not called at a node."""
+
+        def counts(passes: int) -> bool:
+            if insertion.passes.is_asked:  # a function, which may count how often it is asked
+                return passes > 0
+            return any(insertion.passes.admits(number, passes) for number in range(passes))
+
+        passes = max(self._model.count_passes(path, run) for run in insertion.runs)
+        if not counts(passes):
+            why = self._model.why_not(path, insertion.runs, counts)
+            if not passes:
+                return why
+            times = "one pass" if passes == 1 else f"{passes} passes"
+            said = f"{path!r} had {times}, none of which counts ({insertion.passes}, from 0)"
+            return f"{said}: {why}" if why else said
+        if not forms_of(insertion.what) & {"before", "instead", "after"}:
+            return f"no backward pass came by {path!r}"
+        return ""
+
+    def _made(self, insertions: tuple[Insertion, ...], rehearsal: Rehearsal | None) -> Plan:
+        entries = []
+        for insertion in insertions:
+            for want in insertion.wants:
+                place = want.place
+                if want.is_ahead:
+                    assert rehearsal is not None
+                    place = want.ahead(rehearsal.graph)
+                    if not place.matcher.paths and not insertion.allow_none:
+                        raise NodePathError(
+                            f"{describe_where(want.said)} means no node of this run; "
+                            + near_misses("", list(rehearsal.graph.nodes)),
+                            repr(want.said),
+                        )
+                if place is not None:
+                    entries.append(Entry(insertion, insertion.what, place))
+        return Plan(entries, None if rehearsal is None else rehearsal.totals)
+
+    def _found(self, insertion: Insertion, want: Want, rehearsal: Rehearsal) -> tuple[Want, ...]:
+        """Look a name up in the first run that could tell."""
+        if not want.is_open:
+            return (want,)
+        known = _Rehearsed(self._model, rehearsal)
+        try:
+            wants = wants_of(want.said, known)
+        except NodePathError:
+            if insertion.allow_none:
+                return (want,)
+            raise
+        for found in wants:
+            if found.place is not None:
+                _require_possible(found.place, insertion.what)
+            if found.passes is not None:
+                insertion.passes = Passes(found.passes)
+        return wants
+
+    def _is_met(self, insertion: Insertion, nodes: Iterable[Candidate] | None) -> bool:
+        """Whether there are nodes for all that was said.
+
+        Args:
+            insertion: the insertion.
+            nodes: what is known of the model's nodes; None if it was not run yet.
+
+        Raises:
+            NodePathError: the model was run, and has no such node.
+        """
+        known = [*self._model.modules(), *(nodes or ())]
+        for want in insertion.wants:
+            if want.place is None or want.place.role != "node":
+                continue
+            matcher = want.place.matcher
+            if isinstance(matcher, (AtPath, OfModule)) or any(map(matcher.matches, known)):
+                continue
+            if nodes is None:
+                return False
+            text = want.said.pattern if isinstance(want.said, re.Pattern) else ""
+            raise NodePathError(
+                f"{describe_where(want.said)} means no node that is known; "
+                + near_misses(text, [node.path for node in nodes if node.path])
+                + " (allow_none=True waits for one to come up)",
+                describe_where(want.said),
+            )
+        return True
+
+
+class _Rehearsed:
+    """What is known of a model, and a rehearsal."""
+
+    def __init__(self, model: Model, rehearsal: Rehearsal) -> None:
+        self.model: Callable[..., Any] = model.model
+        self._rehearsal = rehearsal
+        self.hint = model.hint
+
+    def trees(self) -> list[Any]:
+        return [self._rehearsal.tree]
+
+    def names(self) -> list[Any]:
+        return [self._rehearsal.names]
+
+    def mirror_path(self, name: str) -> str:
+        return ""
+
+
+_AROUND = frozenset({"before", "instead", "backward"})
+
+
+def _require_possible(place: Place, what: Interjection) -> None:
+    """Refuse what cannot be done at a place."""
+    forms = forms_of(what)
+    if place.role != "node" and forms & _AROUND:
+        kind = "an input" if place.role == "input" else "a parameter or buffer"
+        raise InputError(
+            f"{what.label} works around a node, and {place.shown!r} is {kind}, which there is only "
+            "a value of"
+        )
+    if place.dig and forms & _AROUND:
+        raise InputError(
+            f"{what.label} works around a node, and {place.shown!r} is a part of what one gives"
+        )
+    if place.role == "node" and place.matcher.needs_output and forms & _AROUND:
+        raise InputError(
+            f"{what.label} is called before the node, and {describe_where(place.matcher)} needs to "
+            "know what the node gives"
+        )

@@ -1,0 +1,501 @@
+"""Running the rest of a model from activations that are given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from bendtrace.errors import DivergenceError, InputError, NodePathError, NondeterminismError
+from bendtrace.flow import steps_of
+from bendtrace.interject.cut_points import path_in
+from bendtrace.interject.gates import running
+from bendtrace.interject.plan import Plan
+from bendtrace.interject.reading import read_and_changed
+from bendtrace.interject.recorded import recorded
+from bendtrace.interject.replacing import call_with
+from bendtrace.interject.resolver import by_path, text_of
+from bendtrace.interject.suffixes import (
+    KnownRun,
+    KnownRuns,
+    Prepared,
+    Suffixes,
+)
+from bendtrace.paths.view import Node, find
+from bendtrace.recording.recorder import Prefix, Recording
+from bendtrace.replay.explain import Mismatch, explain_divergence
+from bendtrace.replay.program import Program
+from bendtrace.replay.source import test_of
+from bendtrace.replay.stretches import Divergence, Finished, Stretch
+from bendtrace.replay.tree import TraceTree
+from bendtrace.tape.captured import identical
+from bendtrace.tape.contexts import AutocastHold
+from bendtrace.tape.tape import (
+    Guard,
+    OpKind,
+    TensorMeta,
+    Test,
+    refs_in,
+)
+from bendtrace.torch_rules.functions import is_gate
+
+__all__ = ["from_activations", "told"]
+
+
+@dataclass
+class Left:
+    """A rest that has left all known paths.
+
+    Attributes:
+        run: the run that it was of.
+        prepared: the rest.
+        divergence: where it left, as the code of replays knows it.
+        position: the first op that was not come by.
+        done: the ops that were carried out.
+        slots: the given values.
+        random: the states of the random generators when it began.
+    """
+
+    run: KnownRun
+    prepared: Prepared
+    divergence: Divergence
+    position: int
+    done: frozenset[int]
+    slots: dict[str, Any]
+    random: list[Tensor]
+
+    @property
+    def has_effects(self) -> bool:
+        """Whether something besides the values of the run has been changed, or may have been."""
+        now = random_states()
+        same = len(now) == len(self.random) and all(map(torch.equal, now, self.random))
+        return not same or self.prepared.rest.memory.has_effects(self.done)
+
+    @property
+    def can_be_resumed(self) -> bool:
+        """Whether the model's Python can take over, and find the given values in its way."""
+        ops = self.prepared.recording.tape.ops
+        if self.divergence.position != self.position:
+            return False
+        for spots in self.prepared.spots.values():
+            for spot in spots:
+                op = ops[spot.index]
+                between = ops[spot.index + 1 : spot.start]
+                if (
+                    spot.start > self.position
+                    or op.kind is not OpKind.CALL
+                    or not isinstance(op.meta, TensorMeta)
+                    or any(
+                        ref.index == spot.index and not is_gate(other)
+                        for other in between
+                        for ref in refs_in((other.args, other.kwargs))
+                    )
+                ):
+                    return False
+        return not self.prepared.rest.disturbs(self.done, self.position)
+
+    def prefix(self) -> Prefix | None:
+        """Return what the model's Python does not have to do again."""
+        for cut in self.prepared.cuts:
+            self.divergence.values[f"v{cut.index}"] = self.slots[f"s{cut.slot}"]
+        return self.divergence.prefix()
+
+    def agrees_with(self, recording: Recording) -> bool:
+        """Whether all was decided alike until here, so that a run belongs to the program."""
+        before = {
+            (guard.position, test_of(guard)): guard.expected
+            for guard in self.prepared.recording.tape.guards
+            if guard.position < self.position
+        }
+        return all(
+            identical(guard.expected, before.get((guard.position, test_of(guard)), guard.expected))
+            for guard in recording.tape.guards
+            if guard.position < self.position
+        )
+
+
+def owner_of(program: Program, recording: Recording, number: int) -> tuple[Stretch, int]:
+    """Return the code that tests a guard of a run, and the number that the guard has there."""
+    stretch = next(own for own, _ in program.stretches() if own.recording is recording)
+    while (parent := stretch.parent) is not None:
+        if number < 0:
+            if -1 - number >= stretch.start:
+                break
+        else:
+            guard = stretch.recording.tape.guards[number]
+            branch = next(
+                n for n, sides in parent.sides.items() for side in sides if side.target is stretch
+            )
+            twin = next(
+                (
+                    n
+                    for n, other in enumerate(parent.recording.tape.guards)
+                    if (other.position, test_of(other)) == (guard.position, test_of(guard))
+                    and (other.position < stretch.start or n == branch)
+                ),
+                None,
+            )
+            if twin is None:
+                break
+            number = twin
+        stretch = parent
+    return stretch, number
+
+
+def other_side(owner: Stretch, number: int, outcome: Any, recording: Recording) -> Recording | None:
+    """Return the run that went on with another outcome of a guard; None if none is known."""
+    tape = owner.recording.tape
+    own = tape.guards[number].expected if number >= 0 else tape.ops[-1 - number].raised
+    is_identity = number >= 0 and tape.guards[number].test in (Test.SAME, Test.OTHER)
+    if owner.recording is not recording and not is_identity and identical(own, outcome):
+        return owner.recording
+    side = owner.side(number, outcome)
+    return None if side is None or side.target is None else side.target.recording
+
+
+def is_before(number: int, guard: Guard, divergence: Divergence) -> bool:
+    """Whether a guard was tested before a run was left, or is the one that it was left by."""
+    start = divergence.stretch.start
+    when = max(guard.position, start)
+    left = divergence.guard
+    if left is None:
+        return when <= -1 - divergence.number
+    return (when, number) <= (max(left.position, start), divergence.number)
+
+
+def random_states() -> list[Tensor]:
+    """Return the states of torch's random generators."""
+    states = [torch.get_rng_state()]
+    if torch.cuda.is_initialized():
+        states += torch.cuda.get_rng_state_all()
+    return states
+
+
+class Bended(Protocol):
+    """A model whose runs are known, and that things can be inserted in."""
+
+    _board: Any
+    _known: Any
+    _model: Callable[..., Any]
+    _signature: Any
+    _trees: Any
+
+    @property
+    def stats(self) -> Any:
+        """How its calls were served."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call it."""
+
+
+def from_activations(
+    model: Bended,
+    activations: Mapping[Any, Any],
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    bended: bool = True,
+) -> Any:
+    """Run the rest of a `BendedModule` from given activations, and return its output.
+
+    Operations that only lead to what is given are not carried out: no batch norm among them
+    updates its buffers, no dropout draws random numbers.
+
+    Args:
+        model: the `BendedModule`.
+        activations: the values of nodes by path, as `get_activations` returns them; of nodes with
+            several passes for each pass (`relu:2`).
+        args: the model's positional arguments, as far as the rest needs them.
+        kwargs: its keyword arguments, likewise.
+        bended: whether the model goes on with the values as they are, or with what is inserted
+            at these nodes makes of them.
+
+    Raises:
+        NodePathError: there is no such node.
+        InputError: something that the rest needs is missing, or something makes no sense.
+        DivergenceError: the rest leads where no recorded run went, and arguments are missing for
+            running the model's own Python.
+
+    Example:
+        >>> import torch, bendtrace as bt
+        >>> bended = bt.BendedModule(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Sigmoid()))
+        >>> _ = bended(torch.ones(1, 2))
+        >>> from_activations(bended, {"sub_0": torch.zeros(3, 2)})
+        tensor([[0.5000, 0.5000],
+                [0.5000, 0.5000],
+                [0.5000, 0.5000]])
+    """
+    if not isinstance(activations, Mapping):
+        raise InputError(f"activations are given as a dict by node path, not as {activations!r}")
+    given = by_path(model, activations)
+    if not given:
+        raise InputError("no activations are given")
+    return _Run(model, given, tuple(args), dict(kwargs or {}), bended).output()
+
+
+def told(
+    args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[Mapping[Any, Any], tuple[Any, ...], dict[str, Any]]:
+    """Read `from_activations({path: value}, *args, **kwargs)`, or torchbend's form of it.
+
+    In that form come the names first, and the values by keyword, among the model's arguments.
+
+    Args:
+        args: the positional arguments.
+        kwargs: the keyword arguments.
+
+    Returns:
+        The activations, and the model's positional and keyword arguments.
+
+    Raises:
+        InputError: it is neither.
+
+    Example:
+        >>> told(({"relu": 1}, 2), {"mask": 3})
+        ({'relu': 1}, (2,), {'mask': 3})
+        >>> told(("relu",), {"relu": 1, "mask": 3})
+        ({'relu': 1}, (), {'mask': 3})
+    """
+    if args and isinstance(args[0], Mapping):
+        return args[0], args[1:], dict(kwargs)
+    if not args or not all(isinstance(name, (str, Node)) for name in args):
+        raise InputError(
+            "from_activations is given a dict of activations by path first, and then the model's "
+            "arguments; or names of activations alone, with all values by keyword"
+        )
+    names = list(map(text_of, args))
+    absent = [name for name in names if name not in kwargs]
+    if absent:
+        raise InputError(f"no value is given for {', '.join(map(repr, absent))}")
+    rest = {name: value for name, value in kwargs.items() if name not in names}
+    return {name: kwargs[name] for name in names}, (), rest
+
+
+class _Run:
+    """One call of `from_activations`."""
+
+    def __init__(
+        self,
+        model: Bended,
+        given: dict[str, Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        bended: bool,
+    ) -> None:
+        self._model = model
+        self._given = given
+        self._args = args
+        self._kwargs = kwargs
+        self._bended = bended
+        self._bound = model._signature.bind(args, kwargs)
+        self._rests = Suffixes(model, given, bended)
+        self._is_whole = False  # whether the model can be called with what was given
+
+    def output(self) -> Any:
+        """Run the rest, and return what the model gives."""
+        plan = self._plan()
+        tree: TraceTree = self._model._trees.of(plan)
+        with nullcontext() if plan is None else running(plan):
+            chosen = self._chosen(tree)
+            if chosen is not None:
+                run, prepared = chosen
+                self._require_possible(prepared)
+                if self._looks_at_changes(run, plan):
+                    if not self._is_whole:
+                        raise InputError(
+                            "what is inserted may look at what the rest changes, which a recorded "
+                            "run changes at its end: give the model's arguments as well"
+                        )
+                elif prepared.stretch is not None:
+                    hold = AutocastHold()
+                    try:
+                        return self._gone_through(run, prepared, hold, tree, plan)
+                    finally:
+                        hold.release()
+        return self._live()
+
+    def _plan(self) -> Plan | None:
+        board = self._model._board
+        if not self._bound:
+            for insertion in board.insertions:
+                if insertion.passes.needs_total or not insertion.is_checked or any(
+                    want.is_ahead or want.is_open for want in insertion.wants
+                ):  # fmt: skip
+                    raise InputError(
+                        f"where {insertion!r} is depends on what the model is given: give its "
+                        "arguments as well"
+                    )
+        plan: Plan | None = board.plan(self._args, self._kwargs)
+        return plan
+
+    def _chosen(self, tree: TraceTree) -> tuple[KnownRun, Prepared] | None:
+        """Return the run whose rest is wanted; None if the model's own Python has to tell."""
+        runs = KnownRuns(self._model, tree, self._bound)
+        self._is_whole = runs.is_whole
+        error: Exception | None = None
+        for run in runs:
+            try:
+                prepared = self._rests.of(run)
+                self._rests.values_for(prepared)
+            except (NodePathError, InputError) as raised:
+                error = error or raised
+            else:
+                return run, prepared
+        if not self._is_whole:
+            assert error is not None
+            raise error
+        return None  # there may be another path
+
+    def _require_possible(self, prepared: Prepared) -> None:
+        rest = prepared.rest
+        if rest.unclear and not self._is_whole:
+            raise InputError(
+                f"{', '.join(map(repr, self._given))}: {rest.unclear}; give the node that the "
+                "tensor comes from, or the model's arguments as well"
+            )
+        if rest.lacks:
+            raise InputError(self._rests.explained(prepared, rest.lacks[0]))
+        if not (rest.used or rest.unclear or self._is_whole):
+            raise InputError(
+                "nothing of what the model gives or changes depends on "
+                + ", ".join(map(repr, self._given))
+            )
+
+    @staticmethod
+    def _looks_at_changes(run: KnownRun, plan: Plan | None) -> bool:
+        return plan is not None and plan.looks_at_changes(
+            run.program.recordings(), read_and_changed
+        )
+
+    # Carrying it out
+
+    def _gone_through(
+        self,
+        run: KnownRun,
+        prepared: Prepared,
+        hold: AutocastHold,
+        tree: TraceTree,
+        plan: Plan | None,
+    ) -> Any:
+        """Go along known paths as far as they go, and on from there."""
+        slots = self._rests.values_for(prepared)
+        values = dict(slots)
+        random = [] if prepared.rest.is_straight else random_states()
+        passed: frozenset[Any] = frozenset()
+        seen: set[tuple[int, int]] = set()
+        while True:
+            stretch, rest = prepared.stretch, prepared.rest
+            assert stretch is not None
+            result = run.program.carry_out(stretch, run.arguments, dict(values), hold)
+            if isinstance(result, Finished):
+                if plan is not None:
+                    plan.ran(prepared.recording)
+                return result.output
+            position = result.position
+            done = rest.available | {i for i in stretch.code.emitted if i < position}
+            passed |= {
+                test_of(guard) for n, guard in rest.guards.items() if is_before(n, guard, result)
+            }
+            owner, number = owner_of(run.program, prepared.recording, result.number)
+            known = other_side(owner, number, result.outcome, prepared.recording)
+            following = None
+            if known is not None and (id(known), position) not in seen:
+                seen.add((id(known), position))
+                other = KnownRun(run.program, known, run.arguments, run.missing)
+                following = self._following(other, position, done, passed)
+            if following is None:
+                divergence = Divergence(
+                    owner, owner.recording, number, result.outcome, result.values, hold
+                )
+                why = explain_divergence(result, steps_of(prepared.recording))
+                del result
+                left = Left(run, prepared, divergence, position, done, slots, random)
+                return self._gone_on(left, why, tree, plan)
+            slots = {**self._rests.values_for(following), **slots}
+            run, prepared, values = other, following, {**slots, **result.values}
+
+    def _following(
+        self, run: KnownRun, start: int, done: frozenset[int], passed: frozenset[Any]
+    ) -> Prepared | None:
+        """Return the rest of another known run, from where both part; None if it is too late."""
+        try:
+            prepared = self._rests.of(run, start, done, passed)
+            self._rests.values_for(prepared)
+        except (NodePathError, InputError):
+            return None  # it does not come by the nodes
+        if prepared.rest.lacks:
+            raise InputError(self._rests.explained(prepared, prepared.rest.lacks[0]))
+        return prepared if prepared.stretch is not None else None
+
+    # Where no recorded run goes
+
+    def _gone_on(self, left: Left, why: Mismatch, tree: TraceTree, plan: Plan | None) -> Any:
+        """Go on where no recorded run went, or none that can be gone over to."""
+        if left.run.missing:
+            raise DivergenceError(
+                f"the rest of the model leads where no recorded run went: {why.reason}; give "
+                "the model's arguments as well, or call it with such values first",
+                why.step,
+            )
+        has_effects = left.has_effects
+        if left.can_be_resumed:
+            try:
+                return self._resumed(left, tree, plan)
+            except NondeterminismError as error:
+                if has_effects:
+                    raise DivergenceError(
+                        f"{why.reason}, and what comes before the given activations goes another "
+                        "way for these arguments, too. Operations of the rest have been carried "
+                        "out already. Call the module with these arguments first",
+                        why.step,
+                    ) from error
+        left.divergence.hold.release()
+        if has_effects:
+            raise DivergenceError(
+                f"{why.reason}, and the rest cannot be gone on with from here: operations have "
+                "been carried out that change something, and what was left out before would see "
+                "that. Give less, or call the module itself",
+                why.step,
+            )
+        return self._live()
+
+    def _resumed(self, left: Left, tree: TraceTree, plan: Plan | None) -> Any:
+        """Have the model's own Python go on, and keep the path that it takes."""
+        model, divergence = self._model, left.divergence
+        prefix = left.prefix()
+        try:
+            recording = recorded(
+                model._known, model._signature, self._args, self._kwargs, plan, prefix
+            )
+        finally:
+            divergence.release(prefix)
+        model.stats.retraces += 1
+        model.stats.resumes += 1
+        output, recording.result = recording.result, None
+        if left.agrees_with(recording) and not recording.is_transient:
+            model.stats.traces += 1
+            model.stats.live += bool(recording.tape.blockers)
+            tree.grow(left.run.program, divergence, recording)
+        else:
+            model.stats.live += 1
+        self._require_one_pass(recording)
+        return output
+
+    def _require_one_pass(self, recording: Recording) -> None:
+        """Refuse a path without a number if the rest has come by its node again."""
+        tree = self._rests.tree_of(recording)
+        for text in self._given:
+            node, chosen = find(tree.data, path_in(tree, text))
+            if chosen is None and len(node.passes) > 1:
+                raise InputError(
+                    f"{text!r} has {len(node.passes)} passes with what is given: name one, as in "
+                    f"'{node.path}:1'"
+                )
+
+    def _live(self) -> Any:
+        """Call the model with the values in the place of its own."""
+        return call_with(self._model, self._given, self._args, self._kwargs, bended=self._bended)

@@ -1,0 +1,177 @@
+"""A module that represents another one: it has its names, tensors, methods and modes."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import types
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Self
+
+from torch import nn
+
+from bendtrace.environment.owners import module_of
+from bendtrace.recording.serving import serving
+
+__all__ = ["ModuleProxy"]
+
+
+class ModuleProxy(nn.Module):
+    """A module that is called its own way, and in all else is the model that it has.
+
+    Attributes:
+        training: as the model's.
+    """
+
+    # Attributes that a trace of a module around this one must not depend on.
+    _untraced: frozenset[str] = frozenset()
+    # Attributes that are set on this one only.
+    _own: frozenset[str] = frozenset({"training", "_is_full_backward_hook"})
+    _model: Callable[..., Any]
+
+    def _stand_in_for(self, model: Callable[..., Any], shared: Iterable[str] = ()) -> None:
+        """Take over a model.
+
+        Args:
+            model: the model; a plain function has nothing to be taken over.
+            shared: methods of this class in whose place the model's are taken if it has some.
+        """
+        object.__setattr__(self, "_model", model)
+        owner = module_of(model)
+        if owner is None:
+            return
+        # The very tables of the model: names, state dict keys and tensors are its own.
+        for table in _TABLES:
+            object.__setattr__(self, table, getattr(owner, table))
+        object.__setattr__(self, "training", owner.training)
+        if not isinstance(model, nn.Module):
+            return
+        overridden = self._overridden(type(model))
+        overridden |= {name for name in shared if hasattr(type(model), name)}
+        for name in overridden:
+            object.__setattr__(self, name, self._method(getattr(model, name)))
+        object.__setattr__(self, "_untraced", self._untraced | overridden)
+
+    def _overridden(self, cls: type[nn.Module]) -> frozenset[str]:
+        """The methods of nn.Module that a model has its own of, besides those dealt with here."""
+        return frozenset(
+            name
+            for name, method in vars(nn.Module).items()
+            if not name.startswith("_")
+            and isinstance(method, types.FunctionType)
+            and inspect.getattr_static(type(self), name) is method
+            and (own := inspect.getattr_static(cls, name)) is not method
+            and isinstance(own, types.FunctionType)
+        )
+
+    def train(self, mode: bool = True) -> Self:
+        """Set the model's training mode."""
+        object.__setattr__(self, "training", mode)
+        owner = module_of(self._model)
+        if owner is not None:
+            owner.train(mode)
+        return self
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the model's state dict, under its own keys."""
+        owner = module_of(self._model)
+        own = super().state_dict if owner is None else owner.state_dict
+        return own(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Load a state dict of the model."""
+        owner = module_of(self._model)
+        own = super().load_state_dict if owner is None else owner.load_state_dict
+        return own(*args, **kwargs)
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
+        # What .to(), .half() and the like come down to; some modules do more than the default.
+        owner = module_of(self._model)
+        if owner is not None:
+            owner._apply(fn, recurse)
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            model = self.__dict__.get("_model")
+            if model is None:
+                raise
+        try:
+            found = getattr(model, name)
+        except AttributeError as error:
+            if error.obj is model:  # Python suggests near names of `obj` where it prints the error
+                error.obj = self
+            raise
+        return self._method(found)
+
+    def _method(self, method: Any) -> Any:
+        """Return a method of the model whose calls of the model go along recorded paths."""
+        model = self._model
+        if not (
+            isinstance(method, types.MethodType)
+            and method.__self__ is model
+            and isinstance(model, nn.Module)
+        ):
+            return method
+        # Around a call of the model's own, it is that call that recorded paths stand for.
+        is_served = type(model).__call__ is nn.Module.__call__
+
+        @functools.wraps(method)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with serving(model, self) if is_served else nullcontext(), self._serving_parts():
+                result = method(*args, **kwargs)
+            object.__setattr__(self, "training", model.training)
+            return self if result is model else result  # what `eval` and the like return
+
+        return call
+
+    def _serving_parts(self) -> AbstractContextManager[object]:
+        """Within it, parts of the model may be answered for, too, that a method of it calls."""
+        return nullcontext()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "__class__":  # of this object alone: `fully_shard` makes a subclass of it
+            object.__setattr__(self, name, value)
+            return
+        # What the model's forward reads has to reach the model.
+        model = self.__dict__.get("_model")
+        if name in self._own or not isinstance(model, nn.Module):
+            super().__setattr__(name, value)
+        if name not in self._own - {"training"} and isinstance(model, nn.Module):
+            setattr(model, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        model = self.__dict__.get("_model")
+        if isinstance(model, nn.Module) and name not in self.__dict__:
+            delattr(model, name)
+        else:
+            super().__delattr__(name)
+
+    def __bool__(self) -> bool:
+        return bool(self._model)
+
+    def __len__(self) -> int:
+        return len(self._model)  # type: ignore[arg-type]
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._model[key]  # type: ignore[index]
+
+    def __iter__(self) -> Iterator[Any]:
+        model: Any = self._model
+        return iter(model)
+
+    def __contains__(self, item: Any) -> bool:
+        return item in self._model  # type: ignore[operator]
+
+    def apply(self, fn: Callable[[nn.Module], Any]) -> Self:
+        """Apply a function to the model and all its submodules."""
+        owner = module_of(self._model)
+        if owner is not None:
+            owner.apply(fn)
+        return self
+
+
+_TABLES = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")

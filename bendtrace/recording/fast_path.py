@@ -1,0 +1,274 @@
+"""The fast path: the usual op, recorded in one function.
+
+What `Recorder` does with a call that torch reports is spread over several objects, each with its
+own idea. Most ops are of one kind: a function of torch's that writes to nothing, given tensors
+that are on the tape by now and plain values, giving a new tensor. For these, all of it is done
+here, without a call in between: the time it takes is most of what tracing costs. Whatever is
+unusual about an op is left to those who know about it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import Enum
+from time import perf_counter_ns
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from bendtrace.recording.encoding import Encoder
+from bendtrace.recording.values import Values
+from bendtrace.recording.writer import Known, Writer
+from bendtrace.source.sites import Site, users_code
+from bendtrace.source.usage import compares_identity
+from bendtrace.tape.captured import PLAIN_TYPES
+from bendtrace.tape.contexts import current_context, current_settings
+from bendtrace.tape.tape import (
+    NOTHING,
+    Op,
+    OpKind,
+    TensorMeta,
+    raised_by,
+    ref_to,
+)
+from bendtrace.tape.watchers import Observer, unwatched
+from bendtrace.torch_rules.functions import SPECIAL, is_pure, is_simple
+from bendtrace.torch_rules.monkeypatches import may_be_patched
+
+__all__ = ["NOT_TAKEN", "FastPath", "fast_path_for", "hooks_around"]
+
+FastPath = Callable[[Any, tuple[Any, ...], dict[str, Any], FrameType], Any]
+
+# Answers in one call whether grad mode, autocast, default dtype, deterministic algorithms, TF32,
+# reduced precision and threads are as they were when it was made. Seen in torch 2.13 to 2.15;
+# test_lane.py would notice a change.
+_GlobalState = torch._C._dynamo.guards.GlobalStateGuard
+_any_autocast = torch._C._is_any_autocast_enabled
+_inference = torch.is_inference_mode_enabled
+_precision = torch._C._get_float32_matmul_precision
+_mkldnn = torch._C._get_mkldnn_enabled
+_anomaly = torch._C.is_anomaly_enabled
+
+
+class _Kind(Enum):
+    """What the fast_path has to know about a function."""
+
+    SIMPLE = "simple"  # works element by element, and writes to nothing
+    PURE = "pure"  # writes to nothing and calls no Python
+    USUAL = "usual"  # anything else that is recorded as a call
+    SPECIAL = "special"  # not for the fast_path
+
+
+def fast_path_for(
+    values: Values,
+    writer: Writer,
+    encoder: Encoder,
+    observer: Observer | None,
+    show: Callable[[Op, Any, Any], None],
+) -> FastPath:
+    """Return a function that records usual ops as `Recorder` does, and gives what they gave.
+
+    For others it does nothing, and gives `NOT_TAKEN`.
+
+    Args:
+        values: which op gave which value.
+        writer: puts ops on the tape.
+        encoder: writes arguments down.
+        observer: is shown the values of the run.
+        show: shows it what an op of any kind gave.
+    """
+    ops, known_as, writes = writer.tape.ops, writer.known, writer.writes
+    known_at = known_as.get
+    boundaries, find = writer.boundaries, writer.site
+    sites: dict[tuple[int, ...], tuple[Site | None, bool]] = {}
+    settings, precision, mkldnn = current_settings(), _precision(), _mkldnn()
+    on_cpu = not torch.cuda.is_available()  # where cuDNN and cuBLAS have no say
+    context, unchanged = current_context(), _GlobalState().check
+    grad = context.grad
+    unheeded: set[Any] = set()
+    is_behind = writer.prefix is not None
+
+    def renew() -> None:
+        nonlocal context, grad, unchanged
+        context, unchanged = current_context(), _GlobalState().check
+        grad = context.grad
+        if context.inference:
+            unchanged = _never  # it would not notice the end of inference mode
+
+    def fast_path(
+        func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType
+    ) -> Any:
+        nonlocal is_behind
+        kind = _kinds.get(func)
+        if kind is None:
+            kind = _kind_of(func)
+        if kind is _SPECIAL or "out" in kwargs:
+            return NOT_TAKEN
+        if is_behind:
+            is_behind = writer.is_behind
+            return NOT_TAKEN
+        if not unchanged() or _any_autocast() or _inference():
+            renew()
+            return NOT_TAKEN
+        if _anomaly() or parametrize._cache_enabled:
+            return NOT_TAKEN
+        if kind is _PURE and on_cpu:
+            if _precision() != precision or _mkldnn() != mkldnn:
+                return NOT_TAKEN
+        elif kind is not _SIMPLE and current_settings() != settings:
+            return NOT_TAKEN
+        # What it is given. (The tensors that it may write to have to be noted one by one.)
+        latest = writes.latest_unseen if kind is not _USUAL else _LATER
+        begun = False
+        encoded: list[Any] = []
+        usable: list[Any] | None = None
+        try:
+            for value in args:
+                type_ = type(value)
+                if type_ is Tensor or type_ is _Parameter:
+                    known: Any = known_at(id(value))
+                    if known is not None and known() is value:
+                        ref = known.ref
+                        if (
+                            ref is not None
+                            and known.version == value._version
+                            and ref.index > latest
+                            and not (known.graphless and value.requires_grad)
+                        ):
+                            encoded.append(ref)
+                            continue
+                elif type_ in PLAIN_TYPES:
+                    encoded.append(value)
+                    continue
+                if not begun:
+                    begun = True
+                    writer.begin()
+                recorded, use = encoder.argument(value, type_)
+                if use is not value:
+                    if usable is None:
+                        usable = list(args)
+                    usable[len(encoded)] = use
+                encoded.append(recorded)
+        except RuntimeError:  # tensors of inference mode have no version
+            return NOT_TAKEN
+        named = {}
+        if kwargs:
+            if not begun:
+                begun = True
+                writer.begin()
+            recorded, use = encoder.arguments(tuple(kwargs.values()))
+            named = dict(zip(kwargs, recorded, strict=True))
+            kwargs = dict(zip(kwargs, use, strict=True))
+        # Where it happens.
+        key: list[int] = []
+        walked: FrameType | None = frame
+        while walked is not None:
+            code = id(walked.f_code)
+            if code in boundaries:
+                break
+            key.append(code)
+            key.append(walked.f_lasti)
+            walked = walked.f_back
+        place = sites.get(tuple(key))
+        if place is None:
+            place = find(frame), compares_identity(users_code(frame))
+            sites[tuple(key)] = place
+        # The record.
+        op = _new(Op)
+        op.index = index = len(ops)
+        op.kind = _CALL
+        op.target = func
+        op.args = tuple(encoded)
+        op.kwargs = named
+        op.scope = writer.scope
+        op.site, compares = place
+        op.context = context
+        op.meta = op.raised = None
+        op.writes = ()
+        op.reads = NOTHING
+        ops.append(op)
+        if begun and writes.stale:
+            writes.read_by(op)
+            if observer is not None:
+                for ref, tensor in writes.stale:
+                    observer.reads(index, ref.index, tensor)
+        if usable is not None:
+            args = tuple(usable)
+        try:
+            if observer is not None:
+                if func not in unheeded:
+                    if observer.heeds(func):
+                        observer.begins(op, args, kwargs)
+                    else:
+                        unheeded.add(func)
+                started = perf_counter_ns()
+            if kind is _USUAL:
+                out = unwatched(func, args, kwargs)
+                if begun:
+                    writes.written_by(op)
+            elif kwargs:
+                out = func(*args, **kwargs)
+            else:
+                out = func(*args)
+            if observer is not None:
+                observer.times[index] = perf_counter_ns() - started
+        except Exception as error:
+            op.raised = raised_by(op, error)
+            raise
+        # What it gave.
+        if type(out) is Tensor and not compares:
+            known = known_at(id(out))
+            if known is None or known() is not out:
+                try:
+                    shape, version = tuple(out.shape), out._version
+                except RuntimeError:  # of a nested one, or of inference mode
+                    shape = None
+                if shape is not None:
+                    known_as[id(out)] = known = Known(out)
+                    known.ref = ref_to(index)
+                    known.version = version
+                    known.graphless = not grad and not out.requires_grad
+                    op.meta = _tuple(TensorMeta, (shape, out.dtype, out.device))
+                    if observer is not None:
+                        observer.gave(op, out)
+                    return out
+        bound = values.bind(out, op, frame)
+        if observer is not None:
+            show(op, args, out)
+        return bound
+
+    return fast_path
+
+
+def _never() -> bool:
+    return False
+
+
+def hooks_around() -> bool:
+    """Whether ops call Python that is not their own: dispatch modes, hooks for saved tensors."""
+    if torch._C._len_torch_dispatch_stack():
+        return True
+    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+
+
+def _kind_of(func: Any) -> _Kind:
+    if func in SPECIAL or may_be_patched(func):
+        kind = _SPECIAL
+    elif is_pure(func):
+        kind = _SIMPLE if is_simple(func) else _PURE
+    else:
+        kind = _USUAL
+    _kinds[func] = kind
+    return kind
+
+
+_kinds: dict[Any, _Kind] = {}
+_SIMPLE, _PURE, _USUAL, _SPECIAL = _Kind
+_CALL = OpKind.CALL
+NOT_TAKEN: Any = object()
+_LATER = 1 << 60
+_new, _tuple = Op.__new__, tuple.__new__
+_Parameter = nn.Parameter

@@ -1,0 +1,271 @@
+"""Guard code: writing the checks of single captured values, and that two names are one object.
+
+A run tells by identity which tensors and containers are one, and what follows from it: what is
+written to one of them shows in all. So those that were several have to be as many again.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from bendtrace.environment.reachability import is_installed_file
+from bendtrace.recording.recorder import Recording
+from bendtrace.replay.analysis import Analysis
+from bendtrace.replay.source import Source
+from bendtrace.source.usage import compares_identity
+from bendtrace.tape.captured import (
+    Access,
+    Array,
+    AttributeKey,
+    Captured,
+    CaptureKind,
+    exact_items,
+    exact_members,
+    has_attributes,
+    slots_of,
+)
+
+__all__ = ["AliasGuards", "Check", "GuardCode"]
+
+
+@dataclass(frozen=True)
+class Check:
+    """One thing that is checked before a run.
+
+    Attributes:
+        text: what is wrong if it fails.
+        part: what it is about; None for checks about several.
+        guard: number of the guard on the tape, for a condition that a flow step put.
+    """
+
+    text: str
+    part: Captured | None = None
+    guard: int | None = None
+
+
+class GuardCode:
+    """Writes lines that give the number of a check that fails.
+
+    Args:
+        recording: the run that the guards come from.
+        analysis: its guards, sorted.
+
+    Attributes:
+        checks: what each number stands for.
+        marked: state tensors on which the run sets attributes that were not there, or looks for
+            some that may not be there.
+    """
+
+    def __init__(self, recording: Recording, analysis: Analysis) -> None:
+        self.checks: list[Check] = []
+        self.marked = {
+            change.part for change in recording.changes if change.part.kind is CaptureKind.TENSOR
+        }
+        if recording.environment.asks_tags:
+            parts = recording.environment.parts
+            self.marked |= {part for part in parts if part.kind is CaptureKind.TENSOR}
+        self._analysis = analysis
+
+    def note(self, text: str, part: Captured | None = None, guard: int | None = None) -> int:
+        """Return the number of a new check."""
+        self.checks.append(Check(text, part, guard))
+        return len(self.checks) - 1
+
+    def ask(self, source: Source, part: Captured) -> None:
+        """Ask of a part whether it is what it was, as far as that matters."""
+        name, kind, label = source.part(part), part.kind, part.label
+
+        def fail_if(condition: str, text: str) -> None:
+            source.line(f"if {condition}: return {self.note(text, part)}")
+
+        if part.access is Access.FIXED:
+            if kind is CaptureKind.DICT:
+                fail_if(f"len({name}) != {part.size}", f"{label} has gained or lost attributes")
+                return
+            if kind in _SAME_FOR_EVER:
+                return
+        elif kind is not CaptureKind.ALIAS:
+            source.take((part,))
+        if kind is CaptureKind.PLAIN:
+            wrong = f"{label} is not {part.value!r}"
+            if part.value is None or type(part.value) is bool:
+                fail_if(f"{name} is not {part.value}", wrong)
+            else:
+                constant = source.bound(part.value)
+                fail_if(f"{name} is not {constant} and not identical({name}, {constant})", wrong)
+        elif kind is CaptureKind.ALIAS:
+            first = part.value
+            if first.kind in (CaptureKind.MODULE, CaptureKind.IDENTITY):
+                name = source.constant(first.value)
+            else:
+                source.take((first,))
+            wrong = f"{label} is not the same as {first.label}"
+            if part.parent is not None:
+                source.take((part.parent,))
+            fail_if(f"{source.reach(part)} is not {name}", wrong)
+        elif kind in (CaptureKind.MODULE, CaptureKind.IDENTITY):
+            fail_if(f"{name} is not {source.constant(part.value)}", f"{label} was replaced")
+        else:
+            exact = source.constant(part.type)
+            fail_if(f"type({name}) is not {exact}", f"{label} is not a {part.type.__name__}")
+        if kind is CaptureKind.TENSOR:
+            _check_tensor(source, part, self._analysis, part in self.marked, fail_if)
+        elif kind in (CaptureKind.LIST, CaptureKind.TUPLE):
+            size = part.size
+            if isinstance(size, tuple):
+                size = sum(not isinstance(key, AttributeKey) for key in size)
+            fail_if(f"len({name}) != {size}", f"{label} does not have {size} items")
+        elif kind is CaptureKind.DICT:
+            keys = tuple(key for key in part.size if not isinstance(key, AttributeKey))
+            other = f"tuple({name}) != {source.constant(keys)}"
+            if not keys and part.type is dict:
+                other = name
+            fail_if(other, f"{label} has other keys")
+        if kind in _CONTAINERS and has_attributes(part.type) and isinstance(part.size, tuple):
+            named = [key for key in part.size if isinstance(key, AttributeKey)]
+            held = sum(key.access is Access.DICT for key in named)
+            fail_if(f"len({name}.__dict__) != {held}", f"{label} has gained or lost attributes")
+        if kind is CaptureKind.OBJECT:
+            held = sum(1 for key in part.size if key.access is Access.DICT)
+            if held or part.type.__dictoffset__:
+                fail_if(f"len({name}.__dict__) != {held}", f"{label} has gained or lost attributes")
+            for slot in set(slots_of(part.type)) - {str(key) for key in part.size}:
+                fail_if(f"hasattr({name}, {slot!r})", f"{label} has an attribute {slot}")
+        elif kind in _WHOLE:
+            fail_if(_other_content(source, part), f"{label} has other content")
+
+
+_WHOLE = {CaptureKind.SET: exact_members, CaptureKind.LARGE: exact_items, CaptureKind.ARRAY: Array}
+_CONTAINERS = (CaptureKind.LIST, CaptureKind.TUPLE, CaptureKind.DICT)
+_SAME_FOR_EVER = frozenset(
+    {CaptureKind.MODULE, CaptureKind.IDENTITY, CaptureKind.ALIAS, CaptureKind.TUPLE}
+)
+# Types of which two values are the same if they are equal.
+_BY_VALUE = frozenset({type(None), bool, int, str, bytes})
+
+
+def _other_content(source: Source, part: Captured) -> str:
+    name = source.part(part)
+    if part.type in (set, frozenset):
+        if not part.size:
+            return name
+        types = tuple(kind for kind, _ in part.size)
+        if _BY_VALUE.issuperset(types):
+            members = source.bound(tuple(member for _, member in part.size))
+            return (
+                f"tuple({name}) != {members} or tuple(map(type, {name})) != {source.bound(types)}"
+            )
+    return f"{source.constant(part.size)} != {source.constant(_WHOLE[part.kind])}({name})"
+
+
+def _check_tensor(
+    source: Source,
+    part: Captured,
+    analysis: Analysis,
+    marked: bool,
+    fail_if: Callable[[str, str], None],
+) -> None:
+    name, facts, label = source.part(part), part.size, part.label
+    if part.is_argument or part in analysis.typed_state:
+        fail_if(
+            f"{name}.dtype is not {source.constant(facts.dtype)}",
+            f"{label} is not of dtype {facts.dtype}",
+        )
+        fail_if(
+            f"{name}.device != {source.constant(facts.device)}",
+            f"{label} is not on device {facts.device}",
+        )
+        fail_if(
+            f"{name}.layout is not {source.constant(facts.layout)}",
+            f"{label} is not {facts.layout}",
+        )
+    if part.is_argument or part in analysis.ranked_state:
+        fail_if(f"{name}.dim() != {facts.rank}", f"{label} does not have {facts.rank} dimensions")
+    if part.is_argument or marked:
+        held = f"len({name}.__dict__) != {facts.attributes}"
+        fail_if(held if facts.attributes else f"{name}.__dict__", f"{label} has other attributes")
+    if part.is_argument:
+        fail_if(
+            f"{name}.requires_grad is not {facts.requires_grad}",
+            f"{label} {'does not require' if facts.requires_grad else 'requires'} grad",
+        )
+
+
+class AliasGuards:
+    """Writes what is asked about the tensors, containers and objects of arguments and model.
+
+    Args:
+        recording: the run that the guards come from.
+        questions: writes what is asked of parts.
+        ignored: parts that are not checked.
+    """
+
+    def __init__(
+        self, recording: Recording, questions: GuardCode, ignored: frozenset[Captured]
+    ) -> None:
+        self._recording = recording
+        self._questions = questions
+        several = [
+            part
+            for part in recording.environment.parts
+            if part.kind in _DISTINCT and part not in ignored
+        ]
+        self._given = [part for part in several if part.is_argument]
+        self._held = [
+            part for part in several if not part.is_argument and part.access is not Access.FIXED
+        ]
+
+    def write_held(self, source: Source) -> None:
+        """Write `distinct(A)`: whether the things that the model holds are still as many.
+
+        Tied ones are known as such. That others have become one and the same is asked when a dict
+        that the model consists of was written to, and each time where they are in others.
+        """
+        source.begin("distinct(A)")
+        source.take(self._held)
+        if len(self._held) > 1:
+            tied = self._questions.note(
+                "two things that the model holds are now one and the same object"
+            )
+            names = ", ".join(f"id({source.part(part)})" for part in self._held)
+            source.line(f"if len({{{names}}}) != {len(self._held)}: return {tied}")
+        source.line("return None")
+
+    def ask(self, source: Source) -> None:
+        """Ask what has to be asked each time."""
+        given, held = self._given, set(self._held)
+        if len(given) > 1:
+            names = [source.part(part) for part in given]
+            same = f"{' is '.join(names)}"
+            if len(given) > 2:
+                same = f"len({{{', '.join(f'id({name})' for name in names)}}}) != {len(names)}"
+            number = self._questions.note("two arguments are now one and the same object")
+            source.line(f"if {same}: return {number}")
+        if any(part.parent is not None and part.parent in held for part in held):
+            source.line("number = distinct(A)")
+            source.line("if number is not None: return number")
+        self._ask_for_strangers(source)
+
+    def _ask_for_strangers(self, source: Source) -> None:
+        """Ask whether an argument is something that the model holds now, if it might be asked."""
+        given, held = self._given, self._held
+        functions = self._recording.environment.functions
+        own_code = [f for f in functions if not is_installed_file(_file_of(f))]
+        if not any(compares_identity(function.__code__) for function in own_code):
+            # What is written to a container shows in whatever else is the same one.
+            changes = bool(self._recording.changes)
+            held = [part for part in held if changes and part.kind is not CaptureKind.TENSOR]
+            given = [part for part in given if part.kind is not CaptureKind.TENSOR]
+        if not given or not held:
+            return
+        source.take(held)
+        names = ", ".join(f"id({source.part(part)})" for part in given)
+        own = ", ".join(f"id({source.part(part)})" for part in held)
+        number = self._questions.note("an argument is now what the model holds itself")
+        source.line(f"if not {{{names}}}.isdisjoint(({own},)): return {number}")
+
+
+_DISTINCT = (CaptureKind.TENSOR, CaptureKind.LIST, CaptureKind.DICT, CaptureKind.OBJECT)
+_file_of = operator.attrgetter("__code__.co_filename")

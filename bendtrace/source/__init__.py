@@ -1,0 +1,1 @@
+"""Python's side: source text, syntax trees, bytecode and running frames."""

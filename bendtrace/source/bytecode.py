@@ -1,0 +1,290 @@
+"""Bytecode: the instructions of code, and which variables can still be read after one."""
+
+from __future__ import annotations
+
+import dis
+import functools
+import sys
+from collections.abc import Iterator
+from types import CodeType
+from typing import Any, NamedTuple
+
+__all__ = [
+    "CONSTANTS",
+    "Step",
+    "branches",
+    "computes_names",
+    "constant_of",
+    "has",
+    "is_read_later",
+    "named_in",
+    "passed_on",
+    "single_steps",
+    "steps_of",
+]
+
+
+# The instructions of code, read from its bytes: `dis` takes some twenty times as long.
+#
+# Code is looked at when a model is first traced, and `dis` also finds out about lines, jumps and
+# exceptions, which nobody asks for here.
+
+
+# The instructions that push a constant. Which of them a constant takes differs between Pythons.
+CONSTANTS = frozenset({"LOAD_CONST", "LOAD_SMALL_INT", "LOAD_COMMON_CONSTANT"})
+
+# How arguments stand for names was seen in CPython 3.11 to 3.14; tests/test_instructions.py
+# compares with what `dis` says. LazyModule ones are asked by way of it.
+_KNOWN = sys.version_info < (3, 15)
+_EXTENDED = dis.opmap["EXTENDED_ARG"]
+_CACHE = dis.opmap["CACHE"]
+_NAMED = frozenset(
+    {
+        "LOAD_GLOBAL", "STORE_GLOBAL", "DELETE_GLOBAL", "LOAD_NAME", "STORE_NAME", "DELETE_NAME",
+        "STORE_ATTR", "IMPORT_NAME",
+    }
+)  # fmt: skip
+_NUMBERS = frozenset(dis.opmap[name] for name in _NAMED)
+_LOAD_GLOBAL = dis.opmap["LOAD_GLOBAL"]  # its lowest bit says whether it also pushes a null
+
+
+def steps_of(code: CodeType) -> Iterator[tuple[str, int]]:
+    """Yield the name of each instruction, and its argument as it is written."""
+    extended = 0
+    raw = code.co_code
+    for number, argument in zip(raw[::2], raw[1::2], strict=True):
+        if number == _CACHE:
+            continue
+        if number == _EXTENDED:
+            extended = (extended | argument) << 8
+            continue
+        yield dis.opname[number], extended | argument
+        extended = 0
+
+
+def named_in(code: CodeType) -> Iterator[tuple[str, str]]:
+    """Yield what code does with globals, imports and the setting of attributes: (how, name)."""
+    if not _KNOWN:
+        for step in dis.get_instructions(code):
+            if step.opname in _NAMED and isinstance(step.argval, str):
+                yield step.opname, step.argval
+        return
+    extended = 0
+    raw, names = code.co_code, code.co_names
+    for number, argument in zip(raw[::2], raw[1::2], strict=True):
+        if number in _NUMBERS:
+            argument |= extended
+            index = argument >> 1 if number == _LOAD_GLOBAL else argument
+            yield dis.opname[number], names[index]
+        extended = (extended | argument) << 8 if number == _EXTENDED else 0
+
+
+@functools.lru_cache(maxsize=8192)
+def passed_on(code: CodeType) -> frozenset[str]:
+    """Return the globals that code does more with than take attributes of them."""
+    found: set[str] = set()
+    name = ""
+    for step in single_steps(code):
+        if name and step.name not in ("LOAD_ATTR", "LOAD_METHOD"):
+            found.add(name)
+        name = step.value if step.name == "LOAD_GLOBAL" else ""
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            found |= passed_on(constant)
+    return frozenset(found)
+
+
+def constant_of(code: CodeType, name: str, argument: int) -> Any:
+    """Return the constant that an instruction pushes; the code itself if it pushes none."""
+    if name == "LOAD_CONST":
+        return code.co_consts[argument]
+    if name == "LOAD_SMALL_INT":
+        return argument
+    if name == "LOAD_COMMON_CONSTANT":
+        return dis._common_constants[argument]  # type: ignore[attr-defined]
+    return code
+
+
+def has(code: CodeType, name: str) -> bool:
+    """Whether some instruction is among those of code, functions nested in it not included."""
+    return dis.opmap[name] in code.co_code[::2]
+
+
+def computes_names(code: CodeType) -> bool:
+    """Whether code looks attributes up by names that are no constants, as far as can be told."""
+    steps = [
+        step for step in dis.get_instructions(code) if step.opname not in ("PRECALL", "KW_NAMES")
+    ]
+    for number, step in enumerate(steps):
+        if step.argval in _OF_ALL and step.opname.startswith("LOAD"):
+            return True
+        if step.argval not in _BY_NAME or not step.opname.startswith("LOAD"):
+            continue
+        given = []
+        for after in steps[number + 1 :]:
+            if after.opname.startswith("CALL"):
+                break
+            given.append(after)
+        constants = [one for one in given if one.opname == "LOAD_CONST"]
+        names = [one for one in constants if isinstance(one.argval, str)]
+        plain = all(one.opname.startswith(_SIMPLE) for one in given)
+        last = [one for one in given[-2:] if one in names]
+        if not (plain and last):
+            return True
+    return False
+
+
+_BY_NAME = frozenset({"getattr", "hasattr", "setattr", "delattr", "attrgetter", "methodcaller"})
+_OF_ALL = frozenset({"vars", "dir", "__dict__", "__getattribute__", "getattr_static", "getmembers"})
+_SIMPLE = ("LOAD_", "PUSH_NULL", "CACHE", "COPY_FREE", "NOP")
+
+
+def branches(code: CodeType) -> bool:
+    """Whether code can go several ways."""
+    return bool(code.co_exceptiontable) or any(
+        "JUMP" in name or name == "FOR_ITER" for name, _ in steps_of(code)
+    )
+
+
+class Step(NamedTuple):
+    """An instruction as all Pythons have it.
+
+    Attributes:
+        offset: where the instruction is, in bytes. The two steps of one instruction share it.
+        name: of the instruction, without what says how a variable is loaded.
+        argument: as it is written.
+        value: what the argument stands for.
+        shown: the same in words of `dis`.
+        positions: in the source; None where two steps share them.
+    """
+
+    offset: int
+    name: str
+    argument: int | None
+    value: Any
+    shown: str
+    positions: dis.Positions | None
+
+
+_IDLE = frozenset({"NOP", "RESUME", "CACHE", "EXTENDED_ARG", "PRECALL", "NOT_TAKEN"})
+_LOADS = frozenset({"LOAD_FAST_BORROW", "LOAD_FAST_CHECK"})
+
+
+def single_steps(code: CodeType) -> Iterator[Step]:
+    """Yield the instructions that do something, those that do two things as two steps.
+
+    Since Python 3.13, `STORE_FAST_LOAD_FAST` and its like name two local variables; since 3.14,
+    `LOAD_FAST_BORROW` is another way of loading one.
+    """
+    for step in dis.get_instructions(code):
+        name = step.opname
+        if name in _IDLE:
+            continue
+        if "FAST" in name and isinstance(step.argval, tuple):
+            first = "STORE_FAST" if name.startswith("STORE") else "LOAD_FAST"
+            other = "STORE_FAST" if name.count("STORE") == 2 else "LOAD_FAST"
+            for part, value in zip((first, other), step.argval, strict=True):
+                yield Step(step.offset, part, None, value, value, None)
+            continue
+        name = "LOAD_FAST" if name in _LOADS else name
+        yield Step(step.offset, name, step.arg, step.argval, step.argrepr, step.positions)
+
+
+# Which local variables of some code can still be read from an instruction on.
+#
+# A variable that is written before it is next read holds nothing that matters: what an index of the
+# round before was, for example.
+
+
+# Code by these names may read variables that no instruction of it names.
+_LOOKS_AT_VARIABLES = frozenset(
+    {
+        "breakpoint", "currentframe", "dir", "eval", "exec", "f_locals", "getouterframes",
+        "locals", "set_trace", "vars", "_getframe",
+    }
+)  # fmt: skip
+_READS, _WRITES = "read", "write"
+# What instructions do, by the parts of their names, to one variable each.
+_DOES = {"LOAD": _READS, "DELETE": _READS, "STORE": _WRITES}
+
+
+def is_read_later(code: CodeType, offset: int, slot: int) -> bool:
+    """Whether what a local variable holds at an instruction may still be read.
+
+    Args:
+        code: the code.
+        offset: of the instruction that is being carried out, in bytes.
+        slot: the variable, by its position among the slots of the frame.
+    """
+    alive = _alive(code).get(offset)
+    return alive is None or slot >= len(code.co_varnames) or bool(alive >> slot & 1)
+
+
+@functools.lru_cache(maxsize=4096)
+def _alive(code: CodeType) -> dict[int, int]:
+    """Return the variables that are alive at each instruction, one bit for each.
+
+    It is empty where that cannot be said.
+    """
+    if not _LOOKS_AT_VARIABLES.isdisjoint(code.co_names):
+        return {}
+    steps = list(dis.get_instructions(code))
+    position = {step.offset: number for number, step in enumerate(steps)}
+    shared = _bits(code, code.co_cellvars)  # functions inside may read these
+    effects, following = [], []
+    for number, step in enumerate(steps):
+        found = _effects(code, step)
+        if found is None:
+            return {}
+        effects.append(found)
+        then = [] if step.opname in _LAST or number + 1 == len(steps) else [number + 1]
+        if step.opcode in dis.hasjrel or step.opcode in dis.hasjabs:
+            then.append(position[step.argval])
+        following.append(then)
+    for entry in dis._parse_exception_table(code):  # type: ignore[attr-defined]
+        for number, step in enumerate(steps):
+            if entry.start <= step.offset < entry.end:
+                following[number].append(position[entry.target])
+    alive = [shared] * len(steps)
+    has_changed = True
+    while has_changed:
+        has_changed = False
+        for number in reversed(range(len(steps))):
+            now = shared
+            for other in following[number]:
+                now |= alive[other]
+            for does, bits in reversed(effects[number]):
+                now = now | bits if does is _READS else now & ~bits | shared
+            if now != alive[number]:
+                alive[number], has_changed = now, True
+    ends = [step.offset for step in steps[1:]] + [len(code.co_code)]
+    return {
+        offset: alive[number]
+        for number, (step, end) in enumerate(zip(steps, ends, strict=True))
+        for offset in range(step.offset, end, 2)
+    }
+
+
+_LAST = frozenset(
+    {
+        "RETURN_VALUE", "RETURN_CONST", "RAISE_VARARGS", "RERAISE", "JUMP_FORWARD",
+        "JUMP_BACKWARD", "JUMP_BACKWARD_NO_INTERRUPT", "INTERPRETER_EXIT",
+    }
+)  # fmt: skip
+
+
+def _effects(code: CodeType, step: dis.Instruction) -> list[tuple[str, int]] | None:
+    """Return what an instruction does to variables, in order; None if that is not known."""
+    if "FAST" not in step.opname:
+        return []
+    named = step.argval if isinstance(step.argval, tuple) else (step.argval,)
+    if not {*code.co_varnames, *code.co_cellvars, *code.co_freevars}.issuperset(named):
+        return None
+    does = [_DOES[part] for part in step.opname.split("_") if part in _DOES]
+    if "CLEAR" in step.opname or len(does) != len(named):
+        return [(_READS, _bits(code, named))]  # whatever else it does
+    return [(how, _bits(code, (name,))) for how, name in zip(does, named, strict=True)]
+
+
+def _bits(code: CodeType, names: tuple[str, ...]) -> int:
+    return sum(1 << k for k, name in enumerate(code.co_varnames) if name in names)

@@ -1,0 +1,269 @@
+"""What code does with the values it comes by, judging by its instructions.
+
+Traced scalars and real tensors pass for what the model expects nearly everywhere. Where code
+would tell the difference, it is given plain values, or more is guarded.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dis
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from types import CodeType, FrameType
+from typing import NamedTuple
+
+from bendtrace.source.bytecode import (
+    CONSTANTS,
+    constant_of,
+    has,
+    single_steps,
+    steps_of,
+)
+from bendtrace.source.features import is_off
+
+__all__ = [
+    "Asking",
+    "asking_comparisons",
+    "compares_identity",
+    "compares_items",
+    "needs_plain_numbers",
+    "only_tests",
+    "stores_outside",
+]
+
+_identity: dict[int, tuple[CodeType, bool]] = {}
+
+
+def compares_identity(code: CodeType) -> bool:
+    """Whether code, or code within it, asks `x is y` of things neither of which is a constant."""
+    known = _identity.get(id(code))
+    if is_off("identity"):
+        return True
+    if known is None:
+        asks = has(code, "IS_OP") and any(
+            there == "IS_OP" and before not in CONSTANTS
+            for (before, _), (there, _) in itertools.pairwise(steps_of(code))
+        )
+        asks = asks or any(map(compares_identity, _within(code)))
+        known = _identity[id(code)] = (code, asks)
+    return known[1]
+
+
+def _within(code: CodeType) -> Iterator[CodeType]:
+    return (inner for inner in code.co_consts if isinstance(inner, CodeType))
+
+
+def stores_outside(code: CodeType) -> bool:
+    """Whether code assigns to a variable of the function around it."""
+    if code.co_freevars and any(
+        step.opname in ("STORE_DEREF", "DELETE_DEREF") and step.argval in code.co_freevars
+        for step in dis.get_instructions(code)
+    ):
+        return True
+    return any(map(stores_outside, _within(code)))
+
+
+_TELLING_NAMES = frozenset(
+    {
+        "type", "manual_seed", "dumps", "deque", "Decimal", "timedelta", "statistics", "Fraction",
+        # These run code out of the tracer's sight, where torch takes traced sizes for symbols.
+        "Thread", "ThreadPoolExecutor", "DisableTorchFunction", "DisableTorchFunctionSubclass",
+        "cond", "while_loop", "associative_scan",
+    }
+)  # fmt: skip
+_plain: dict[int, tuple[CodeType, bool]] = {}
+
+
+def needs_plain_numbers(code: CodeType) -> bool:
+    """Whether code does something that a traced scalar would answer otherwise than a number.
+
+    That is asking for `type(x)` or `x is True`, and giving it to C code that insists on an exact
+    number without asking the tracer: seeding a generator, `json.dumps` and the like. Code within
+    it, such as a comprehension, counts.
+    """
+    known = _plain.get(id(code))
+    if is_off("identity"):
+        return True
+    if known is None:
+        needs = _has_such_code(code) or any(map(needs_plain_numbers, _within(code)))
+        known = _plain[id(code)] = (code, needs)
+    return known[1]
+
+
+def _has_such_code(code: CodeType) -> bool:
+    if not _TELLING_NAMES.isdisjoint(code.co_names):
+        return True
+    return has(code, "IS_OP") and any(
+        there == "IS_OP" and isinstance(constant_of(code, before, argument), bool)
+        for (before, argument), (there, _) in itertools.pairwise(steps_of(code))
+    )
+
+
+_tests: dict[tuple[int, int, int], tuple[CodeType, bool | None]] = {}
+
+
+def only_tests(frame: FrameType, depth: int = 0) -> bool:
+    """Whether code does no more than test what its instruction at hand results in, or drop it.
+
+    It is tested for its truth, or for being None.
+
+    A traced bool must not go further: torch's C++ functions take none but a real one
+    for `keepdim` and the like, and refuse it before the tracer is asked.
+
+    Args:
+        frame: where the code is at the instruction.
+        depth: for bools in a list, 1; in a list of lists, 2; and so on.
+    """
+    found: FrameType | None = None if is_off("truth") else frame
+    while found is not None:
+        code, offset = found.f_code, found.f_lasti
+        known = _tests.get((id(code), offset, depth))
+        if known is None:
+            known = _tests[id(code), offset, depth] = (code, _Flow(code).after(offset, depth))
+        if known[1] is not None:
+            return known[1]
+        found = found.f_back  # it is returned: look what the caller does with it
+    return False
+
+
+class Asking(NamedTuple):
+    """A comparison that turns its result into a truth value itself, for an `if` (Python 3.13).
+
+    Attributes:
+        symbol: which comparison, such as "==".
+        operands: the local variables that are compared, as far as they are known: right, left.
+    """
+
+    symbol: str
+    operands: tuple[str, ...]
+
+
+_asking: dict[int, tuple[CodeType, dict[int, Asking]]] = {}
+
+
+def asking_comparisons(code: CodeType) -> Mapping[int, Asking]:
+    """Return the comparisons of code that ask for the truth of their result, by offset."""
+    known = _asking.get(id(code))
+    if known is None:
+        known = _asking[id(code)] = (code, dict(_find_asking(code)))
+    return known[1]
+
+
+def _find_asking(code: CodeType) -> Iterator[tuple[int, Asking]]:
+    steps = list(single_steps(code))
+    for position, step in enumerate(steps):
+        if step.name == "COMPARE_OP" and step.shown.startswith("bool("):
+            before = reversed(steps[max(position - 2, 0) : position])
+            before = itertools.takewhile(lambda one: one.name == "LOAD_FAST", before)
+            yield step.offset, Asking(step.shown[5:-1], tuple(one.value for one in before))
+
+
+_CONTAINERS = (tuple, list, dict, set, frozenset)
+
+
+def compares_items(frame: FrameType) -> bool:
+    """Whether code that asks for a truth now does so for two items of containers.
+
+    `a == b` of two lists asks for the truth of one comparison of items after the other. Where the
+    comparison itself turns its result into a truth value, nothing else tells that from `x == y`.
+    """
+    code = frame.f_code
+    asked = asking_comparisons(code).get(frame.f_lasti) if _HAS_ASKING else None
+    if asked is None or asked.symbol not in ("==", "!="):
+        return False
+    return any(isinstance(frame.f_locals.get(name), _CONTAINERS) for name in asked.operands)
+
+
+# False where an `if` has an instruction of its own for asking.
+_HAS_ASKING = bool(dict(_find_asking(compile("1 if x == y else 2", "<bendtrace>", "eval"))))
+
+
+class _Flow:
+    """Follows the value on top of the stack through one code object.
+
+    The answers are True (it is tested, or dropped), False (it may go anywhere) and None (it is
+    returned and otherwise only tested). A value is a bool, or a list of bools of some depth.
+    """
+
+    def __init__(self, code: CodeType) -> None:
+        self._code = code
+        self._steps = list(single_steps(code))
+        self._offsets = [step.offset for step in self._steps]
+        self._seen: set[str] = set()
+
+    def after(self, offset: int, depth: int) -> bool | None:
+        # Of a frame that called another, f_lasti can point behind the call, into its cache.
+        return self._use(bisect.bisect_right(self._offsets, offset), depth)
+
+    def _use(self, position: int, depth: int) -> bool | None:
+        while position < len(self._steps):
+            step = self._steps[position]
+            name = step.name
+            if name == "JUMP_FORWARD":
+                position = self._at(step.value)
+            elif name == "SWAP" and step.argument == 2 and self._name(position + 1) == "POP_TOP":
+                position += 2  # the end of a < b < c, which drops the middle
+            elif name == "POP_TOP":
+                return True
+            elif constant_of(self._code, name, step.argument or 0) is None:
+                return self._name(position + 1) == "IS_OP"
+            elif name == "RETURN_VALUE":
+                return None
+            elif name == "STORE_FAST":
+                return self._uses_of(step.value, depth)
+            elif depth:
+                return self._items(position, depth)
+            elif name == "TO_BOOL":
+                position += 1
+            elif name == "UNARY_NOT" or name.startswith("POP_JUMP"):
+                return True
+            elif name == "COPY" and step.argument == 1:
+                position += 1  # a and b, since Python 3.12: test a copy, then drop or keep it
+                while self._name(position) == "TO_BOOL":
+                    position += 1
+                if not self._name(position).startswith("POP_JUMP"):
+                    return False
+                return self._use(self._at(self._steps[position].value), 0)
+            elif name in ("JUMP_IF_TRUE_OR_POP", "JUMP_IF_FALSE_OR_POP"):
+                position = self._at(step.value)
+            else:
+                return False
+        return False
+
+    def _items(self, position: int, depth: int) -> bool | None:
+        """What becomes of the items of the list on top of the stack."""
+        step = self._steps[position]
+        if step.name == "GET_ITER" and self._name(position + 1) == "FOR_ITER":
+            return self._use(position + 2, depth - 1)
+        if step.name == "UNPACK_SEQUENCE":
+            count = step.argument or 0
+            targets = self._steps[position + 1 : position + 1 + count]
+            if any(target.name != "STORE_FAST" for target in targets):
+                return False
+            return _all([self._uses_of(target.value, depth - 1) for target in targets])
+        return False
+
+    def _uses_of(self, variable: str, depth: int) -> bool | None:
+        """What becomes of a local variable, wherever it is loaded."""
+        if variable in self._seen:
+            return True
+        self._seen.add(variable)
+        answers: list[bool | None] = []
+        for position, step in enumerate(self._steps):
+            if step.value == variable and "FAST" in step.name:
+                if step.name == "LOAD_FAST":
+                    answers.append(self._use(position + 1, depth))
+                elif step.name not in ("STORE_FAST", "DELETE_FAST"):
+                    answers.append(False)
+        return _all(answers)
+
+    def _at(self, offset: int) -> int:
+        return bisect.bisect_left(self._offsets, offset)
+
+    def _name(self, position: int) -> str:
+        return self._steps[position].name if position < len(self._steps) else ""
+
+
+def _all(answers: Sequence[bool | None]) -> bool | None:
+    return False if False in answers else None if None in answers else True

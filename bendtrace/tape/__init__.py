@@ -1,0 +1,1 @@
+"""The records of one run, and the values that they refer to."""

@@ -1,0 +1,394 @@
+"""Captured values: what a run can read before it begins, as a flat list."""
+
+from __future__ import annotations
+
+import collections
+import contextvars
+import sys
+import types
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, NamedTuple
+
+import torch
+
+__all__ = [
+    "PLAIN_TYPES",
+    "UNSET",
+    "Access",
+    "Array",
+    "AttributeKey",
+    "CaptureKind",
+    "Captured",
+    "Change",
+    "TensorFacts",
+    "attributes_of",
+    "child_label",
+    "content_of",
+    "exact_items",
+    "exact_members",
+    "has_attributes",
+    "identical",
+    "is_array",
+    "module_of",
+    "put",
+    "requires_grad",
+    "slots_of",
+]
+
+PLAIN_TYPES: frozenset[type] = frozenset(
+    {
+        type(None), bool, int, float, complex, str, bytes, range, type(...), type(NotImplemented),
+        torch.dtype, torch.device, torch.layout, torch.memory_format,
+    }
+)  # fmt: skip
+
+
+UNSET = object()  # what a context variable gives that has no value
+
+
+class Access(Enum):
+    """How a part is reached from its parent."""
+
+    ROOT = "root"  # an argument, by its position among the bound ones
+    FIXED = "fixed"  # the object itself, known since the trace
+    ITEM = "item"  # parent[key]
+    DICT = "dict"  # parent.__dict__[key]
+    ATTRIBUTE = "attribute"  # getattr(parent, key), for __slots__
+    CELL = "cell"  # parent.cell_contents
+    CONTEXT = "context"  # parent.get(UNSET)
+
+
+class CaptureKind(Enum):
+    """What a part is, and so how it is guarded."""
+
+    TENSOR = "tensor"
+    NUMBER = "number"  # an int or float argument: traced, guarded only where consumed
+    PLAIN = "plain"  # guarded by value
+    LIST = "list"
+    TUPLE = "tuple"
+    DICT = "dict"
+    OBJECT = "object"  # guarded by type; its attributes are parts
+    SET = "set"  # guarded by equality
+    LARGE = "large"  # a big container of plain values: guarded by equality
+    ARRAY = "array"  # a numpy array: guarded by its bytes
+    MODULE = "module"  # guarded by identity
+    IDENTITY = "identity"  # functions, classes, foreign objects: guarded by identity
+    ALIAS = "alias"  # the very object that another part is
+
+
+class Array:
+    """The content of a numpy array, as it was."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, array: Any) -> None:
+        self.value = array.copy()
+
+    def __eq__(self, other: object) -> bool:
+        """Whether an array, or another such content, is the same bit by bit."""
+        array: Any = other.value if isinstance(other, Array) else other
+        return bool(
+            is_array(array)
+            and array.dtype == self.value.dtype
+            and array.shape == self.value.shape
+            and array.tobytes() == self.value.tobytes()
+        )
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return f"<array{self.value.shape}>"
+
+
+def requires_grad(tensor: torch.Tensor) -> bool:
+    """Whether a tensor requires grad; False where torch refuses to say.
+
+    It does so for a view that was made under no_grad and whose base was changed since. The
+    model may have one, as long as it asks nothing of it.
+    """
+    try:
+        return tensor.requires_grad
+    except RuntimeError:
+        return False
+
+
+def is_array(value: Any) -> bool:
+    """Whether a value is a numpy array, without importing numpy."""
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(value, numpy.ndarray)
+
+
+class TensorFacts(NamedTuple):
+    """What is guarded of a tensor among the arguments."""
+
+    dtype: torch.dtype
+    device: torch.device
+    rank: int
+    requires_grad: bool
+    layout: torch.layout
+    attributes: int  # how many it has of its own, set by Python
+
+
+@dataclass(slots=True, eq=False)
+class Captured:
+    """One thing that the run could read.
+
+    Attributes:
+        index: position in the list; parents come before children.
+        parent: the part it is reached from.
+        access: how.
+        key: key or attribute name for that.
+        kind: see `CaptureKind`.
+        value: the thing itself. Tensors are let go after the run (None), alias parts hold
+            the part they are the same as, LARGE and SET parts a copy.
+        type: the exact type of the thing.
+        label: how a person would write it: `x`, `past[0]`, `self.fc.weight`.
+        is_argument: whether it is, or is held by, an argument.
+        size: what is guarded of a container: its length (lists, tuples, modules' dicts), its
+            keys (dicts, objects, lists and tuples with attributes), a copy of it (sets and large
+            containers); for a tensor its `TensorFacts`.
+        hidden: keys of a module's attributes that are no parts of it.
+    """
+
+    index: int
+    parent: Captured | None
+    access: Access
+    key: Any
+    kind: CaptureKind
+    value: Any
+    type: type
+    label: str
+    is_argument: bool
+    size: Any = None
+    hidden: frozenset[str] = frozenset()
+
+    def __str__(self) -> str:
+        return self.label
+
+    def read(self, arguments: tuple[Any, ...]) -> Any:
+        """Read the thing as it is now.
+
+        Args:
+            arguments: the bound arguments of a call.
+
+        Raises:
+            LookupError: if it is not there any more; also AttributeError or TypeError.
+        """
+        if self.kind is CaptureKind.ALIAS:
+            return self.value.read(arguments)
+        if self.access is Access.ROOT:
+            return arguments[self.key]
+        if self.parent is None:
+            return self.value
+        parent = self.parent.read(arguments)
+        if self.access is Access.CELL:
+            return parent.cell_contents
+        if self.access is Access.CONTEXT:
+            return parent.get(UNSET)
+        if isinstance(self.key, AttributeKey):
+            return getattr(parent, self.key.name)
+        return dict.__getitem__(parent, self.key) if isinstance(parent, dict) else parent[self.key]
+
+
+@dataclass(slots=True)
+class Change:
+    """Something a run changed in its environment.
+
+    Attributes:
+        part: the container that was changed.
+        key: what in it; for a list whose length changed, None for the whole content.
+        value: the new value.
+        deleted: whether the key is gone.
+    """
+
+    part: Captured
+    key: Any
+    value: Any
+    deleted: bool = False
+
+    def store(self, value: Any) -> None:
+        """Put `value` where the change was made."""
+        put(self.part.value, self.key, value)
+
+    def covers(self, part: Captured) -> bool:
+        """Whether a part is in what was changed, or what has other keys or items for it."""
+        if part is self.part:
+            return True
+        inner: Captured | None = part
+        while inner is not None:
+            if inner.parent is self.part and (self.key is None or inner.key == self.key):
+                return True
+            inner = inner.parent
+        return False
+
+    @property
+    def label(self) -> str:
+        """How a person would write the changed place."""
+        return self.part.label if self.key is None else child_label(self.part, self.key)
+
+
+class AttributeKey(str):
+    """A key that is an attribute name, to tell it from a dict's key.
+
+    Attributes:
+        name: of the attribute; the text differs from it where a dict has an item by that name.
+        access: how to come by it.
+    """
+
+    __slots__ = ("access", "name")
+    access: Access
+    name: str
+
+    def __new__(cls, name: str, access: Access, text: str | None = None) -> AttributeKey:  # noqa: D102
+        key = super().__new__(cls, name if text is None else text)
+        key.access, key.name = access, name
+        return key
+
+    def beside(self, items: Mapping[Any, Any]) -> AttributeKey:
+        """Return a key that is none of some items'."""
+        key = self
+        while key in items:
+            key = AttributeKey(self.name, self.access, f".{key}")
+        return key
+
+    def put(self, owner: Any, value: Any) -> None:
+        """Set the attribute of `owner`, past properties and frozen classes."""
+        if self.access is Access.DICT:
+            owner.__dict__[self.name] = value
+        else:
+            object.__setattr__(owner, self.name, value)
+
+
+def put(container: Any, key: Any, value: Any) -> None:
+    """Put a value into a container, by the key of a change."""
+    if key is None:
+        container[:] = value
+    elif isinstance(key, AttributeKey):
+        key.put(container, value)
+    else:
+        container[key] = value
+
+
+def layout_over_ranks(tensor: torch.Tensor) -> dict[str, Any]:
+    """Return over which ranks a DTensor is spread, and how; nothing for other tensors."""
+    if type(tensor) in _PLAIN_TENSORS or "torch.distributed.tensor" not in sys.modules:
+        return {}
+    if not isinstance(tensor, sys.modules["torch.distributed.tensor"].DTensor):
+        return {}
+    spec = tensor._spec  # the properties, which read this, would be recorded where the model runs
+    return {"device_mesh": spec.mesh, "placements": spec.placements}
+
+
+_PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
+
+
+def attributes_of(value: Any) -> dict[AttributeKey, Any]:
+    """What an object itself holds, past properties and `__getattr__`."""
+    if isinstance(value, torch.Tensor) and (layout := layout_over_ranks(value)):
+        own = vars(value)
+        found = {AttributeKey(name, Access.ATTRIBUTE): item for name, item in layout.items()}
+        return found | {AttributeKey(name, Access.DICT): item for name, item in own.items()}
+    own = getattr(value, "__dict__", {})
+    found = {AttributeKey(name, Access.DICT): item for name, item in own.items()}
+    for name in slots_of(type(value)):
+        if hasattr(value, name):
+            found[AttributeKey(name, Access.ATTRIBUTE)] = getattr(value, name)
+    return found
+
+
+def has_attributes(kind: type) -> bool:
+    """Whether objects of a class of containers have attributes, too."""
+    return kind not in _BARE and bool(kind.__dictoffset__)
+
+
+def module_of(kind: type) -> str:
+    """Return the name of the module of a class; "" for what does not say."""
+    name: Any = kind.__module__  # of some that are written in Cython, a descriptor
+    return name if isinstance(name, str) else ""
+
+
+def slots_of(kind: type) -> Iterator[str]:
+    """Yield the attributes that a class and its bases keep in slots, set or not."""
+    for cls in kind.__mro__:
+        slots = vars(cls).get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            if name.startswith("__") and not name.endswith("__"):
+                name = f"_{cls.__name__.lstrip('_')}{name}"
+            if name not in ("__dict__", "__weakref__"):
+                yield name
+
+
+def child_label(part: Captured, key: Any) -> str:
+    """How a person would write a thing in a container."""
+    if isinstance(key, AttributeKey):
+        return f"{part.label}.{key.name}"
+    if part.access is Access.FIXED:
+        return f"{part.label}.{key}"
+    return f"{part.label}[{key!r}]"
+
+
+def _exact(value: Any) -> tuple[type, Any]:
+    """A value with its type, since 1 == 1.0 == True, and floats by their bits."""
+    return type(value), value.hex() if type(value) is float else value
+
+
+def exact_members(values: Any) -> tuple[Any, ...]:
+    """Return a set's members, in the order in which it is walked."""
+    return tuple(map(_exact, values))
+
+
+def exact_items(container: Any) -> dict[Any, Any]:
+    """Return the items of a container of plain values with their types."""
+    pairs = dict.items(container) if isinstance(container, dict) else enumerate(container)
+    return {key: _exact(value) for key, value in pairs}
+
+
+def identical(a: Any, b: Any) -> bool:
+    """Whether two plain values are the same for every purpose: type, sign of zero, nan."""
+    if a is b:
+        return True
+    if type(a) is not type(b):
+        return False
+    if type(a) is float:
+        return bool(a.hex() == b.hex())
+    if type(a) is complex:
+        return identical(a.real, b.real) and identical(a.imag, b.imag)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(identical, a, b))
+    return bool(a == b)
+
+
+def content_of(part: Captured, names: Iterable[str] = ()) -> dict[Any, Any]:
+    """What a container holds now, by key; attributes have `AttributeKey`s.
+
+    Args:
+        part: the container.
+        names: which names are looked at, of a module's globals, a class or a cell.
+    """
+    value = part.value
+    if part.kind is CaptureKind.IDENTITY:
+        if isinstance(value, types.CellType):
+            return dict.fromkeys(names, value.cell_contents)
+        if isinstance(value, contextvars.ContextVar):
+            return dict.fromkeys(names, value.get(UNSET))
+        return {name: value[name] for name in names if name in value}
+    content: dict[Any, Any] = {}
+    if isinstance(value, (list, tuple)):
+        content.update(enumerate(value))
+    elif isinstance(value, dict):
+        # Past methods of its own, but in the order it is iterated in.
+        base: Any = collections.OrderedDict if isinstance(value, collections.OrderedDict) else dict
+        content.update(base.items(value))
+        for key in part.hidden:
+            content.pop(key, None)
+    if type(value) not in _BARE and (
+        part.access is not Access.FIXED or part.kind in (CaptureKind.OBJECT, CaptureKind.TENSOR)
+    ):
+        own = attributes_of(value)
+        content.update({key.beside(content): item for key, item in own.items()} if content else own)
+    return content
+
+
+_BARE = (dict, list, tuple)  # these have no attributes

@@ -1,0 +1,313 @@
+"""Values with structure: how they are written down, and built again."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import types
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from bendtrace.tape.captured import AttributeKey, Captured
+from bendtrace.tape.tape import Container, leaves_in
+
+__all__ = [
+    "Existing",
+    "Fixed",
+    "Instance",
+    "Made",
+    "Opaque",
+    "build",
+    "can_build",
+    "entries_of",
+    "existing_in",
+    "held_by",
+    "kept_in",
+    "make_function",
+    "make_partial",
+    "refill",
+    "tagged",
+]
+
+
+# Making objects from their content, past their constructors.
+
+
+_BASES = frozenset({object, tuple, list, dict, OrderedDict, set, frozenset})
+_HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: made by a class statement, or by newer C code
+# What only classes with a state of their own in C have as members.
+_OF_C = (types.MethodDescriptorType, types.WrapperDescriptorType, types.BuiltinMethodType)
+
+
+def can_build(cls: type) -> bool:
+    """Whether an object of the class is fully described by its content and attributes."""
+    if issubclass(cls, tuple):
+        return True
+    for base in cls.__mro__:
+        if base in _BASES:
+            return cls is not object
+        if not base.__flags__ & _HEAP_TYPE or any(type(m) in _OF_C for m in vars(base).values()):
+            return False
+    return False
+
+
+def refill(container: dict[Any, Any], items: dict[Any, Any]) -> None:
+    """Give a dict, past methods of its own, exactly these items in this order."""
+    base: Any = OrderedDict if isinstance(container, OrderedDict) else dict
+    base.clear(container)
+    for key, value in items.items():
+        base.__setitem__(container, key, value)
+
+
+def build(cls: type, items: Any, attributes: dict[Any, Any]) -> Any:
+    """Make the object that an `Instance` describes, without running its constructor."""
+    made: Any
+    if issubclass(cls, tuple):
+        # torch.Size and torch's named results check their content in their constructor.
+        special = hasattr(cls, "n_sequence_fields") or cls is torch.Size
+        made = cls(items) if special else tuple.__new__(cls, items)
+    elif issubclass(cls, (set, frozenset)):
+        made = cls(items)
+    else:
+        made = next(base for base in cls.__mro__ if base in _BASES).__new__(cls)
+        if issubclass(cls, dict):
+            refill(made, items)
+        elif issubclass(cls, list):
+            list.extend(made, items)
+    for name, value in attributes.items():
+        name.put(made, value)
+    return made
+
+
+def make_function(
+    code: types.CodeType,
+    namespace: dict[str, Any],
+    defaults: tuple[Any, ...] | None,
+    keyword_defaults: dict[str, Any] | None,
+    held: tuple[Any, ...],
+    attributes: dict[str, Any],
+) -> types.FunctionType:
+    """Make a function from its code, its globals and what it closes over."""
+    cells = tuple(map(types.CellType, held))
+    made = types.FunctionType(code, namespace, code.co_name, defaults, cells)
+    made.__kwdefaults__ = keyword_defaults
+    vars(made).update(attributes)
+    return made
+
+
+def held_by(function: Any) -> Iterator[Any]:
+    """Yield what code holds on to: its closure, defaults and bound arguments, and containers."""
+    if isinstance(function, types.MethodType):
+        yield from (function.__func__, function.__self__)
+    elif isinstance(function, type) and issubclass(function, torch.autograd.Function):
+        for member in vars(function).values():
+            yield member.__func__ if isinstance(member, (staticmethod, classmethod)) else member
+    elif isinstance(function, functools.partial):
+        yield from (function.func, *function.args, *function.keywords.values())
+    elif isinstance(function, types.FunctionType):
+        yield from function.__defaults__ or ()
+        for cell in function.__closure__ or ():
+            try:
+                yield cell.cell_contents
+            except ValueError:  # a name that is assigned only later
+                continue
+    elif isinstance(function, (tuple, list)):
+        yield from function
+
+
+def kept_in(cache: functools._lru_cache_wrapper[Any]) -> Iterator[Any]:
+    """Yield the results that a `functools.lru_cache` keeps, and what containers among them hold."""
+    waiting = [result for _, result in entries_of(cache)]
+    while waiting:
+        held = waiting.pop()
+        yield held
+        if type(held) in (tuple, list):
+            waiting += held
+        elif type(held) is dict:
+            waiting += held.values()
+
+
+def entries_of(cache: functools._lru_cache_wrapper[Any]) -> list[tuple[Any, Any]]:
+    """Return the keys and results that a `functools.lru_cache` keeps."""
+    own = getattr(cache, "__dict__", None)
+    waiting = [
+        held
+        for held in gc.get_referents(cache)
+        if held is not own
+        and type(held) is not object
+        and not (isinstance(held, type) and held.__module__ == "functools")
+    ]
+    tables = [held for held in waiting if type(held) is dict]
+    if cache.cache_parameters()["maxsize"] is None:
+        return list(tables[0].items())
+    # Each key is followed by its result, among other things (CPython 3.11 to 3.14).
+    table = next((t for t in tables if _LINK in map(_kind_name, t.values())), {})
+    keys = {id(key) for key in table}
+    found = []
+    steps = iter(waiting)
+    for held in steps:
+        if id(held) in keys:
+            found.append((held, next(steps)))
+            keys.remove(id(held))
+    return found
+
+
+_LINK = "_lru_list_elem"
+
+
+def _kind_name(value: Any) -> str:
+    return type(value).__name__
+
+
+def make_partial(
+    function: Callable[..., Any], args: tuple[Any, ...], keywords: dict[str, Any]
+) -> functools.partial[Any]:
+    """Make a partial function from its parts."""
+    return functools.partial(function, *args, **keywords)
+
+
+def tagged(tensor: torch.Tensor, attributes: dict[str, Any]) -> torch.Tensor:
+    """Return a tensor with Python attributes set on it."""
+    tensor.__dict__.update(attributes)
+    return tensor
+
+
+# Values with structure, written down: what a replay has to build again.
+#
+# In recorded arguments and outputs, exact tuples, lists, dicts and slices stand for themselves
+# with `Ref`s inside. The classes here stand for everything else.
+
+
+class Existing:
+    """An object that was there before the run, and is meant itself, not a copy."""
+
+    __slots__ = ("part",)
+
+    def __init__(self, part: Captured) -> None:
+        self.part = part
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Existing) and other.part.label == self.part.label
+
+    def __hash__(self) -> int:
+        return hash(self.part.label)
+
+    def __repr__(self) -> str:
+        return self.part.label
+
+
+class Fixed:
+    """A thing that is meant itself, not a copy, and that no walk has found."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Fixed) and other.value is self.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+    def __repr__(self) -> str:
+        return f"<{type(self.value).__qualname__}>"
+
+
+class Opaque:
+    """Something in a module's arguments that no op received: kept by name only."""
+
+    __slots__ = ("type",)
+
+    def __init__(self, value: Any) -> None:
+        self.type = type(value)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Opaque) and other.type is self.type
+
+    def __hash__(self) -> int:
+        return hash(self.type)
+
+    def __repr__(self) -> str:
+        return f"<{self.type.__qualname__}>"
+
+
+class Made(Container):
+    """Something made during the run by a call that a replay makes again.
+
+    Attributes:
+        maker: what to call; it has no effect besides what it returns.
+        args: its arguments, encoded.
+    """
+
+    __slots__ = ("args", "maker")
+
+    def __init__(self, maker: Callable[..., Any], *args: Any) -> None:
+        self.maker = maker
+        self.args = args
+
+    def inside(self) -> tuple[Any, ...]:
+        """Return its arguments."""
+        return self.args
+
+    def with_inside(self, *inside: Any) -> Made:
+        """Return the same call with other arguments."""
+        return Made(self.maker, *inside)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Made) and (other.maker, other.args) == (self.maker, self.args)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return f"{self.maker.__name__}({', '.join(map(repr, self.args))})"
+
+
+class Instance(Container):
+    """An object made during the run: its class, what it contains and its attributes.
+
+    Attributes:
+        cls: the class.
+        items: for subclasses of tuple, list and dict (and torch.Size, sets): the content.
+        attributes: what the object itself holds, by name.
+    """
+
+    __slots__ = ("attributes", "cls", "items")
+
+    def __init__(self, cls: type) -> None:
+        self.cls = cls
+        self.items: Any = None
+        self.attributes: dict[AttributeKey, Any] = {}
+
+    def inside(self) -> tuple[Any, ...]:
+        """Return its content and its attributes."""
+        return self.items, self.attributes
+
+    def with_inside(self, *inside: Any) -> Instance:
+        """Return an object of the same class with other content and attributes."""
+        copy = Instance(self.cls)
+        copy.items, copy.attributes = inside
+        return copy
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, Instance)
+            and other.cls is self.cls
+            and other.items == self.items
+            and other.attributes == self.attributes
+        )
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        inside = [] if self.items is None else [repr(self.items)]
+        inside += [f"{name}={value!r}" for name, value in self.attributes.items()]
+        return f"{self.cls.__name__}({', '.join(inside)})"
+
+
+def existing_in(value: Any) -> Iterator[Existing]:
+    """Yield what was there before the run in recorded arguments, or in an output."""
+    return (leaf for leaf in leaves_in(value) if type(leaf) is Existing)

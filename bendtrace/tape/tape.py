@@ -1,0 +1,466 @@
+"""The tape: what one run did, as a flat list of small records, in the order it happened."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any, NamedTuple
+
+import torch
+
+from bendtrace.source.sites import Place, Site
+from bendtrace.source.statements import asks_for_error, is_under_handler
+from bendtrace.tape.captured import identical
+from bendtrace.tape.contexts import Context
+
+__all__ = [
+    "NOTHING",
+    "Container",
+    "Guard",
+    "ModuleCall",
+    "Op",
+    "OpKind",
+    "Raised",
+    "Ref",
+    "State",
+    "Tape",
+    "TensorMeta",
+    "Test",
+    "is_handled",
+    "kind_of",
+    "leaves_in",
+    "map_leaves",
+    "map_refs",
+    "meta_of",
+    "raised_by",
+    "ref_to",
+    "refs_in",
+]
+
+
+#
+# Nothing else is written during a run. The graph, the flow steps, the guards and the replay
+# function are all derived from the tape afterwards.
+
+
+class Ref:
+    """Stands in recorded arguments for the value that op number `index` gave."""
+
+    __slots__ = ("index",)
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Ref) and other.index == self.index
+
+    def __hash__(self) -> int:
+        return hash((Ref, self.index))
+
+    def __repr__(self) -> str:
+        return f"%{self.index}"
+
+
+class _Refs(dict[int, Ref]):
+    """One `Ref` for each index, made when it is first asked for."""
+
+    def __missing__(self, index: int) -> Ref:
+        ref = self[index] = Ref(index)
+        return ref
+
+
+# Each value of each run needs one, and they are all alike.
+ref_to = _Refs().__getitem__
+
+
+class OpKind(Enum):
+    """What an entry of the tape is."""
+
+    INPUT = "input"  # a tensor or number among the arguments
+    STATE = "state"  # a tensor read from a module, a closure or a global
+    CALL = "call"  # a torch function, method, property or opaque function
+    SCALAR = "scalar"  # Python arithmetic on traced scalars, or an element of a result
+    UNKNOWN = "unknown"  # a tensor that came from nowhere; the tape has a blocker for it
+
+
+class TensorMeta(NamedTuple):
+    """What is kept of a tensor that an op gave."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+
+def meta_of(tensor: torch.Tensor) -> TensorMeta:
+    """Describe a tensor; the dimensions along which a nested one is ragged are -1."""
+    if tensor.is_nested and tensor.layout is torch.strided:
+        shape: tuple[int, ...] = (tensor.size(0), *[-1] * (tensor.dim() - 1))
+    else:
+        shape = tuple(tensor.shape)
+    # What the named tuple's own constructor does, for each op of each run.
+    return tuple.__new__(TensorMeta, (shape, tensor.dtype, tensor.device))
+
+
+class ModuleCall:
+    """One call of an `nn.Module`'s forward during the run: a scope that ops belong to.
+
+    Attributes:
+        path: qualified name of the module ("" for the traced module itself).
+        module: the module.
+        number: how many calls of the same module came before, so pass `number + 1`.
+        parent: the call it happened in.
+        args: encoded positional arguments, as `Op.args`.
+        kwargs: encoded keyword arguments.
+        output: what it returned, encoded.
+        start: length of the tape when it began.
+        stop: length of the tape when it ended.
+        site: where it was called, within the parent.
+        training: whether the module was in training mode.
+    """
+
+    __slots__ = (
+        "args",
+        "kwargs",
+        "module",
+        "number",
+        "output",
+        "parent",
+        "path",
+        "site",
+        "start",
+        "stop",
+        "training",
+    )
+
+    def __init__(
+        self,
+        path: str,
+        module: torch.nn.Module | None,
+        number: int,
+        parent: ModuleCall | None,
+        start: int,
+    ) -> None:
+        self.path = path
+        self.module = module
+        self.number = number
+        self.parent = parent
+        self.start = start
+        self.stop = start
+        self.args: Any = ()
+        self.kwargs: dict[str, Any] = {}
+        self.output: Any = None
+        self.site: Site | None = None
+        self.training = False
+
+    def __repr__(self) -> str:
+        return f"<call {self.number + 1} of {self.path or 'the root'}>"
+
+
+class Raised(NamedTuple):
+    """An error that an op raised, as far as the model can have looked at it.
+
+    Attributes:
+        type: its class.
+        text: what it says; None where the model's handlers do not ask for the error itself.
+    """
+
+    type: type[BaseException]
+    text: str | None
+
+    def __str__(self) -> str:
+        return self.type.__name__ if self.text is None else f"{self.type.__name__}({self.text!r})"
+
+
+NOTHING: dict[int, int] = {}
+_PLAIN = frozenset({type(None), bool, int, float, str})  # arguments in which there is no value
+
+
+class Op:
+    """One recorded call: of a torch function, or of Python arithmetic on a traced scalar.
+
+    Attributes:
+        index: position on the tape; `Ref(index)` stands for its value.
+        kind: see `OpKind`.
+        target: the function (for CALL and SCALAR), else the input slot or state location.
+        args: positional arguments with tensors and traced scalars replaced by `Ref`.
+        kwargs: keyword arguments, likewise.
+        scope: the module call it happened in.
+        site: where in the source it happened.
+        context: grad, inference and autocast state it ran under.
+        meta: a `TensorMeta`, a plain value, or a tuple of these.
+        raised: what it raised, for an op whose error the model caught.
+        writes: ops that gave the tensors, among its arguments, that it wrote to.
+        reads: for arguments that were written to since their op gave them, the op that wrote.
+    """
+
+    __slots__ = (
+        "args",
+        "context",
+        "index",
+        "kind",
+        "kwargs",
+        "meta",
+        "raised",
+        "reads",
+        "scope",
+        "site",
+        "target",
+        "writes",
+    )
+
+    def __init__(
+        self,
+        index: int,
+        kind: OpKind,
+        target: Any,
+        args: Any,
+        kwargs: dict[str, Any],
+        scope: ModuleCall,
+        site: Site | None,
+        context: Context,
+    ) -> None:
+        self.index = index
+        self.kind = kind
+        self.target = target
+        self.args = args
+        self.kwargs = kwargs
+        self.scope = scope
+        self.site = site
+        self.context = context
+        self.meta: Any = None
+        self.raised: Raised | None = None
+        self.writes: tuple[int, ...] = ()
+        self.reads: dict[int, int] = NOTHING
+
+    def __repr__(self) -> str:
+        return f"%{self.index} = {self.kind.value} {self.target}{self.args}"
+
+    @property
+    def operands(self) -> list[int]:
+        """The ops that gave its arguments, in order."""
+        if type(self.args) is not tuple:
+            return [ref.index for ref in refs_in((self.args, self.kwargs))]
+        found: list[int] = []
+        for argument in (*self.args, *self.kwargs.values()) if self.kwargs else self.args:
+            if type(argument) is Ref:  # as most are: asked of each op of each run, several times
+                found.append(argument.index)
+            elif type(argument) not in _PLAIN:
+                found += [ref.index for ref in refs_in(argument)]
+        return found
+
+    @property
+    def is_given(self) -> bool:
+        """Whether it names an argument or state, which was there before the run."""
+        return self.kind is OpKind.INPUT or self.kind is OpKind.STATE
+
+    @property
+    def is_work(self) -> bool:
+        """Whether it is carried out: a call, or arithmetic."""
+        return self.kind is OpKind.CALL or self.kind is OpKind.SCALAR
+
+    def does_the_same_as(self, other: Op) -> bool:
+        """Whether both call the same function on the same values."""
+        if self.kind is not other.kind or not identical(self.args, other.args):
+            return False
+        if not identical((*self.kwargs.items(),), (*other.kwargs.items(),)):
+            return False
+        if self.is_given:
+            return str(self.target) == str(other.target)
+        return bool(self.target == other.target)
+
+
+class Test(Enum):
+    """How a guard compares the value of an op with what was recorded."""
+
+    TRUTH = "truth"  # bool(value) is as recorded
+    VALUE = "value"  # the value is identical
+    LENGTH = "length"  # the op gave as many things
+    RANK = "rank"  # the tensor has as many dimensions
+    SAME = "same"  # the op gave back the very tensor that another op gave (expected: its index)
+    OTHER = "other"  # it gave another tensor than that
+    KIND = "kind"  # the op gave something of that type (expected: its name)
+
+
+def kind_of(value: Any) -> str:
+    """Return the name of a value's type."""
+    name = _kinds.get(type(value))
+    if name is None:
+        kind = type(value)
+        package = "" if kind.__module__ in ("builtins", "torch") else f"{kind.__module__}."
+        name = _kinds[kind] = package + kind.__qualname__
+    return name
+
+
+_kinds: weakref.WeakKeyDictionary[type, str] = weakref.WeakKeyDictionary()
+
+
+@dataclass(slots=True, eq=False)
+class Guard:
+    """A condition on the value of an op, put where Python consumed it.
+
+    Attributes:
+        position: length of the tape when it was put.
+        index: the op whose value is tested.
+        test: how.
+        expected: the recorded outcome.
+        how: how Python consumed it: "bool", "item" (of two containers that are compared), "index",
+            "format", "iter", ... ("" for guards that no flow step of the model's own put).
+        scope: the module call it happened in.
+        site: where in the source.
+    """
+
+    position: int
+    index: int
+    test: Test
+    expected: Any
+    how: str
+    scope: ModuleCall
+    site: Site | None
+
+    @property
+    def operands(self) -> tuple[int, ...]:
+        """The ops whose values it tests."""
+        return (self.index, self.expected) if self.is_on_identity else (self.index,)
+
+    @property
+    def is_on_identity(self) -> bool:
+        """Whether it tests that two ops gave the same tensor, or that they did not."""
+        return self.test is Test.SAME or self.test is Test.OTHER
+
+    def is_like(self, other: Guard) -> bool:
+        """Whether another run has the same test of the same op, at the same place."""
+        mine, its = (self.position, self.index), (other.position, other.index)
+        return mine == its and self.test is other.test
+
+    @property
+    def answer(self) -> object:
+        """The recorded answer to what it asks."""
+        return True if self.is_on_identity else self.expected
+
+
+class State(NamedTuple):
+    """In which state a run was when it asked for a value (see `states.py`).
+
+    Attributes:
+        key: what two runs have in common that are in the same state.
+        holes: the ops whose values can still be reached, in the order of the key.
+        kept: what the key knows by its identity, so that nothing else can come to have it.
+    """
+
+    key: bytes
+    holes: tuple[int, ...]
+    kept: tuple[Any, ...]
+
+
+@dataclass(slots=True)
+class Tape:
+    """All that a run wrote down.
+
+    Attributes:
+        ops: the records, in order.
+        guards: the guards, in order.
+        calls: the module calls, in order of their beginning.
+        forgets: positions at which autocast forgot the weights that it had cast.
+        trainable: the state that required grad, by op.
+        blockers: why a replay could be wrong; one line each, empty for nearly all models.
+        is_joint: whether ranks act together in it, and have to agree.
+        joint: for ops that communicated, where that was, as all ranks write it.
+        states: the states in which guards were put, by their number, where these were read.
+    """
+
+    ops: list[Op] = field(default_factory=list)
+    guards: list[Guard] = field(default_factory=list)
+    calls: list[ModuleCall] = field(default_factory=list)
+    forgets: list[int] = field(default_factory=list)
+    trainable: set[int] = field(default_factory=set)
+    blockers: list[str] = field(default_factory=list)
+    is_joint: bool = False
+    joint: dict[int, str] = field(default_factory=dict)
+    states: dict[int, State] = field(default_factory=dict)
+
+    def block(self, reason: str) -> None:
+        """Note why this run must not be replayed."""
+        if reason not in self.blockers:
+            self.blockers.append(reason)
+
+
+class Container:
+    """Base of what stands for a value with structure in recorded arguments."""
+
+    __slots__ = ()
+
+    def inside(self) -> tuple[Any, ...]:
+        """Return the recorded values that it holds."""
+        raise NotImplementedError
+
+    def with_inside(self, *inside: Any) -> Any:
+        """Return a copy that holds other recorded values."""
+        raise NotImplementedError
+
+
+def leaves_in(value: Any) -> Iterator[Any]:
+    """Yield what is no container in recorded arguments: every `Ref`, constant and `Existing`."""
+    kind = type(value)
+    if kind is tuple or kind is list:
+        for item in value:
+            yield from leaves_in(item)
+    elif kind is dict:
+        for item in value.values():
+            yield from leaves_in(item)
+    elif kind is slice:
+        yield from leaves_in((value.start, value.stop, value.step))
+    elif issubclass(kind, Container):
+        yield from leaves_in(value.inside())
+    else:
+        yield value
+
+
+def map_leaves(value: Any, change: Callable[[Any], Any]) -> Any:
+    """Rebuild recorded arguments with every leaf (see `leaves_in`) replaced by `change(leaf)`."""
+    kind = type(value)
+    if kind is tuple or kind is list:
+        return kind(map_leaves(item, change) for item in value)
+    if kind is dict:
+        return {key: map_leaves(item, change) for key, item in value.items()}
+    if kind is slice:
+        return slice(*map_leaves((value.start, value.stop, value.step), change))
+    if issubclass(kind, Container):
+        return value.with_inside(*(map_leaves(item, change) for item in value.inside()))
+    return change(value)
+
+
+def refs_in(value: Any) -> Iterator[Ref]:
+    """Yield every `Ref` in recorded arguments, containers included."""
+    return (leaf for leaf in leaves_in(value) if type(leaf) is Ref)
+
+
+def map_refs(value: Any, change: Callable[[Ref], Any]) -> Any:
+    """Rebuild recorded arguments with every `Ref` replaced by `change(ref)`."""
+    return map_leaves(value, lambda leaf: change(leaf) if type(leaf) is Ref else leaf)
+
+
+# What the model does about an error that an op raises.
+
+
+def is_handled(op: Op) -> bool:
+    """Whether the model might go on after an error of the op."""
+    return any(map(is_under_handler, _covered(op)))
+
+
+def raised_by(op: Op, error: Exception) -> Raised:
+    """Describe an error as far as handlers of the model can tell it from others."""
+    seen = any(map(asks_for_error, _covered(op)))
+    return Raised(type(error), str(error) if seen else None)
+
+
+def _covered(op: Op) -> Iterator[Place]:
+    """Yield the places from the op up to the model's forward that a handler might cover."""
+    site: Site | None = op.site
+    scope: ModuleCall | None = op.scope
+    while site is not None:
+        # Most code has no exception table at all, which saves looking any further.
+        if any(code.co_exceptiontable for code, _ in site.chain):
+            yield from site.guarded
+        site, scope = (scope.site, scope.parent) if scope is not None else (None, None)

@@ -1,0 +1,1 @@
+"""What is peculiar to torch: what escapes a function mode, writes, draws, communicates."""

@@ -1,0 +1,153 @@
+"""Arrays of numpy that a tensor of the run shares its memory with.
+
+`torch.from_numpy(array)` copies nothing: what Python writes into the array the tensor has, and
+what torch writes into the tensor Python reads from the array. A replay makes the tensor of an array
+of its own, which has the content that the recorded one had. So neither must happen, as long as
+anybody but the tensor can reach the array.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+from torch import Tensor
+
+from bendtrace.errors import NondeterminismError
+from bendtrace.source.sites import user_place
+from bendtrace.tape.captured import Array, is_array
+from bendtrace.tape.tape import Op, Tape
+from bendtrace.torch_rules.functions import SHARING
+from bendtrace.torch_rules.writes import storage_of
+
+__all__ = ["SharedArrays", "may_share"]
+
+
+def may_share(function: Any) -> bool:
+    """Whether a function, or class, of torch's may give a tensor in the memory of an array."""
+    return function in SHARING or isinstance(function, type)
+
+
+@dataclass(slots=True)
+class _Shared:
+    """An array, and the tensors in its memory.
+
+    Attributes:
+        array: the array.
+        content: what was in it.
+        was_there: whether it was there before the run: then a replay takes it, and no copy.
+        is_resumed: whether the tensors are those of the replay that the run resumes, which are in
+            the memory of another array.
+        place: where that was.
+    """
+
+    array: Any
+    content: Array
+    was_there: bool
+    is_resumed: bool
+    place: str
+
+
+class SharedArrays:
+    """Watches the arrays that tensors of a run share their memory with.
+
+    Args:
+        tape: has a reason noted where a replay would not do the same.
+        find: finds an array that was there before the run.
+    """
+
+    def __init__(self, tape: Tape, find: Callable[[Any], object]) -> None:
+        self._tape = tape
+        self._find = find
+        self._shared: dict[int, _Shared] = {}  # by the storage of the tensors
+
+    def __bool__(self) -> bool:
+        return bool(self._shared)
+
+    def gave(
+        self,
+        op: Op,
+        args: Iterable[Any],
+        out: Any,
+        again: Callable[[], Any] | None,
+        frame: FrameType,
+    ) -> None:
+        """Take note of what an op gave that may be in the memory of its arguments.
+
+        Args:
+            op: the op.
+            args: what it was given.
+            out: what it gave.
+            again: where that is from a replay, carries it out.
+            frame: where the run is.
+        """
+        arrays = [array for array in args if is_array(array) and array.nbytes]
+        if not arrays or not isinstance(out, Tensor):
+            return
+        made = out if again is None else again()
+        for array in arrays:
+            first = array.__array_interface__["data"][0]
+            if first <= made.data_ptr() < first + array.nbytes:
+                was_there = self._find(array) is not None
+                self._shared[storage_of(out)] = _Shared(
+                    array, Array(array), was_there, again is not None and not was_there,
+                    user_place(frame),
+                )  # fmt: skip
+
+    def begins(self, given: Iterable[Tensor]) -> None:
+        """Look at the arrays before an op that is given tensors."""
+        for storage in self._storages_of(given):
+            self._compare(self._shared[storage])
+        for storage, shared in list(self._shared.items()):
+            if not shared.was_there and _is_free(shared):
+                self._compare(shared)
+                self._shared.pop(storage, None)
+
+    def ended(self, op: Op, given: Iterable[Tensor]) -> None:
+        """Look at what an op has written to."""
+        for storage in self._storages_of(given) if op.writes else ():
+            shared = self._shared[storage]
+            if shared.was_there or not _is_free(shared):
+                self._block(shared, "is written to by way of the tensor")
+
+    def finish(self) -> None:
+        """Look at the arrays that were not let go of by the end of the run."""
+        self.begins(())
+        for shared in list(self._shared.values()):
+            self._compare(shared)
+            if not shared.was_there:
+                self._block(shared, "is still there after the run")
+        self._shared.clear()
+
+    def _storages_of(self, given: Iterable[Tensor]) -> set[int]:
+        return {storage_of(tensor) for tensor in given} & self._shared.keys()
+
+    def _compare(self, shared: _Shared) -> None:
+        if shared.content != shared.array:
+            self._block(shared, "is written to afterwards")
+
+    def _block(self, shared: _Shared, what: str) -> None:
+        reason = f"the array whose memory a tensor shares since {shared.place} {what}"
+        if shared.is_resumed:
+            raise NondeterminismError(
+                f"{reason}, along a path that a replay has begun, and which has an array of its "
+                "own: name the function around it with bendtrace.opaque, or copy it by torch.tensor"
+            )
+        self._tape.block(reason)
+        # Once is enough.
+        self._shared = {key: other for key, other in self._shared.items() if other is not shared}
+
+
+def _is_free(shared: _Shared) -> bool:
+    """Whether nobody but the tensor can reach an array."""
+    held = sys.getrefcount(shared.array) - 2  # by `shared`, and by the call
+    if held > (0 if shared.is_resumed else 1):
+        return False
+    if shared.array.base is None:
+        return bool(shared.array.flags.owndata)
+    if not is_array(shared.array.base) or not shared.array.base.flags.owndata:
+        return False
+    return sys.getrefcount(shared.array.base) <= 2  # the view, and the call

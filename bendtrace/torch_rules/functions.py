@@ -1,0 +1,350 @@
+"""Which torch functions need more than being recorded, and what else they do."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from bendtrace.source.bytecode import branches
+from bendtrace.tape.tape import Op
+from bendtrace.torch_rules.transforms import REGISTERS
+
+__all__ = [
+    "CONTEXT",
+    "DESCEND",
+    "ESCAPES",
+    "GRAD_FN",
+    "IN_PLACE_OPERATORS",
+    "METADATA",
+    "RESHAPES_IN_PLACE",
+    "SETTERS",
+    "SHAPES",
+    "SHARING",
+    "SPECIAL",
+    "UNINITIALIZED",
+    "VALUES",
+    "entered",
+    "is_gate",
+    "is_named_in_place",
+    "is_pure",
+    "is_simple",
+    "is_torchs_function",
+    "may_vary",
+    "name_of",
+    "said_of",
+]
+
+
+# Which torch functions need more than being recorded, and why.
+
+
+def _getters(*names: str) -> dict[Any, str]:
+    found = {}
+    for name in names:
+        attribute = getattr(Tensor, name, None)
+        if attribute is not None:
+            found[getattr(attribute, "__get__", attribute)] = name
+    return found
+
+
+def _methods(*names: str) -> dict[Any, str]:
+    return {getattr(Tensor, name): name for name in names if hasattr(Tensor, name)}
+
+
+# Sizes: what they return becomes traced scalars, and nothing is guarded until they are used.
+SHAPES: dict[Any, str] = {
+    **_getters("shape"),
+    **_methods("size", "stride", "numel", "nelement", "storage_offset"),
+    torch.numel: "numel",
+}
+
+# Facts about a tensor that are not its values. Their answers are plain and guarded at once.
+METADATA: dict[Any, str] = {
+    **_getters(
+        "dtype", "device", "layout", "ndim", "requires_grad", "is_leaf", "is_cuda", "is_cpu",
+        "is_mps", "is_xpu", "is_meta", "is_sparse", "is_sparse_csr", "is_quantized", "is_nested",
+        "is_mkldnn", "itemsize", "names", "retains_grad", "output_nr", "nbytes", "is_vulkan",
+        "is_xla", "is_ipu", "is_mtia", "is_maia", "_version",
+    ),
+    **_methods(
+        "dim", "ndimension", "is_contiguous", "is_floating_point", "is_complex", "is_signed",
+        "is_inference", "is_conj", "is_neg", "element_size", "get_device", "is_pinned",
+        "is_shared", "has_names", "is_same_size", "is_set_to", "dense_dim", "sparse_dim",
+        "is_coalesced",
+    ),
+    torch.is_floating_point: "is_floating_point",
+    torch.is_complex: "is_complex",
+    torch.is_signed: "is_signed",
+    torch.is_conj: "is_conj",
+    torch.is_inference: "is_inference",
+    torch.is_same_size: "is_same_size",
+    torch.result_type: "result_type",
+}  # fmt: skip
+
+# Of these, what follows from the same facts about the tensors that an op got.
+INHERITED = frozenset(
+    {
+        "dtype", "device", "layout", "is_cuda", "is_cpu", "is_mps", "is_xpu", "is_meta",
+        "is_sparse", "is_sparse_csr", "is_quantized", "is_nested", "is_mkldnn", "itemsize",
+        "is_floating_point", "is_complex", "is_signed", "element_size", "get_device",
+        "result_type", "is_vulkan", "is_xla", "is_ipu", "is_mtia", "is_maia",
+    }
+)  # fmt: skip
+# Of these, what an op can change about a tensor it was given.
+FLEETING = frozenset({"requires_grad", "is_leaf", "_version", "retains_grad", "output_nr"})
+RANKS = frozenset({"ndim", "dim", "ndimension"})
+
+# Python asks for a value and insists on a plain one: (how, whether only its truth matters).
+VALUES: dict[Any, str] = {
+    Tensor.__bool__: "bool",
+    Tensor.__len__: "len",
+    Tensor.__int__: "int",
+    Tensor.__index__: "index",
+    Tensor.__float__: "float",
+    Tensor.__complex__: "complex",
+    Tensor.__contains__: "in",
+    Tensor.__repr__: "format",
+    Tensor.__format__: "format",
+}
+if "__str__" in vars(Tensor):
+    VALUES[Tensor.__str__] = "format"
+
+# The content goes where neither the mode nor a guard can follow it.
+ESCAPES: dict[Any, str] = {
+    **_methods(
+        "numpy", "__array__", "data_ptr", "storage", "untyped_storage", "__dlpack__",
+        "share_memory_", "__reduce_ex__", "_typed_storage",
+    ),
+    **_getters("__cuda_array_interface__", "grad_fn"),
+}  # fmt: skip
+GRAD_FN: Any = next(function for function, name in ESCAPES.items() if name == "grad_fn")
+
+# What they give may be in the memory of what they are given, which torch knows nothing of.
+SHARING: frozenset[Any] = frozenset(
+    {torch.from_numpy, torch.as_tensor, torch.asarray, torch.frombuffer}
+)
+
+# Assignments to these attributes of a tensor.
+SETTERS = frozenset(
+    getattr(attribute, "__set__")  # noqa: B009 - a slot of the descriptor, not a known attribute
+    for attribute in map(
+        lambda name: getattr(Tensor, name, None), ("data", "requires_grad", "grad")
+    )
+)
+
+# Carried out but not recorded: each op knows the context that it ran under.
+CONTEXT = frozenset(
+    {
+        torch._C._set_grad_enabled, Tensor.__dir__, torch.device,
+        # What torch.profiler.record_function comes down to: names for stretches of time.
+        *(
+            entry
+            for name in ("_record_function_enter_new", "_record_function_exit")
+            for packet in (getattr(torch.ops.profiler, name),)
+            for entry in (packet, *(getattr(packet, kind) for kind in packet.overloads()))
+        ),
+    }
+)  # fmt: skip
+
+# Ops after which the number of dimensions can depend on sizes.
+RANK_DEPENDS_ON_SIZES = frozenset({"squeeze", "squeeze_", "squeeze_copy", "apply", "solve"})
+
+# Ops that change the shape, or the memory, of the tensor that they are called on.
+RESHAPES_IN_PLACE = frozenset(
+    {
+        "as_strided_", "detach_", "rename_", "requires_grad_", "resize_", "resize_as_", "set_",
+        "squeeze_", "swapaxes_", "swapdims_", "t_", "transpose_", "unsqueeze_", "data",
+        "sparse_resize_",
+    }
+)  # fmt: skip
+
+# The operators that give back what they were given, changed.
+IN_PLACE_OPERATORS = frozenset(
+    f"__i{name}__"
+    for name in (
+        "add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift",
+        "rshift", "matmul", "div",
+    )
+)  # fmt: skip
+
+# Names of functions that give memory as they find it: no two runs agree on its content.
+UNINITIALIZED = frozenset(
+    {
+        "empty", "empty_like", "empty_permuted", "empty_strided", "new_empty",
+        "new_empty_strided",
+    }
+)  # fmt: skip
+
+
+# Compositions of torch's that one wants to look and cut inside of.
+DESCEND: frozenset[Callable[..., Any]] = frozenset({functional.multi_head_attention_forward})
+
+# All that is not simply recorded as a call.
+SPECIAL: frozenset[Any] = frozenset(
+    {*CONTEXT, *METADATA, *VALUES, *DESCEND, *ESCAPES, *SHARING, *REGISTERS, Tensor.tolist}
+)
+
+_QUESTIONS = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
+_entered: dict[Callable[..., Any], Callable[..., Any]] = {}
+
+
+def entered(function: Any) -> Callable[..., Any]:
+    """Return a twin of a Python function of torch's whose inner calls reach the mode.
+
+    The original hands itself to the mode as its first act. The twin runs the same code with
+    that question answered by no.
+    """
+    twin = _entered.get(function)
+    if twin is None:
+        namespace = dict(function.__globals__)
+        namespace.update(dict.fromkeys(_QUESTIONS, lambda *_: False))
+        twin = types.FunctionType(
+            function.__code__, namespace, function.__name__, function.__defaults__,
+            function.__closure__,
+        )  # fmt: skip
+        twin.__kwdefaults__ = function.__kwdefaults__
+        _entered[function] = twin
+    return twin
+
+
+def is_torchs_function(function: object) -> bool:
+    """Whether a function is torch's own, so that metadata in decides metadata out."""
+    module = getattr(function, "__module__", None)
+    owner = getattr(function, "__objclass__", None) or getattr(function, "__self__", None)
+    if isinstance(owner, type) and not owner.__module__.startswith("torch"):
+        return False
+    if getattr(function, "__name__", "") in ("apply", *_TRANSFORMS):
+        return False
+    if isinstance(module, str):
+        return module.split(".")[0] in ("torch", "builtins", "_VariableFunctions")
+    if isinstance(function, (types.FunctionType, types.MethodType)):
+        return False  # made in a namespace without a name
+    return owner is not None or module is None or isinstance(function, type(Tensor.add))
+
+
+def may_vary(function: Any) -> bool:
+    """Whether a function may give things of several types: None, or a tensor.
+
+    Those of torch do not, nor do operators and scripts, which have schemas.
+    """
+    owner = getattr(function, "__self__", None)
+    if isinstance(owner, type) and issubclass(owner, torch.autograd.Function):
+        forward = getattr(owner.forward, "__code__", None)
+        return not owner.__module__.startswith("torch.") and (forward is None or branches(forward))
+    if getattr(function, "gives_nothing", False):
+        return False
+    if getattr(function, "is_gate", False):
+        return getattr(function, "role", "") == "instead"  # others give what they are given
+    if isinstance(function, _DECLARED):
+        return False
+    return not is_torchs_function(function) and name_of(function) not in _TRANSFORMS
+
+
+_DECLARED = (
+    types.MethodWrapperType, types.MethodDescriptorType, types.WrapperDescriptorType,
+    torch._ops.OpOverload, torch._ops.OpOverloadPacket, torch.jit.ScriptFunction,
+    torch.jit.ScriptModule, torch._C.ScriptMethod,
+)  # fmt: skip
+
+
+def is_gate(op: Op) -> bool:
+    """Whether an op is not the model's own, nor in the place of one, but was put in besides."""
+    return (
+        getattr(op.target, "is_gate", False) is True
+        and getattr(op.target, "stands_for", None) is None
+    )
+
+
+def is_named_in_place(name: str) -> bool:
+    """Whether a function of such a name gives back what it was given, changed."""
+    return name in IN_PLACE_OPERATORS or (name.endswith("_") and not name.endswith("__"))
+
+
+_TRANSFORMS = (
+    "vmap_impl", "grad_impl", "grad_and_value_impl", "_jvp_with_argnums", "vjp", "jacrev",
+    "linearize", "linear_map",
+)  # fmt: skip
+
+
+def name_of(function: Any) -> str:
+    """Return the name of a torch function: for a property's getter, the property's."""
+    if isinstance(function, types.MethodWrapperType):
+        owner = getattr(function, "__self__", None)
+        name = getattr(owner, "__name__", None)
+        if isinstance(name, str) and function.__name__ in ("__get__", "__set__", "__delete__"):
+            return name
+    name = getattr(function, "__name__", None) or type(function).__name__
+    if name == "apply" and isinstance(getattr(function, "__self__", None), type):
+        return str(function.__self__.__name__)
+    return str(name)
+
+
+def said_of(function: Any) -> str:
+    """Return what messages call a function: its name, or what an insertion says of itself."""
+    return getattr(function, "described", None) or name_of(function)
+
+
+# What a function of torch's may do besides giving a value, as far as its schema tells.
+
+
+_BASE = torch._C.TensorBase
+_NAMESPACES = frozenset({"torch", "torch._C._nn", "torch._C._VariableFunctions"})
+
+# Operators whose descriptors have other names than the function that they come down to.
+_OPERATORS = frozenset({_BASE.__getitem__})
+
+# Those that write to an argument without their schemas saying so, or choose what to do by many
+# settings of torch's.
+_EXCEPTED = ("batch_norm", "instance_norm", "rrelu", "attention")
+
+
+def is_pure(function: Any) -> bool:
+    """Whether a function writes to nothing that it is given, nor calls any Python.
+
+    Told from the schemas of the operator of that name: of all its overloads, but for those with
+    an `out`, none may say that it writes. Of random functions it says nothing.
+    """
+    kind = type(function)
+    if kind is types.MethodDescriptorType or kind is types.WrapperDescriptorType:
+        if function.__objclass__ is not _BASE:
+            return False
+    elif kind is types.BuiltinFunctionType:
+        owner = getattr(function, "__self__", None)
+        if getattr(function, "__module__", None) not in _NAMESPACES and not (
+            isinstance(owner, type) and owner.__module__.startswith("torch")
+        ):
+            return False
+    else:
+        return False
+    if function in _OPERATORS:
+        return True
+    if any(name in function.__name__ for name in _EXCEPTED):
+        return False
+    schemas = torch._C._jit_get_schemas_for_operator(f"aten::{function.__name__}")
+    return bool(schemas) and not any(map(_writes, schemas))
+
+
+def _writes(schema: Any) -> bool:
+    arguments = [a for a in schema.arguments if not a.is_out]
+    return any(a.alias_info is not None and a.alias_info.is_write for a in arguments)
+
+
+def is_simple(function: Any) -> bool:
+    """Whether a function works element by element, or on sizes alone."""
+    return function.__name__ in _SIMPLE
+
+
+_SIMPLE = frozenset(
+    {
+        "abs", "add", "clamp", "contiguous", "cos", "div", "eq", "exp", "expand", "flatten", "ge",
+        "gt", "le", "log", "logical_and", "logical_not", "logical_or", "lt", "maximum", "minimum",
+        "mul", "ne", "neg", "permute", "pow", "reciprocal", "relu", "reshape", "rsqrt", "rsub",
+        "sigmoid", "sin", "sqrt", "square", "squeeze", "sub", "t", "tanh", "transpose",
+        "true_divide", "unsqueeze", "view", "view_as", "where",
+    }
+)  # fmt: skip

@@ -1,0 +1,140 @@
+"""Host I/O: what a model asks of the clock, the environment and files.
+
+A clock is read anew by each replay, a variable of the environment is guarded by its value, and
+whatever is in a file, or is written to one, cannot be followed. What goes to the screen is printed
+anew by each replay. What counts is who asks: the code
+of the user's, or of a package. torch and the standard library look at such things for their own
+purposes, and so does an import.
+"""
+
+from __future__ import annotations
+
+import builtins
+import functools
+import io
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from types import BuiltinFunctionType, FrameType
+from typing import Any
+
+from bendtrace.tape.watchers import Watcher, current_watcher
+
+__all__ = ["OFTEN_PATCHED", "entries_of_outside", "environ"]
+
+# Whoever puts something of their own here wants that to be asked: it is what `__wrapped__` of
+# those that are exchanged is set to.
+OFTEN_PATCHED = (time, builtins, io)
+
+_CLOCKS = tuple(
+    name + unit
+    for name in ("time", "monotonic", "perf_counter", "process_time", "thread_time")
+    for unit in ("", "_ns")
+)
+# Packages that only hand on what they are asked.
+_HANDING_ON = frozenset(
+    {"os", "_collections_abc", "collections", "posixpath", "ntpath", "pathlib", "codecs"}
+)
+_RECORDER = "bendtrace.recording.recorder"  # which calls the model
+_Environment = type(os.environ)
+_variable_of = _Environment.__getitem__
+
+
+def entries_of_outside() -> Iterator[tuple[Any, str, Any]]:
+    """Yield what is to be exchanged while a run is recorded: an attribute of what, and for what."""
+    for name in _CLOCKS:
+        yield time, name, _clock(name)
+    yield _Environment, "__getitem__", _reads_variable
+    for name in ("__setitem__", "__delitem__", "__iter__", "__len__"):
+        yield _Environment, name, _reports("os.environ", vars(_Environment)[name])
+    for owner in (builtins, io):
+        yield owner, "open", _reports("open", open)
+    yield builtins, "print", _prints
+
+
+def environ(name: str) -> str | None:
+    """Return an environment variable, None if there is none: what each replay asks for."""
+    try:
+        return _variable_of(os.environ, name)
+    except KeyError:
+        return None
+
+
+def _reads_variable(variables: Any, name: Any) -> Any:
+    watcher, frame = _asking(sys._getframe(1))
+    if watcher is None or variables is not os.environ:
+        return _variable_of(variables, name)
+    value = watcher.opaque_call(environ, (name,), {}, frame)
+    if value is None:
+        raise KeyError(name)
+    return value
+
+
+def _clock(name: str) -> Callable[[], Any]:
+    """A clock is read anew by each replay, which asks for what stands there by then."""
+    function: Callable[[], Any] = vars(time)[name]
+
+    def read() -> Any:
+        return vars(time)[name]()
+
+    @functools.wraps(function)
+    def call() -> Any:
+        watcher, frame = _asking(sys._getframe(1))
+        if watcher is None:
+            return call.__wrapped__()
+        if name not in frame.f_code.co_names:  # something in C asks, such as `date.today`
+            watcher.unseen(f"time.{name}, which something else asks,")
+            return call.__wrapped__()
+        return watcher.opaque_call(read, (), {}, frame)
+
+    read.__name__ = read.__qualname__ = name
+    return call
+
+
+def _reports(what: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """What the model does there cannot be followed, so the run is noted not to be repeatable."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        watcher, _ = _asking(sys._getframe(1))
+        if watcher is not None:
+            watcher.unseen(what)
+        return call.__wrapped__(*args, **kwargs)
+
+    return call
+
+
+@functools.wraps(print)
+def _prints(*args: Any, **kwargs: Any) -> Any:
+    watcher, frame = _asking(sys._getframe(1))
+    function = _prints.__wrapped__
+    if watcher is None or not isinstance(function, BuiltinFunctionType):
+        return function(*args, **kwargs)
+    return watcher.printed(function, args, kwargs, frame)
+
+
+def _asking(frame: FrameType) -> tuple[Watcher | None, FrameType]:
+    """Return who records it if the model asks for something, and in which code it does."""
+    watcher = current_watcher()
+    if watcher is None:
+        return None, frame
+    while (package := _package_of(frame)) in _HANDING_ON and frame.f_back is not None:
+        frame = frame.f_back
+    is_standard = package in sys.stdlib_module_names and package != "__main__"
+    if is_standard or package in ("torch", "bendtrace") or _is_import(frame):
+        return None, frame
+    return watcher, frame
+
+
+def _package_of(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__") or "").partition(".")[0]
+
+
+def _is_import(frame: FrameType | None) -> bool:
+    """Whether code of a run runs because a module is imported."""
+    while frame is not None and frame.f_globals.get("__name__") != _RECORDER:
+        if frame.f_code.co_filename.startswith("<frozen importlib"):
+            return True
+        frame = frame.f_back
+    return False

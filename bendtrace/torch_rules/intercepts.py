@@ -1,0 +1,494 @@
+"""Where the tracer steps in besides the function mode, and how it steps out again.
+
+A function mode does not see the call of a module, nor an `autograd.Function`, a scripted
+function, a transform such as vmap, or the seeding of torch's generator. While at least one
+recorder is running in the process, the few entry points below are exchanged for ones that first
+look whether the *calling thread* is recording; when the last recorder ends, the originals are
+put back. They were seen in torch 2.13 to 2.15; test_boundaries.py would notice a change.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+import sys
+import threading
+import types
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+import torch._higher_order_ops.utils
+import torch.autograd.forward_ad
+import torch.distributed
+import torch.utils._python_dispatch
+import torch.utils.checkpoint
+from torch import nn
+from torch.nn.parallel.distributed import DistributedDataParallel
+
+from bendtrace.errors import InputError
+from bendtrace.tape.contexts import forget_casts
+from bendtrace.tape.scalars import TRACED
+from bendtrace.tape.watchers import (
+    Watcher,
+    _local,
+    current_watcher,
+    note_call,
+    set_watcher,
+)
+from bendtrace.torch_rules.collectives import joint_functions, layout_properties
+from bendtrace.torch_rules.constructors import GONE, entries_of_constructors
+from bendtrace.torch_rules.distributed_forward import after_ddp, before_ddp
+from bendtrace.torch_rules.host_io import OFTEN_PATCHED, entries_of_outside
+from bendtrace.torch_rules.transforms import as_one_op, entries_of_transforms
+
+__all__ = ["INTERCEPT_CODES", "REPLACED", "opaque", "watching"]
+
+
+def opaque(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Have a function recorded as one op, whatever it does inside.
+
+    For what torch does not let a tracer see: foreign kernels, numpy code that makes tensors, C++
+    extensions. The function is called anew by each replay, with the tensors and numbers of that
+    call; what it changes in them, it changes again. The op is guarded by what it returns: its type,
+    numbers as traced scalars, other plain values by value. Nothing inside it becomes
+    a node or a flow step, and of what it reads besides its arguments only numbers in globals and
+    closures are guarded.
+
+    Args:
+        function: any callable; usable as a decorator, also of methods.
+
+    Returns:
+        A function that does the same, and is one op when a trace comes by it.
+
+    Raises:
+        InputError: if `function` cannot be called.
+
+    Example:
+        >>> import numpy, torch, bendtrace as bt
+        >>> half = numpy.full(2, 0.5, dtype="float32")
+        >>> @bt.opaque
+        ... def smooth(x):
+        ...     return torch.from_numpy(numpy.convolve(x.numpy(), half, "same"))
+        >>> bended = bt.BendedModule(lambda x: smooth(x) * 2)
+        >>> for value in (1.0, 3.0):
+        ...     out = bended(torch.full((3,), value))
+        >>> out, bended.stats.replays
+        (tensor([3., 6., 6.]), 1)
+    """
+    if not callable(function):
+        raise InputError(f"only what can be called can be opaque; {function!r} cannot")
+    return as_one_op(function)
+
+
+class _ModuleCall:
+    """Stands in for `nn.Module._compiled_call_impl`, which `nn.Module.__call__` asks first.
+
+    Unlike `__call__` itself, nothing keeps a reference to it (torch._dynamo, when it is
+    imported, does to `__call__`). A data descriptor, so that modules that were compiled run
+    as they are while they are traced.
+    """
+
+    def __get__(self, module: nn.Module | None, owner: type) -> Any:
+        if module is None:
+            return None
+        watcher = current_watcher()
+        if watcher is None:
+            note_call(module)
+            return module.__dict__.get("_compiled_call_impl")
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return watcher.module_call(module, args, kwargs)
+
+        return call
+
+    def __set__(self, module: nn.Module, value: Any) -> None:
+        module.__dict__["_compiled_call_impl"] = value
+
+    def __delete__(self, module: nn.Module) -> None:
+        del module.__dict__["_compiled_call_impl"]
+
+
+# Where `apply` of an autograd.Function is exchanged. Until torch 2.13 that is what Function.apply
+# comes down to, so that one that was taken before the run (`relu = MyRelu.apply`) is met as well.
+# Since 2.14 Function.apply is written in C, and such a one goes past what is exchanged here.
+_APPLIES = (
+    torch.autograd.function._SingleLevelFunction
+    if isinstance(vars(torch.autograd.Function).get("apply"), classmethod)
+    else torch.autograd.Function
+)
+
+
+def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+    watcher = current_watcher()
+    if watcher is None:
+        return super(_APPLIES, cls).apply(*args, **kwargs)
+    return watcher.opaque_call(cls.apply, args, kwargs)
+
+
+def _class_attribute(cls: Any, name: str) -> Any:
+    # Whatever makes a node of the backward pass asks for the node's class, also past `apply`.
+    watcher = current_watcher() if name == "_backward_cls" else None
+    if watcher is not None:
+        watcher.unseen(f"{cls.__name__}.apply, taken before the run,")
+    return type.__getattribute__(cls, name)
+
+
+_has_torch_function = torch.overrides.has_torch_function
+
+
+def _asks_for_torch_function(arguments: Any) -> bool:
+    # Modules ask this to choose a fused path (nn.TransformerEncoderLayer). The recorder itself
+    # must not change their choice; tensor subclasses still do.
+    watcher = current_watcher()
+    if watcher is None or sys._getframe(1).f_code is _HIGHER_ORDER:
+        return _has_torch_function(arguments)
+    if watcher.wants_inside():  # as a hook would, which these modules ask for as well
+        return True
+    with torch._C.DisableTorchFunction():
+        return any(
+            type(argument).__torch_function__ is not torch._C._disabled_torch_function_impl
+            for argument in arguments
+            if isinstance(argument, torch.Tensor) and type(argument) not in _TENSORS
+        )
+
+
+# torch.cond and its like ask the same question, and are ops that the mode has to see.
+_HIGHER_ORDER = torch._ops.HigherOrderOperator.__call__.__code__
+_TENSORS = frozenset({torch.Tensor, nn.Parameter})
+
+
+def _method_of_script(method: Any) -> Callable[..., Any]:
+    """A scripted function is recorded as a call of itself: there is one `__call__` for all."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        watcher = current_watcher()
+        if watcher is None:
+            return method(*args, **kwargs)
+        return watcher.opaque_call(args[0], args[1:], kwargs)
+
+    return call
+
+
+_swap_tensors = torch.utils.swap_tensors
+
+
+def _swaps(t1: torch.Tensor, t2: torch.Tensor) -> None:
+    watcher = current_watcher()
+    if watcher is not None:
+        watcher.unseen("torch.utils.swap_tensors")
+        watcher.forget(t1, t2)  # torch refuses to swap tensors that have weak references
+    _swap_tensors(t1, t2)
+
+
+_set_: Any = torch._C.TensorBase.set_
+
+
+def _sets(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    watcher = current_watcher()
+    if watcher is None:
+        return _set_(tensor, *args, **kwargs)
+    return watcher.opaque_call(_set_, (tensor, *args), kwargs)
+
+
+def _reports(what: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """What `function` begins cannot be followed, so the run is noted not to be repeatable."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        watcher = current_watcher()
+        if watcher is not None:
+            watcher.unseen(what)
+        return function(*args, **kwargs)
+
+    return call
+
+
+class _WrappedNumber:
+    """Puts the value of a traced scalar into the tensor that torch's C++ code makes of it.
+
+    Where the function mode is switched off - inside an op, in another thread - the argument
+    parser takes any symbolic number for a placeholder, 7777777, and marks the tensor that it
+    makes with this attribute, so that a compiler could find the number. Seen in torch 2.13 and
+    2.14; test_boundaries.py would notice a change.
+    """
+
+    def __get__(self, tensor: torch.Tensor | None, owner: type) -> Any:
+        if tensor is None:
+            return self
+        raise AttributeError("_wrapped_number")
+
+    def __set__(self, tensor: torch.Tensor, number: Any) -> None:
+        if type(number) in TRACED:
+            with torch._C.DisableTorchFunction(), torch.no_grad():
+                tensor.fill_(number._consume("torch"))
+        else:
+            tensor.__dict__["_wrapped_number"] = number
+
+
+def _forgets_casts() -> None:
+    # Leaving the outermost block of autocast comes down to this.
+    watcher = current_watcher()
+    if watcher is not None:
+        watcher.forgot_casts()
+    forget_casts()
+
+
+_assert = torch._assert
+
+
+def _asserts(condition: Any, message: Any = "") -> None:
+    try:
+        _assert(condition, message)
+    except AssertionError as error:
+        watcher = current_watcher()
+        if watcher is None or type(message) is not str or error.args != (message,):
+            raise
+        raise AssertionError(watcher.told(message)).with_traceback(error.__traceback__) from None
+
+
+_compile = torch.compile
+
+
+def _compiles(*args: Any, **kwargs: Any) -> Any:
+    if current_watcher() is not None:
+        _run_compiled_code_eagerly()
+    return _compile(*args, **kwargs)
+
+
+# While a recorder runs, what torch.compile has compiled runs as it is: there is nothing to see in
+# compiled code, and torch._dynamo would compile the recorder along with what it calls.
+_stances: list[Any] = []
+
+
+def _higher_order(run: Callable[..., Any]) -> Callable[..., Any]:
+    """torch.cond and its like compile themselves, which has to go on as without a recorder."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        watcher = current_watcher()
+        if watcher is None:
+            return run(*args, **kwargs)
+        watcher.unseen("torch.cond or another higher-order op")
+        stances = _leave_compiled_code_alone()
+        set_watcher(None)
+        try:
+            with torch._C.DisableTorchFunction():
+                return run(*args, **kwargs)
+        finally:
+            set_watcher(watcher)
+            if stances:
+                _run_compiled_code_eagerly()
+
+    return call
+
+
+def _leave_compiled_code_alone() -> bool:
+    found = bool(_stances)
+    while _stances:
+        _stances.pop().__exit__(None, None, None)
+    return found
+
+
+def _run_compiled_code_eagerly() -> None:
+    if not _stances:
+        stance = torch.compiler.set_stance("force_eager")
+        stance.__enter__()
+        _stances.append(stance)
+
+
+_SavedTensors = torch.autograd.graph.saved_tensors_hooks
+_enters_hooks, _leaves_hooks = _SavedTensors.__enter__, _SavedTensors.__exit__
+
+
+def _enters_saved(hooks: Any) -> None:
+    watcher = current_watcher()
+    if watcher is not None:
+        watcher.unseen("a block under saved_tensors_hooks (of torch.utils.checkpoint, perhaps)")
+        if isinstance(hooks, _Checkpointed):
+            watcher.recomputed(True)
+    _enters_hooks(hooks)
+
+
+def _leaves_saved(hooks: Any, *args: object) -> None:
+    watcher = current_watcher()
+    if watcher is not None and isinstance(hooks, _Checkpointed):
+        watcher.recomputed(False)
+    _leaves_hooks(hooks, *args)
+
+
+_Checkpointed = torch.utils.checkpoint._checkpoint_hook  # of use_reentrant=False
+_UNFOLLOWED: tuple[tuple[Any, str, str], ...] = (
+    (torch.utils._python_dispatch.TorchDispatchMode, "__enter__", "a block under a dispatch mode"),
+    (torch.autograd.forward_ad, "enter_dual_level", "forward-mode differentiation"),
+    (threading.Thread, "start", "a thread that is started"),
+    (ThreadPoolExecutor, "submit", "work that is given to a thread"),
+    (random, "seed", "random.seed"),
+)
+
+
+class _EntryPoint(NamedTuple):
+    """An attribute of `owner`, what it is exchanged for, and what it is otherwise."""
+
+    owner: Any
+    name: str
+    ours: Any
+    original: Any
+
+
+_ABSENT = object()
+
+
+def _entry_points() -> Iterator[_EntryPoint]:
+    def entry(owner: Any, name: str, ours: Any) -> _EntryPoint:
+        return _EntryPoint(owner, name, ours, vars(owner).get(name, _ABSENT))
+
+    # First, so that it is gone before others are asked of classes of that kind.
+    yield entry(torch.autograd.function.FunctionMeta, "__getattribute__", _class_attribute)
+    yield _EntryPoint(nn.Module, "_compiled_call_impl", _ModuleCall(), None)
+    yield entry(_APPLIES, "apply", classmethod(apply))
+    yield entry(torch.overrides, "has_torch_function", _asks_for_torch_function)
+    for owner, name, what in _UNFOLLOWED:
+        yield entry(owner, name, _reports(what, vars(owner)[name]))
+    yield entry(_SavedTensors, "__enter__", _enters_saved)
+    yield entry(_SavedTensors, "__exit__", _leaves_saved)
+    for script in (torch._C.ScriptFunction, torch._C.ScriptMethod):
+        yield entry(script, "__call__", _method_of_script(script.__call__))
+    yield entry(torch.utils, "swap_tensors", _swaps)
+    yield entry(torch.Tensor, "set_", _sets)
+    yield entry(torch, "clear_autocast_cache", _forgets_casts)
+    yield entry(torch, "_assert", _asserts)
+    yield entry(torch, "compile", _compiles)
+    if hasattr(torch._higher_order_ops.utils, "_hop_compile_and_call"):
+        ours = _higher_order(torch._higher_order_ops.utils._hop_compile_and_call)
+        yield entry(torch._higher_order_ops.utils, "_hop_compile_and_call", ours)
+    yield entry(torch.Tensor, "_wrapped_number", _WrappedNumber())
+    for name in ("manual_seed", "get_rng_state", "set_rng_state"):
+        ours = as_one_op(getattr(torch, name))
+        yield entry(torch, name, ours)
+        yield entry(torch.random, name, ours)
+    for owner, name, ours in (
+        *entries_of_outside(),
+        *entries_of_constructors(),
+        *entries_of_transforms(),
+    ):
+        yield entry(owner, name, ours)
+    yield entry(DistributedDataParallel, "_pre_forward", before_ddp)
+    yield entry(DistributedDataParallel, "_post_forward", after_ddp)
+
+
+_ENTRY_POINTS = list(_entry_points())
+# Names of modules and classes, and of what is exchanged in them.
+REPLACED = frozenset(
+    (f"{entry.owner.__module__}.{entry.owner.__qualname__}", entry.name)
+    if isinstance(entry.owner, type)
+    else (entry.owner.__name__, entry.name)
+    for entry in _ENTRY_POINTS
+)
+
+
+def _add_numpys() -> None:
+    """Once numpy is there, the seeding of its generator is an entry point as well."""
+    numpy = sys.modules.get("numpy.random")
+    if numpy is not None and all(entry.owner is not numpy for entry in _ENTRY_POINTS):
+        ours = _reports("numpy.random.seed", numpy.seed)
+        _ENTRY_POINTS.append(_EntryPoint(numpy, "seed", ours, numpy.seed))
+
+
+def _add_joint() -> None:
+    """What torch.distributed has so far: parts of it are imported when they are first used."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return
+    known = {(id(entry.owner), entry.name) for entry in _ENTRY_POINTS}
+    for owner, name in (*joint_functions(), *layout_properties()):
+        if (id(owner), name) not in known:
+            original = vars(owner)[name]
+            ours: Any
+            if isinstance(original, property):
+                ours = property(_as_read(original.fget))
+            elif isinstance(original, staticmethod):
+                ours = staticmethod(as_one_op(original.__func__))
+            else:
+                ours = as_one_op(original)
+            _ENTRY_POINTS.append(_EntryPoint(owner, name, ours, original))
+
+
+def _as_read(getter: Any) -> Callable[[torch.Tensor], Any]:
+    """What is asked of a tensor that is not its values, past the function mode."""
+
+    def read(tensor: torch.Tensor) -> Any:
+        watcher = current_watcher()
+        return getter(tensor) if watcher is None else watcher.read(getter, tensor)
+
+    return read
+
+
+INTERCEPT_CODES = frozenset(
+    {
+        nn.Module._wrapped_call_impl.__code__, nn.Module._call_impl.__code__,
+        # The function in it that calls forward where there are hooks.
+        *(c for c in nn.Module._call_impl.__code__.co_consts if isinstance(c, types.CodeType)),
+    }
+)  # fmt: skip
+
+
+def _enter() -> None:
+    if "torch._dynamo" in sys.modules:  # else nothing is compiled yet
+        _run_compiled_code_eagerly()
+    _add_numpys()
+    _add_joint()
+    _before[:] = [vars(entry.owner).get(entry.name, _ABSENT) for entry in _ENTRY_POINTS]
+    for entry, now in zip(_ENTRY_POINTS, _before, strict=True):
+        if entry.owner in OFTEN_PATCHED and now is not entry.ours:
+            entry.ours.__wrapped__ = now
+        if entry.ours is not GONE:
+            setattr(entry.owner, entry.name, entry.ours)
+        elif now is not _ABSENT:
+            delattr(entry.owner, entry.name)
+
+
+def _leave() -> None:
+    for entry, value in zip(_ENTRY_POINTS, _before, strict=False):
+        current = vars(entry.owner).get(entry.name, GONE)
+        if current is GONE and value is _ABSENT:
+            continue
+        if current is entry.ours and value is _ABSENT:
+            delattr(entry.owner, entry.name)
+        elif current is entry.ours:
+            setattr(entry.owner, entry.name, value)
+        elif getattr(current, "__wrapped__", None) is entry.ours:
+            # torch._dynamo wraps manual_seed when it is imported, and that was during the run.
+            restored = torch._disable_dynamo(entry.original)  # type: ignore[attr-defined]
+            setattr(entry.owner, entry.name, restored)
+    _before.clear()
+    _leave_compiled_code_alone()
+
+
+_lock = threading.Lock()
+_running: set[object] = set()  # a token for each context that was entered and not left
+_before: list[Any] = []
+
+
+@contextmanager
+def watching(watcher: Watcher | None) -> Iterator[None]:
+    """Report the calling thread's module calls and opaque calls to `watcher`.
+
+    An interrupt may come at any point; what was entered until then is left again.
+    """
+    outer, token = current_watcher(), object()
+    try:
+        with _lock:
+            first = not _running
+            _running.add(token)
+            if first:
+                _enter()
+        set_watcher(watcher)
+        yield
+    finally:
+        _local.watcher = outer  # no call, which an interrupt could come before
+        with _lock:
+            if token in _running:
+                _running.discard(token)
+                if not _running:
+                    _leave()

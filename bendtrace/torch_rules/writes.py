@@ -1,0 +1,222 @@
+"""Which ops write into tensors, and which read what others have written there.
+
+The tape names a tensor by the op that gave it. An op that works in place on a view of it, or
+assigns to an index, changes what that name stands for: here is noted who did, and who read it
+afterwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Set
+
+import torch
+from torch import Tensor, nn
+
+from bendtrace.tape.tape import Op, Ref, refs_in
+from bendtrace.torch_rules.functions import is_named_in_place
+
+__all__ = ["Writes", "storage_of", "version_of", "works_in_place"]
+
+_PLAIN = frozenset({Tensor, nn.Parameter})
+
+
+def version_of(tensor: Tensor) -> int:
+    """How often a tensor, or another view of the same memory, was written to; 0 if unknown."""
+    kind = type(tensor)
+    if kind is not Tensor and kind is not nn.Parameter:
+        return 0
+    try:
+        return tensor._version
+    except RuntimeError:  # of inference mode
+        return 0
+
+
+def storage_of(tensor: Tensor) -> int:
+    """Return what tensors in the same memory have in common; 0 for those without a storage."""
+    if type(tensor) not in _PLAIN or tensor.layout is not torch.strided:
+        return 0
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except RuntimeError:
+        return 0
+
+
+class Writes:
+    """Watches the tensors that an op is given.
+
+    Attributes:
+        stale: what the op now being written was given and was written to since it was named.
+        latest_unseen: the last op that wrote to something without a new version; -1 if none did.
+    """
+
+    def __init__(self) -> None:
+        self.stale: list[tuple[Ref, Tensor]] = []
+        self._given: list[tuple[Ref, Tensor, int]] = []
+        self._writers: dict[int, int] = {}
+        # Written to without a new version: by which op last.
+        self._unseen: dict[int, int] = {}
+        self.latest_unseen = -1
+        # Memory that is known by tensors which do not share a version: through `.data`, for one.
+        self._apart: set[int] = set()
+        self._there: set[int] = set()
+        self._replaced: set[int] = set()  # ops that gave a tensor whose `.data` was set
+
+    def there(self, tensor: Tensor) -> None:
+        """Note a tensor that was there before the run, and may share memory with another one."""
+        storage = storage_of(tensor)
+        if storage in self._there:
+            self._apart.add(storage)
+        elif storage:
+            self._there.add(storage)
+
+    def begin(self) -> None:
+        """Forget what was given to the op before."""
+        self._given.clear()
+        self.stale.clear()
+
+    def given(self, ref: Ref, tensor: Tensor, named_at: int) -> None:
+        """Note that an op is given a tensor, which had version `named_at` when it was named."""
+        version = version_of(tensor)
+        self._given.append((ref, tensor, version))
+        if (
+            version != named_at
+            or (self._unseen and self._unseen.get(storage_of(tensor), -1) > ref.index)
+            or ref.index in self._replaced
+        ):
+            self.stale.append((ref, tensor))
+
+    def tensors(self) -> list[Tensor]:
+        """Return the tensors that the op now being written was given."""
+        return [tensor for _, tensor, _ in self._given]
+
+    def read_by(self, op: Op) -> None:
+        """Note on an op, before it is carried out, whose writing it reads."""
+        if self.stale and not op.reads:
+            op.reads = self.writers()
+
+    def writers(self) -> dict[int, int]:
+        """For each tensor given that was written to since it was named, the op that did last."""
+        found = {ref.index: self._writers.get(storage_of(tensor)) for ref, tensor in self.stale}
+        return {index: writer for index, writer in found.items() if writer is not None}
+
+    def written_by(self, op: Op) -> None:
+        """Note on an op, after it was carried out, what it has written to."""
+        if not self._given:
+            return
+        self._note_sharing(op)
+        statistics = _statistics_of(op)
+        for ref, tensor, version in self._given:
+            now = version_of(tensor)
+            unseen = ref.index in statistics or (
+                now == 0 and tensor.is_inference() and ref.index in _written_by_name(op)
+            )
+            if unseen or now != version:
+                op.writes = (*op.writes, ref.index)
+                storage = storage_of(tensor)
+                self._writers[storage] = op.index
+                if unseen or storage in self._apart:
+                    self._unseen[storage] = self.latest_unseen = op.index
+
+    def _note_sharing(self, op: Op) -> None:
+        """Note which memory has two versions from now on, and what has other memory."""
+        name = getattr(op.target, "__name__", "")
+        if name not in _SHARING or op.target != _SHARING[name]:
+            return
+        self._apart.update(filter(None, (storage_of(tensor) for _, tensor, _ in self._given)))
+        if name == "__set__":
+            ref, tensor, _ = self._given[0]
+            op.writes = (ref.index,)
+            self._replaced.add(ref.index)
+            self._writers[storage_of(tensor)] = self.latest_unseen = op.index
+
+    def repeat(self, op: Op, before: Op) -> None:
+        """Note what an op reads and writes that is not carried out again."""
+        self._note_sharing(op)
+        op.reads, op.writes = before.reads, before.writes
+        for ref, tensor, _ in self._given:
+            if ref.index in op.writes:
+                self._writers[storage_of(tensor)] = op.index
+
+    def stale_names(self, named: list[tuple[Ref, Tensor]]) -> list[Tensor]:
+        """Return those of some tensors that were written to by an op after they were named."""
+        return [
+            tensor for ref, tensor in named if self._writers.get(storage_of(tensor), -1) > ref.index
+        ]
+
+
+# After these, two tensors are in one memory and each has a version of its own.
+_SHARING = {
+    "__get__": Tensor.data.__get__,  # type: ignore[attr-defined]
+    "__set__": Tensor.data.__set__,  # type: ignore[attr-defined]
+    "set_": Tensor.set_,
+}
+_NONE: frozenset[int] = frozenset()
+_WITH_STATISTICS = frozenset(
+    {
+        "batch_norm", "instance_norm", "native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm",
+        "_batch_norm_impl_index",
+    }
+)  # fmt: skip
+_STATISTICS = ("running_mean", "running_var")
+_TRAINING = ("training", "use_input_stats")
+_POSITION = 5  # of the flag, among the arguments of all of them
+
+
+def _statistics_of(op: Op) -> Set[int]:
+    """Return what an op writes to that torch does not count: statistics of batches, for one.
+
+    Seen in torch 2.13 to 2.15; tests/test_validate.py would notice a change.
+    """
+    name = getattr(op.target, "__name__", "")
+    if name in _RECEIVING:
+        return _received_by(op, _RECEIVING[name])
+    if name not in _WITH_STATISTICS:
+        return _NONE
+    flags = [op.kwargs[flag] for flag in _TRAINING if flag in op.kwargs]
+    if not any(flags or op.args[_POSITION : _POSITION + 1]):
+        return _NONE
+    # torch.batch_norm takes them after weight and bias, the function of torch.nn before.
+    first = 1 if getattr(op.target, "__module__", "") == "torch.nn.functional" else 3
+    given = [*op.args[first : first + 2], *(op.kwargs.get(name) for name in _STATISTICS)]
+    return {value.index for value in given if isinstance(value, Ref)}
+
+
+# Functions of torch.distributed that write what they receive into an argument: which one.
+_RECEIVING = {
+    **dict.fromkeys(
+        (
+            "all_gather", "all_gather_coalesced", "all_gather_into_tensor", "all_gather_single",
+            "all_reduce", "all_reduce_coalesced", "all_to_all", "all_to_all_single", "broadcast",
+            "reduce", "reduce_scatter", "reduce_scatter_single", "reduce_scatter_tensor", "scatter",
+        ),
+        0,
+    ),
+    "gather": 1,
+}  # fmt: skip
+_BY_NAME = (
+    "tensor", "tensors", "tensor_list", "output", "output_tensor", "output_tensor_list",
+    "output_tensor_lists", "gather_list",
+)  # fmt: skip
+
+
+def _received_by(op: Op, position: int) -> Set[int]:
+    """Return what a collective writes to, if it is one."""
+    if getattr(op.target, "__module__", "") != "torch.distributed.distributed_c10d":
+        return _NONE
+    named = [op.kwargs[name] for name in _BY_NAME if name in op.kwargs]
+    return {ref.index for ref in refs_in([*op.args[position : position + 1], *named])}
+
+
+def _written_by_name(op: Op) -> set[int]:
+    """Return what an op writes to, going by its name: tensors of inference mode have no version."""
+    found: set[int] = set()
+    if works_in_place(op) or getattr(op.target, "__name__", "") == "__setitem__":
+        found.update(ref.index for ref in refs_in(op.args[:1]))
+    found.update(ref.index for ref in refs_in(op.kwargs.get("out")))
+    return found
+
+
+def works_in_place(op: Op) -> bool:
+    """Whether an op, going by its name, gives back what it was given, changed."""
+    name = getattr(op.target, "__name__", "")
+    return "out" in op.kwargs or is_named_in_place(name)
