@@ -44,7 +44,7 @@ FastPath = Callable[[Any, tuple[Any, ...], dict[str, Any], FrameType], Any]
 
 # Answers in one call whether grad mode, autocast, default dtype, deterministic algorithms, TF32,
 # reduced precision and threads are as they were when it was made. Seen in torch 2.13 to 2.15;
-# test_lane.py would notice a change.
+# test_fast_path.py would notice a change.
 _GlobalState = torch._C._dynamo.guards.GlobalStateGuard
 _any_autocast = torch._C._is_any_autocast_enabled
 _inference = torch.is_inference_mode_enabled

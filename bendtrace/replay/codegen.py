@@ -40,7 +40,8 @@ from bendtrace.torch_rules.direct_calls import (
 
 __all__ = ["RunWriter", "SegmentWriter", "write_run"]
 
-_dispatch_modes = torch._C._len_torch_dispatch_stack  # seen in 2.13 to 2.15; test_cheapest notices
+# Seen in 2.13 to 2.15; test_direct_calls notices.
+_dispatch_modes = torch._C._len_torch_dispatch_stack
 
 
 def write_run(schedule: Schedule, direct: bool = False) -> Code:

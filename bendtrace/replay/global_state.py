@@ -81,9 +81,9 @@ class GlobalState(NamedTuple):
         return None
 
 
-_any_autocast = torch._C._is_any_autocast_enabled  # seen in 2.13 to 2.15; test_ambience notices
+_any_autocast = torch._C._is_any_autocast_enabled  # seen in 2.13 to 2.15; test_global_state notices
 _default_dtype = torch.get_default_dtype
-_mha = torch.backends.mha  # its global, seen in 2.13 to 2.15; test_ambience notices
+_mha = torch.backends.mha  # its global, seen in 2.13 to 2.15; test_global_state notices
 _fast_attention = torch.backends.mha.get_fastpath_enabled
 _is_grad_enabled = torch.is_grad_enabled
 _is_inference_mode = torch.is_inference_mode_enabled

@@ -33,7 +33,7 @@ __all__ = [
 # The instructions that push a constant. Which of them a constant takes differs between Pythons.
 CONSTANTS = frozenset({"LOAD_CONST", "LOAD_SMALL_INT", "LOAD_COMMON_CONSTANT"})
 
-# How arguments stand for names was seen in CPython 3.11 to 3.14; tests/test_instructions.py
+# How arguments stand for names was seen in CPython 3.11 to 3.14; tests/test_bytecode.py
 # compares with what `dis` says. LazyModule ones are asked by way of it.
 _KNOWN = sys.version_info < (3, 15)
 _EXTENDED = dis.opmap["EXTENDED_ARG"]

@@ -87,7 +87,7 @@ class Entry:
 
 
 # Seen in torch 2.13 to 2.15; an entry whose function uses other names than these is left out, and
-# test_cheapest.py notices which.
+# test_direct_calls.py notices which.
 _ASKING = frozenset(
     {
         "has_torch_function", "has_torch_function_unary", "has_torch_function_variadic",

@@ -1,0 +1,62 @@
+"""One name for one thing: words that the library has given up do not come back."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+import pytest
+
+from tests.documents import ROOT
+
+PACKAGE = ROOT / "bendtrace"
+# What each is called now is in docs/glossary.md and docs/architecture.md.
+RETIRED = {
+    "Ambience", "ambience", "Board", "BOUNDARY_CODES", "Lane", "Later",
+    "LaterMethod", "Part", "PartKind", "Questions", "ReplayingModule", "Rests", "Sameness",
+    "Settled", "StandIn", "StandIns", "Stamp", "Still", "Surroundings", "Walked", "World",
+    "lane_for", "may_stand_in", "reach_of", "surroundings", "unseen_in",
+}  # fmt: skip
+RETIRED_FILES = {
+    "agreement", "ambience", "board", "boundaries", "cheapest", "cuts", "dispatching", "exchanged",
+    "given", "joint", "lane", "outside", "questions", "replaying", "rests", "sameness", "served",
+    "settled", "stamps", "stand_in", "still", "surroundings", "unseen", "walk", "walked", "world",
+    "_later",
+}  # fmt: skip
+ELSEWHERE = {"Part": "workflows"}  # a part of an activation
+
+
+def named_in(tree: ast.AST) -> Iterator[str]:
+    """Yield the names that code defines or uses."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name):
+            yield node.id
+        elif isinstance(node, ast.Attribute):
+            yield node.attr
+        elif isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            yield node.name
+        elif isinstance(node, ast.arg):
+            yield node.arg
+        elif isinstance(node, ast.alias):
+            yield node.asname or node.name
+
+
+def test_no_file_has_a_name_that_was_given_up() -> None:
+    names = {path.stem for path in PACKAGE.rglob("*.py")}
+    assert not names & RETIRED_FILES
+
+
+@pytest.mark.parametrize("word", sorted(RETIRED))
+def test_no_code_uses_a_word_that_was_given_up(word: str) -> None:
+    users = [path for path, names in NAMES.items() if word in names]
+    assert [path for path in users if not allowed(path, word)] == []
+
+
+def allowed(path: str, word: str) -> bool:
+    return word in ELSEWHERE and path.startswith(ELSEWHERE[word])
+
+
+NAMES = {
+    path.relative_to(PACKAGE).as_posix(): set(named_in(ast.parse(path.read_text("utf-8"))))
+    for path in PACKAGE.rglob("*.py")
+}
