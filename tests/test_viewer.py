@@ -389,7 +389,7 @@ def test_it_opens_with_modules_values_and_decisions(page: Page) -> None:
     assert page.names("input") == ["input_1_0"]
     captions = page.captions()
     assert any(caption.startswith("cell") and "\u00d75" in caption for caption in captions)
-    assert "x for: 5 iterations" in captions
+    assert "x for → 5 iterations" in captions
     assert any(re.fullmatch(r"state.sum\(\) > 0 if → (True|False)", c) for c in captions)
     assert page.driver.requests() == [page("location.href")]
 
