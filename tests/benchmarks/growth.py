@@ -105,8 +105,12 @@ def _blocks(call: Callable[[], Any]) -> float:
 
     Not in bytes: `tracemalloc` asks for the line at each of them, and CPython 3.11 counts it from
     the first of the function, so that with one of 100,000 lines it is the square that is measured.
+
+    Garbage is collected until there is none: what finalizers release of earlier measurements is
+    found by the next collection only, and would be counted against the call.
     """
-    gc.collect()
+    while gc.collect():
+        pass
     before = sys.getallocatedblocks()
     kept = call()
     gc.collect()

@@ -469,8 +469,8 @@ def _tables_of_starting(data: Data) -> list[Table]:
 # Growth
 
 _LARGEST = {
-    "ops in a loop": 100_000, "ops in a chain": 100_000, "traces by inputs": 1000,
-    "traces by values": 1000, "traces by iterations": 316, "data guards": 10_000,
+    "ops in a loop": 100_000, "ops in a chain": 100_000, "traces by inputs": 100,
+    "traces by values": 100, "traces by iterations": 100, "data guards": 10_000,
     "input guards": 10_000,
 }  # fmt: skip
 
