@@ -242,6 +242,7 @@ def test_weights_that_are_converted_to_what_they_are() -> None:
     bended = bt.BendedModule(model)
     for x in SIGNS * 2:
         assert torch.equal(bended(x), model(x))
+    assert is_a_graph(bended)
     assert bended.stats.replays > 8
 
 

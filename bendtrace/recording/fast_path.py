@@ -35,7 +35,7 @@ from bendtrace.tape.tape import (
     ref_to,
 )
 from bendtrace.tape.watchers import Observer, unwatched
-from bendtrace.torch_rules.functions import SPECIAL, is_pure, is_simple
+from bendtrace.torch_rules.functions import OPTIONAL, SPECIAL, is_pure, is_simple, may_vary
 from bendtrace.torch_rules.monkeypatches import may_be_patched
 
 __all__ = ["NOT_TAKEN", "FastPath", "fast_path_for", "hooks_around"]
@@ -255,7 +255,8 @@ def hooks_around() -> bool:
 
 
 def _kind_of(func: Any) -> _Kind:
-    if func in SPECIAL or may_be_patched(func):
+    # (What may give None is guarded, which `Values.bind` does.)
+    if func in SPECIAL or func in OPTIONAL or may_vary(func) or may_be_patched(func):
         kind = _SPECIAL
     elif is_pure(func):
         kind = _SIMPLE if is_simple(func) else _PURE

@@ -40,6 +40,7 @@ from bendtrace.tape.tape import (
 )
 from bendtrace.tape.watchers import Observer
 from bendtrace.torch_rules.functions import (
+    OPTIONAL,
     SETTERS,
     SHAPES,
     is_gate,
@@ -120,13 +121,13 @@ class Values:
                     if isinstance(self.tape.ops[ref.index].meta, TensorMeta):
                         self._writer.guard(Test.OTHER, op.index, ref.index, "", frame)
             self.bind_tensor(out, op)
-            if op.target in _OPTIONAL:
+            if op.target in OPTIONAL:
                 self.guard_presence(op, True, frame)
             return out
         if out is None:
             if op.target in SETTERS:
                 self.facts.clear()
-            elif op.target in _OPTIONAL:
+            elif op.target in OPTIONAL:
                 self.guard_presence(op, False, frame)
             return None
         kind = type(out)
@@ -406,8 +407,3 @@ def structure_of(value: Any) -> tuple[Any, ...]:
 
 
 _ITER_CODE = Tensor.__iter__.__code__
-_OPTIONAL = frozenset(
-    getattr(vars(torch._C.TensorBase)[name], "__get__")  # noqa: B009
-    for name in ("grad", "_grad", "_base")
-    if name in vars(torch._C.TensorBase)
-)

@@ -72,8 +72,9 @@ def _is_idle(op: Op) -> bool:
 
 def _is_repeatable(function: Any) -> bool:
     """Whether all calls of a function of torch may be done again."""
-    known = is_torchs_function(function) or _is_getter(function) or function is environ
-    return known and not _acts(function)
+    if _is_getter(function):
+        return True
+    return (is_torchs_function(function) or function is environ) and not _acts(function)
 
 
 def _acts(function: Any) -> bool:

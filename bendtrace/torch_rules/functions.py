@@ -21,6 +21,7 @@ __all__ = [
     "GRAD_FN",
     "IN_PLACE_OPERATORS",
     "METADATA",
+    "OPTIONAL",
     "RESHAPES_IN_PLACE",
     "SETTERS",
     "SHAPES",
@@ -183,6 +184,13 @@ UNINITIALIZED = frozenset(
 
 # Compositions of torch's that one wants to look and cut inside of.
 DESCEND: frozenset[Callable[..., Any]] = frozenset({functional.multi_head_attention_forward})
+
+# What is there or None, by what has become of the tensor that is asked.
+OPTIONAL: frozenset[Any] = frozenset(
+    getattr(vars(torch._C.TensorBase)[name], "__get__")  # noqa: B009
+    for name in ("grad", "_grad", "_base", "_backward_hooks", "_post_accumulate_grad_hooks")
+    if name in vars(torch._C.TensorBase)
+)
 
 # All that is not simply recorded as a call.
 SPECIAL: frozenset[Any] = frozenset(

@@ -7,7 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import handle_torch_function, has_torch_function_unary
 
+import bendtrace as bt
 from tests.borders.border import DEFAULT, Border, Case, Stateful
 
 border = Border()
@@ -202,3 +204,44 @@ class ZeroesItsGradients(Stateful):
 @border.each
 def test_what_a_forward_does_to_its_own_module(case: Case) -> None:
     case.check()
+
+
+class AsksForOneGradient(Stateful):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 2 if self.fc.weight.grad is None else x * 3
+
+
+def test_a_gradient_that_was_there_when_the_run_was_recorded() -> None:
+    model = AsksForOneGradient()
+    bended, x = bt.BendedModule(model), torch.ones(3, 4)
+    for gradient in (torch.ones(4, 4), None, torch.ones(4, 4), None):
+        model.fc.weight.grad = gradient
+        for _ in range(2):
+            assert torch.equal(bended(x), model(x))
+    assert bended.stats.replays == 6
+
+
+def test_a_view_that_was_one_when_the_run_was_recorded() -> None:
+    def model(x: Tensor) -> Tensor:
+        return x * 2 if x._base is None else x * 3
+
+    bended, whole = bt.BendedModule(model), torch.ones(4)
+    for x in (whole[:2], torch.ones(2), whole[2:], torch.ones(2)):
+        assert torch.equal(bended(x), model(x))
+
+
+def halved(x: Tensor) -> Tensor | None:
+    """A function for torch's modes, as other libraries have them, that may give nothing."""
+    if has_torch_function_unary(x):
+        return handle_torch_function(halved, (x,), x)  # type: ignore[no-any-return]
+    return x / 2 if x.sum() > 0 else None
+
+
+def test_a_function_of_another_library_that_gave_a_tensor_first() -> None:
+    def model(x: Tensor) -> Tensor:
+        half = halved(x)
+        return x * 3 if half is None else half + 1
+
+    bended = bt.BendedModule(model)
+    for x in (torch.ones(2), -torch.ones(2), torch.ones(2) * 2, -torch.ones(2)):
+        assert torch.equal(bended(x), model(x))

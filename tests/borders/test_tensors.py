@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import functools
+import types
 import warnings
 import weakref
 from typing import Any
@@ -781,3 +783,48 @@ def test_inputs_made_under_inference_mode() -> None:
 
     order = [inputs(bool(k & 1), 3 + k // 4) for k in (0, 1, 1, 0, 5, 1, 0, 5)]
     Case(lambda: model, model, inputs=order, gradients=False).check()
+
+
+def _tensors_of_many_kinds() -> list[Tensor]:
+    """Tensors of one shape whose attributes differ: leaves, views, with hooks, with gradients."""
+    ones = functools.partial(torch.ones, 3, 4)
+    kept, hooked, after, with_gradient, written = (ones(requires_grad=True) for _ in range(5))
+    kept = kept * 1
+    kept.retain_grad()
+    hooked.register_hook(lambda gradient: gradient)
+    after.register_post_accumulate_grad_hook(lambda leaf: None)
+    with_gradient.grad = ones()
+    written = written.detach().add_(0)
+    return [
+        ones(), ones(requires_grad=True), ones(requires_grad=True) * 1, kept, hooked, after,
+        with_gradient, written, torch.ones(2, 3, 4).unbind(0)[1], nn.Parameter(ones()),
+        torch.ones(2, 3, 4, requires_grad=True).unbind(0)[1],
+    ]  # fmt: skip
+
+
+_ATTRIBUTES = [
+    name
+    for name, attribute in vars(torch._C.TensorBase).items()
+    if isinstance(attribute, types.GetSetDescriptorType) and name != "_cdata"  # an address
+]
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute|volatile was removed")
+@pytest.mark.parametrize("name", _ATTRIBUTES)
+@pytest.mark.parametrize("backwards", [False, True])
+def test_an_attribute_that_tells_tensors_of_one_shape_apart(name: str, backwards: bool) -> None:
+    def model(x: Tensor) -> Tensor:
+        value = getattr(x, name)
+        if isinstance(value, bool | int):
+            return x.detach() + value
+        return x.detach() if value is None else x.detach() * 3
+
+    def outcome(call: Any, x: Tensor) -> Any:
+        try:
+            return bits(call(x))
+        except Exception as error:
+            return type(error)
+
+    bended, tensors = bt.BendedModule(model), _tensors_of_many_kinds()
+    for x in [*reversed(tensors), *tensors] if backwards else tensors * 2:
+        assert outcome(bended, x) == outcome(model, x)
