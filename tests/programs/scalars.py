@@ -233,9 +233,28 @@ def metadata(w: Writer, _: Any) -> str:
             f"({name}.grad_fn is None)", f"{name}.is_leaf", f"({name}.size() == (2, 4))",
             f"({name}.shape[-1:] == (4,))", f"({name}.numel() > 0)", f"{name}.dtype.is_complex",
             f"({name}.stride() == {w.pick(names)}.stride())", f"({name}.storage_offset() == 0)",
-            f"torch.is_tensor({name})",
+            f"torch.is_tensor({name})", f"({name}.grad is None)", f"({name}._base is None)",
+            f"{name}.retains_grad", f"({name}._backward_hooks is None)",
         )
     )  # fmt: skip
+
+
+@gives(bool, lambda w, _: w.in_method, nested=False, weight=2)
+def has_gradient(w: Writer, _: Any) -> str:
+    return f"({_parameter(w)}.grad is {w.pick(('None', 'not None'))})"
+
+
+@gives(float, lambda w, _: w.in_method, nested=False)
+def gradient_norm(w: Writer, _: Any) -> str:
+    name = _parameter(w)
+    return f"(0.5 if {name}.grad is None else float({name}.grad.norm()))"
+
+
+def _parameter(w: Writer) -> str:
+    linear = w.attribute("lin", "nn.Linear(4, 4)")
+    return w.pick(
+        (f"{linear}.weight", f"{linear}.bias", w.attribute("w", "nn.Parameter(torch.randn(4))"))
+    )
 
 
 @gives(bool, lambda w, _: w.of_class(List), nested=False, weight=2)

@@ -224,7 +224,11 @@ def _shared(w: Writer, arguments: str, forms: Any, init: dict[str, str]) -> str:
 
 
 def _step(w: Writer, init: dict[str, str]) -> str:
-    options = ["for p in model.parameters(): p.mul_(0.5)"]
+    options = [
+        "for p in model.parameters(): p.mul_(0.5)", "model.zero_grad()",
+        "model.zero_grad(set_to_none=False)",
+        "for p in model.parameters(): p.grad = torch.ones_like(p)",
+    ]  # fmt: skip
     changes = {
         "scale": "model.scale = 0.25", "count": "model.count = 5", "h": "model.h = torch.ones(4)",
         "w": "model.w = nn.Parameter(torch.ones(4))", "buf": "model.buf.fill_(0.5)",

@@ -104,6 +104,12 @@ def held_matrix(w: Writer, t: Tensor) -> str:
     return w.attribute("lin", "nn.Linear(4, 4)") + ".weight"
 
 
+@gives(Tensor, lambda w, t: w.in_method and t == Tensor("f", (WIDTH,)), nested=False)
+def gradient(w: Writer, t: Tensor) -> str:
+    name = w.attribute("lin", "nn.Linear(4, 4)") + ".bias"
+    return w.pick((f"({name} if {name}.grad is None else {name}.grad)", f"{name}.grad"))
+
+
 @gives(Tensor, lambda w, t: w.in_method and t == Tensor("i", ()), nested=False, weight=4)
 def held_steps(w: Writer, t: Tensor) -> str:
     return w.attribute("steps", 'register_buffer("steps", torch.tensor(0))')
