@@ -48,6 +48,7 @@ class Environment(Found):
         is_repeated: whether all but the arguments was taken over from an earlier scan.
         leaves_watched_objects: whether the run changed what is watched by content alone.
         read_caches: what tensors the run took from which `functools.lru_cache`.
+        filled_caches: the keys and results of caches after a run that added some.
     """
 
     def __init__(self, function: Callable[..., Any], arguments: dict[str, Any]) -> None:
@@ -55,6 +56,7 @@ class Environment(Found):
         self.is_repeated = False
         self.leaves_watched_objects = False
         self.read_caches: list[tuple[functools._lru_cache_wrapper[Any], torch.Tensor]] = []
+        self.filled_caches: dict[functools._lru_cache_wrapper[Any], list[tuple[Any, Any]]] = {}
         # A run around this one must not record what is asked of tensors here: it is not always
         # the same that is asked.
         with nullcontext() if current_watcher() is None else torch._C.DisableTorchFunction():
@@ -119,7 +121,7 @@ class Environment(Found):
             if part.kind is CaptureKind.SET and isinstance(part.value, set):
                 yield part.value
 
-    def filled_caches(self) -> Iterator[tuple[str, functools._lru_cache_wrapper[Any]]]:
+    def misses(self) -> Iterator[tuple[str, functools._lru_cache_wrapper[Any]]]:
         """Yield each `functools.lru_cache` that the run put something into."""
         for label, cache, misses in self.caches:
             if cache.cache_info().misses != misses:

@@ -23,7 +23,7 @@ from bendtrace.recording.writer import Writer
 from bendtrace.tape.captured import CaptureKind, Change
 from bendtrace.tape.contexts import current_context, current_settings
 from bendtrace.tape.scalars import TRACED
-from bendtrace.tape.structure import Existing, Made, kept_in
+from bendtrace.tape.structure import Existing, Made, entries_of, kept_in
 from bendtrace.tape.tape import (
     ModuleCall,
     Op,
@@ -169,7 +169,7 @@ class Finish:
                     f"{code.co_qualname} at {code.co_filename}:{code.co_firstlineno} was called in "
                     "a way that could not be known before"
                 )
-        for reason, cache in self.environment.filled_caches():
+        for reason, cache in self.environment.misses():
             # What a function computes in Python alone is the same when it comes from the cache.
             if self._has_ops_of(cache.__wrapped__) or not all(map(is_value, kept_in(cache))):
                 self.tape.block(reason)
@@ -177,6 +177,7 @@ class Finish:
             # Nobody may meet a traced scalar after the run.
             if any(type(kept) in TRACED for kept in kept_in(cache)):
                 cache.cache_clear()
+            self.environment.filled_caches[cache] = entries_of(cache)
         memo: dict[int, Any] = {}
         for change in changes:
             change.key = without_traced(change.key)

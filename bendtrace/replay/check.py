@@ -18,8 +18,8 @@ from bendtrace.replay.analysis import Analysis, GuardKind, tested_by
 from bendtrace.replay.guard_code import AliasGuards, Check, GuardCode
 from bendtrace.replay.source import Source, define, fails, needed_for, test_of
 from bendtrace.source.versions import version_of
-from bendtrace.tape.captured import Access, Captured, CaptureKind
-from bendtrace.tape.structure import kept_in
+from bendtrace.tape.captured import Access, Captured, CaptureKind, identical
+from bendtrace.tape.structure import entries_of, kept_in
 
 __all__ = ["CheckWriter", "GuardClasses"]
 
@@ -221,6 +221,10 @@ class CheckWriter:
                 "a cache does not hold any more what the run took from it"
             )
             source.line(f"if not all_kept(cached): return {cleared}")
+        if environment.caches:  # which runs that are added later may fill
+            source.names.update(filled=environment.filled_caches, agree=_agree)
+            other = self._questions.note("a cache holds other results than the run put into it")
+            source.line(f"if filled and not agree(filled): return {other}")
 
     def _ask_for_world(self, source: Source) -> None:
         environment = self._recording.environment
@@ -355,6 +359,18 @@ def _same(now: list[Any], before: list[Any]) -> bool:
 
 def _all_kept(cached: list[tuple[Any, Any]]) -> bool:
     return all(any(kept is tensor for kept in kept_in(cache)) for cache, tensor in cached)
+
+
+def _agree(filled: dict[Any, list[tuple[Any, Any]]]) -> bool:
+    """Whether caches hold what they held after the run, or nothing, for what they were asked.
+
+    What is not there is computed anew, from what is watched.
+    """
+    for cache, before in filled.items():
+        now = dict(entries_of(cache))
+        if not all(identical(now.get(key, result), result) for key, result in before):
+            return False
+    return True
 
 
 def _consists_of(

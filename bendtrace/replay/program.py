@@ -370,6 +370,7 @@ class Program:
         Returns:
             Whether it fits in: if not, the program is to be replaced.
         """
+        self.recording.environment.filled_caches.update(recording.environment.filled_caches)
         if divergence.is_anew and not recording.tape.blockers:
             return self._join(divergence, recording, hits)
         position, parent = divergence.position, divergence.stretch

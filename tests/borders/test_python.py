@@ -422,3 +422,31 @@ def test_threads_that_use_the_same_wrapped_model_at_once() -> None:
     with ThreadPoolExecutor(4) as pool:
         given = list(pool.map(bended, inputs))
     assert bits(given) == bits(wanted)
+
+
+_FACTOR = [2]
+
+
+@functools.lru_cache
+def _times_factor(number: int) -> int:
+    return number * _FACTOR[0]
+
+
+@pytest.mark.parametrize("first", [-1, 1])
+def test_a_cache_filled_behind_a_branch_and_then_with_other_results(first: int) -> None:
+    def model(x: Tensor) -> Tensor:
+        return x * _times_factor(3) if x.sum() > 0 else x + 1
+
+    _times_factor.cache_clear()
+    bended, x = bt.BendedModule(model), torch.ones(2)
+    for sign in (first, 1, -1, 1):
+        assert torch.equal(bended(sign * x), model(sign * x))
+    _FACTOR[0] = 7
+    _times_factor.cache_clear()
+    _times_factor(3)
+    _FACTOR[0] = 2
+    for sign in (1, -1, 1):
+        assert torch.equal(bended(sign * x), model(sign * x))
+    assert torch.equal(model(x), x * 21)  # which Python gives as well
+    _times_factor.cache_clear()
+    assert torch.equal(bended(x), x * 6)

@@ -506,6 +506,8 @@ _add("cache_of_dicts", "class C:\n    v = 1\n@functools.lru_cache(maxsize=2)\nde
      "get(n=3)['a'].v += 1", "", "get(n=3)['a'].v += 1", "")  # fmt: skip
 _add("cache_cleared", "S = [2]\n@functools.lru_cache\ndef get(n): return n * S[0]\nclass O:\n    @functools.cache\n    def list(self): return [S[0]]\nO_ = O()\ndef model(x): return x * get(int(x.sum())) * O_.list()[0]\n",
      "S[0] += 1", "get.cache_clear()", "", "O.list.cache_clear()", "O_.list()[0] += 1", "", replays=1)  # fmt: skip
+_add("cache_refilled", "S = [2]\n@functools.lru_cache\ndef get(n): return n * S[0]\ndef model(x): return x * get(3)\n",
+     "S[0] = 5", "S[0] = 7; get.cache_clear(); get(3); S[0] = 2", "", "get.cache_clear()", "", replays=1)  # fmt: skip
 _add("singletons_by_name", "class C:\n    known = {}\n    def __new__(cls, k):\n        if k not in cls.known:\n            cls.known[k] = super().__new__(cls)\n            cls.known[k].v = k\n        return cls.known[k]\ndef model(x): return x * C(2).v\n",
      "C(2).v += 1", "", "C.known.clear()", "")  # fmt: skip
 _add("spread_kwargs", "K = {'m': 2, 'k': 3}\ndef inner(x, **k):\n    for n, v in k.items(): x = x * v if n == 'm' else x + v\n    return x\ndef model(x): return inner(x, **K)\n",
