@@ -30,6 +30,7 @@ from bendtrace.tape.captured import (
     content_of,
     exact_items,
     exact_members,
+    identical,
 )
 from bendtrace.tape.structure import kept_in
 from bendtrace.tape.watchers import current_watcher
@@ -110,6 +111,26 @@ class Environment(Found):
                 self.read_caches.append((cache, tensor))
                 return self.by_id[id(tensor)]
         return None
+
+    def sees_more_than(self, other: Environment) -> bool:
+        """Whether caches held results for this run that an earlier run of its program did not see.
+
+        The check of the program tolerates new results in a cache, and says nothing about them. The
+        results that its own runs have put there are no more than what these computed.
+
+        Args:
+            other: the environment of the program's first run.
+        """
+        if any(id(tensor) not in other.by_id for _, tensor in self.read_caches):
+            return True
+        if self.cached is other.cached:  # of one scan
+            return False
+        for cache, entries in self.cached.items():
+            known = dict(other.filled_caches.get(cache, ()))
+            known.update(other.cached.get(cache, ()))
+            if not all(key in known and identical(known[key], one) for key, one in entries):
+                return True
+        return False
 
     def things(self) -> dict[int, Any]:
         """Return what the run could read, by identity."""

@@ -170,6 +170,8 @@ class Found:
         namespaces: those of the classes of the model, with the names in them.
         helpers: classes of other objects, with the members that are used.
         caches: each `functools.lru_cache`, with its label and how often it had no answer.
+        cached: what they held when the run began, as far as it is not known to stay: results of the
+            user's functions, and objects.
         generators: the parts that are random generators.
         depends: what the code that was looked at depends on.
         watched_objects: what else is watched, by its content.
@@ -201,6 +203,7 @@ class Found:
         self.namespaces: dict[int, tuple[Mapping[str, Any], tuple[str, ...]]] = {}
         self.helpers: dict[type, frozenset[str]] = {}
         self.caches: list[tuple[str, functools._lru_cache_wrapper[Any], int]] = []
+        self.cached: dict[functools._lru_cache_wrapper[Any], list[tuple[Any, Any]]] = {}
         self.generators: list[Captured] = []
         self.depends = Depends()
         self.watched_objects: WatchedContent

@@ -76,7 +76,7 @@ from bendtrace.tape.captured import (
     is_array,
     module_of,
 )
-from bendtrace.tape.structure import kept_in
+from bendtrace.tape.structure import entries_of, kept_in
 from bendtrace.torch_rules.distributed_forward import gathered_names, hidden_of, is_joint_hook
 from bendtrace.torch_rules.monkeypatches import monkeypatches
 
@@ -321,6 +321,13 @@ class Scan:
                 # It would take a traced scalar for another key than the number that this is.
                 found.tells_numbers = True
                 found.watched_objects.add_cache(value, route.label)
+                found.cached[value] = entries_of(value)
+            else:
+                found.cached[value] = [
+                    entry
+                    for entry in entries_of(value)
+                    if not (is_value(entry[1]) or isinstance(entry[1], torch.Tensor))
+                ]
             for kept in kept_in(value):
                 if not isinstance(kept, torch.Tensor):
                     found.watched_objects.add(kept, f"{route.label}(...)")

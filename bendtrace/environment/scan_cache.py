@@ -146,6 +146,7 @@ class CachedScan:
                 "missing",
                 "hook_tables",
                 "watched_objects",
+                "cached",
             )
         }
         self._watched_objects = found.watched_objects

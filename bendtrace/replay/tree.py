@@ -150,7 +150,9 @@ class TraceTree:
     def grow(self, program: Program, divergence: Divergence, recording: Recording) -> None:
         """Keep the path that a resumed run took after `divergence`."""
         with self._lock:
-            if not program.grow(divergence, recording):
+            if recording.environment.sees_more_than(program.recording.environment):
+                self._exchange(program, Program(recording, program.global_state))
+            elif not program.grow(divergence, recording):
                 known = (program.root.recording, recording)
                 self._exchange(
                     program, *(Program(run, program.global_state, joins=False) for run in known)
@@ -350,7 +352,8 @@ class TraceTree:
             if other is program or other.live_only or not other.admits(arguments):
                 continue
             for recording in other.recordings():
-                if not recording.tape.blockers and goes(recording, divergence):
+                more = recording.environment.sees_more_than(program.recording.environment)
+                if not (more or recording.tape.blockers) and goes(recording, divergence):
                     return recording
         return None
 

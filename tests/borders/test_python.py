@@ -450,3 +450,29 @@ def test_a_cache_filled_behind_a_branch_and_then_with_other_results(first: int) 
     assert torch.equal(model(x), x * 21)  # which Python gives as well
     _times_factor.cache_clear()
     assert torch.equal(bended(x), x * 6)
+
+
+@functools.lru_cache
+def _tensor_of_factor(size: int) -> Tensor:
+    return torch.ones(size) * _FACTOR[0]
+
+
+@pytest.mark.parametrize("cached", [_times_factor, _tensor_of_factor])
+def test_a_cache_that_others_fill_between_the_runs_of_two_paths(cached: Any) -> None:
+    def model(x: Tensor) -> Tensor:
+        return x * cached(2) if x.sum() > 0 else x + 1
+
+    def fill(factor: int) -> None:
+        _FACTOR[0] = factor
+        cached.cache_clear()
+        cached(2)
+        _FACTOR[0] = 2
+
+    cached.cache_clear()
+    bended, x = bt.BendedModule(model), torch.ones(2)
+    for factor in (None, 5, 7, 5):
+        if factor is not None:
+            fill(factor)
+        for sign in (-1, -1) if factor is None else (1, 1, -1, 1):
+            assert torch.equal(bended(sign * x), model(sign * x))
+    assert torch.equal(bended(x), x * (10 if cached is _times_factor else 5))
