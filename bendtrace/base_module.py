@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -57,6 +58,39 @@ else:
     outline_program = LazyModule("bendtrace.view.outline.program")
 
 __all__ = ["BaseModule"]
+
+
+class _Forward(functools.partial[Any]):
+    """The `forward` of one module, with the signature of its model."""
+
+    __slots__ = ()
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        model = self.args[0].model
+        return inspect.signature(model.forward if isinstance(model, nn.Module) else model)
+
+    @property
+    def __func__(self) -> Callable[..., Any]:
+        return self.func
+
+    @property
+    def __self__(self) -> Any:
+        return self.args[0]
+
+
+class _SignedMethod:
+    """A method that has the signature of the model where it is looked up on a module.
+
+    Trainers read it to see which columns of a data set a model takes.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+        self.__doc__ = function.__doc__
+
+    def __get__(self, module: Any, owner: type | None = None) -> Callable[..., Any]:
+        return self._function if module is None else _Forward(self._function, module)
 
 
 class BaseModule(ModuleProxy):
@@ -166,6 +200,7 @@ class BaseModule(ModuleProxy):
         """What is traced where this is asked to be: the model, under its own names."""
         return self._model
 
+    @_SignedMethod
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model, along recorded paths as far as they go."""
         if torch.compiler.is_dynamo_compiling():

@@ -522,16 +522,18 @@ class Classifier(nn.Module):
 
 def rows() -> list[dict[str, Any]]:
     x, y = dataset().tensors
-    return [{"x": x[i], "labels": y[i]} for i in range(len(x))]
+    return [{"x": x[i], "labels": y[i], "unused": f"row {i}"} for i in range(len(x))]
 
 
 def run_trainer(
-    evaluation: AnalyserEvaluation | None, folder: Path, accumulate: int = 1
+    evaluation: AnalyserEvaluation | None, folder: Path, accumulate: int = 1, wrapped: bool = False
 ) -> list[Any]:
     from transformers import Trainer, TrainingArguments
 
     inner = net()
-    model = Classifier(inner)
+    model: nn.Module = Classifier(inner)
+    if wrapped:
+        model = bt.BendedModule(model)
     arguments = TrainingArguments(
         output_dir=str(folder), num_train_epochs=2, per_device_train_batch_size=4, use_cpu=True,
         report_to=[], save_strategy="no", eval_strategy="epoch", disable_tqdm=True, seed=4,
@@ -566,6 +568,14 @@ def test_a_trainer_that_raised_can_be_begun_anew(tmp_path: Path) -> None:
             model("no tensor")
     evaluation.end()
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_trainer_trains_a_wrapped_model_on_the_columns_that_it_takes(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    expected, found = (run_trainer(None, tmp_path, wrapped=wrapped) for wrapped in (False, True))
+    assert bits(found[:5]) == bits(expected[:5])
 
 
 @pytest.mark.all

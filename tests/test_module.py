@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import inspect
 import weakref
 from collections import Counter
 from typing import Any
@@ -303,3 +305,17 @@ def test_keeps_no_output_of_the_model_alive() -> None:
         del output
         assert kept() is None
     assert bended.trace(torch.ones(3)).output is not None
+
+
+def test_forward_has_the_signature_of_the_model() -> None:
+    model = Gate()
+    bended = bt.BendedModule(model)
+    assert inspect.signature(bended.forward) == inspect.signature(model.forward)
+    assert inspect.signature(copy.deepcopy(bended).forward) == inspect.signature(model.forward)
+    assert bended.forward.__self__ is bended
+    assert bended.forward.__func__ is bt.BendedModule.forward
+    function = bt.BendedModule(lambda x, *, scale=2.0: x * scale)
+    assert str(inspect.signature(function.forward)) == "(x, *, scale=2.0)"
+    x = torch.ones(3)
+    assert torch.equal(function.forward(x, scale=3.0), function(x, scale=3.0))
+    assert function.stats.replays == 1
