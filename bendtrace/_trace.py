@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import json
 import os
@@ -10,7 +11,7 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import fx, nn
@@ -103,7 +104,8 @@ def trace(
         InputError: an option makes no sense, or is also the name of an argument.
         LayerKeyError: there is nothing by a name in `save` or `stop_after`. The run has taken
             place by then.
-        Exception: whatever `function` raises, as it is.
+        Exception: whatever `function` raises, as it is. Its attribute `bendtrace` is the trace up
+            to there.
 
     Example:
         >>> import torch, bendtrace as bt
@@ -166,16 +168,23 @@ def _run_trace(
         if owner is not function:  # a BendedModule: its model, with what is inserted in it
             inserter = stack.enter_context(owner._inserting(args, kwargs))  # type: ignore[attr-defined]
         if options is None:
-            recording = record(function, args, kwargs, signature, inserter=inserter)
+            recording = record(
+                function, args, kwargs, signature, inserter=inserter, keeps_errors=True
+            )
             made = Trace(recording, global_state, signature, function, registry=registry)
             made.keeps = None if inserter is None else inserter.plan
+            if recording.error is not None:
+                _raise(recording, made)
             return made
         store = None
         if options.directory is not None:
             store = stack.enter_context(storage.ShardWriter(options.directory))
         capture = options.capture(store, function)
         began = time.perf_counter()
-        recording = record(function, args, kwargs, signature, observer=capture, inserter=inserter)
+        recording = record(
+            function, args, kwargs, signature, observer=capture, inserter=inserter,
+            keeps_errors=True,
+        )  # fmt: skip
         capture.seconds = time.perf_counter() - began
         if capture.error is not None:
             raise capture.error
@@ -184,9 +193,22 @@ def _run_trace(
         )
         made.keeps = None if inserter is None else inserter.plan
         capture.finish(recording.result, made.output_values)
+        if recording.error is not None:
+            with contextlib.suppress(LayerKeyError):  # of what the run did not reach
+                made.settle(capture)
+            _raise(recording, made)
         made.settle(capture)
     made.require_met(capture)
     return made
+
+
+def _raise(recording: Recording, made: Trace) -> NoReturn:
+    """Raise what the function raised, which keeps the trace up to there."""
+    error, recording.error = recording.error, None
+    assert error is not None
+    with contextlib.suppress(AttributeError):  # a class of errors with slots
+        error.bendtrace = made  # type: ignore[attr-defined]
+    raise error
 
 
 OPTIONS = frozenset({

@@ -29,11 +29,13 @@ from bendtrace.tape.tape import (
     Op,
     OpKind,
     Tape,
+    TensorMeta,
+    refs_in,
 )
 from bendtrace.torch_rules.distributed_forward import JOINT
 from bendtrace.torch_rules.functions import is_torchs_function, said_of
 
-__all__ = ["Finish", "Recording"]
+__all__ = ["Finish", "Recording", "raised_in"]
 
 T = TypeVar("T")
 
@@ -51,6 +53,7 @@ class Recording:
         is_transient: whether a next run with the same inputs would do something else, in a way
             that no guard notices: by then a cache is filled.
         draws: whether it drew from torch's generators.
+        error: what the function raised, where the run is kept nevertheless.
         writes_outside: whether it wrote to tensors that were there before.
         views: what `view` has derived from the run.
     """
@@ -59,6 +62,7 @@ class Recording:
         "changes",
         "draws",
         "environment",
+        "error",
         "is_transient",
         "output_reads",
         "result",
@@ -77,6 +81,7 @@ class Recording:
         self.draws = self.writes_outside = False
         self.output_reads: dict[int, int] = {}
         self.result: Any = None
+        self.error: Exception | None = None
         self.views: dict[Callable[[Recording], Any], Any] = {}
 
     def view(self, derive: Callable[[Recording], T]) -> T:
@@ -313,3 +318,19 @@ def _python_random_states() -> tuple[Any, ...]:
 
 _RANDOM = ("random", "rand", "randn", "randint", "choice", "shuffle", "uniform", "normal", "sample")
 _FUNCTION_METHODS = frozenset({"forward", "setup_context"})  # of an autograd.Function
+
+
+def raised_in(ops: list[Op]) -> str:
+    """Say in which op a run has ended, on which tensors and where; "" if the last one succeeded."""
+    if not ops or ops[-1].raised is None:
+        return ""
+    op = ops[-1]
+    metas = [ops[ref.index].meta for ref in refs_in((op.args, op.kwargs))]
+    tensors = [
+        f"{str(meta.dtype).removeprefix('torch.')}{list(meta.shape)}"
+        for meta in metas
+        if isinstance(meta, TensorMeta)
+    ]
+    module = f" of {op.scope.path}" if op.scope.path else ""
+    where = "" if op.site is None else f" at {op.site.place}"
+    return f" in {said_of(op.target)}({', '.join(tensors)}){module}{where}"

@@ -25,7 +25,7 @@ from bendtrace.recording.fast_path import (
     fast_path_for,
     hooks_around,
 )
-from bendtrace.recording.finish import Finish, Recording
+from bendtrace.recording.finish import Finish, Recording, raised_in
 from bendtrace.recording.rank_sync import is_one_of_several
 from bendtrace.recording.states import States
 from bendtrace.recording.texts import (
@@ -102,6 +102,7 @@ class Recorder(TorchFunctionMode):
         observer: is shown the values of the run.
         inserter: puts ops of its own into the run.
         reads_states: whether it reads all states in which the run asks for values (`states.py`).
+        keeps_errors: whether a run that raises is recorded up to there.
     """
 
     def __init__(
@@ -112,8 +113,11 @@ class Recorder(TorchFunctionMode):
         observer: Observer | None = None,
         inserter: Inserter | None = None,
         reads_states: bool = False,
+        keeps_errors: bool = False,
     ) -> None:
         super().__init__()
+        self._keeps_errors = keeps_errors and not is_one_of_several()
+        self._error: Exception | None = None
         self._observer = observer
         self._inserter = inserter
         self.active = False
@@ -171,6 +175,7 @@ class Recorder(TorchFunctionMode):
                     self._ran.end()
             self._arrays.finish()
             recording, changes = finish.recording(output, self._ran)
+            recording.error, self._error = self._error, None
             if self._observer is not None:
                 for ref, tensor in self._writer.writes.stale:
                     self._observer.reads(len(self.tape.ops), ref.index, tensor)
@@ -203,6 +208,12 @@ class Recorder(TorchFunctionMode):
                     output = self._inserter.ends(output, sys._getframe())
         except StopRun:
             pass
+        except Exception as error:
+            if not self._keeps_errors:
+                raise
+            self._error = error
+            self.tape.block(f"the run raised {type(error).__name__}{raised_in(self.tape.ops)}")
+            return None
         if self._observer is not None and self._observer.ended:
             self.tape.block(f"the run was ended early, {self._observer.ended}")
             return None

@@ -101,6 +101,7 @@ def record(
     observer: Observer | None = None,
     inserter: Inserter | None = None,
     reads_states: bool = False,
+    keeps_errors: bool = False,
 ) -> Recording:
     """Run `function(*args, **kwargs)` and write down what happens.
 
@@ -113,6 +114,7 @@ def record(
         observer: is shown the values of the run.
         inserter: puts ops of its own into the run.
         reads_states: whether it reads all states in which the run asks for values.
+        keeps_errors: whether a run that raises is recorded up to there, instead of raising.
 
     Raises:
         InputError: if the function is a model with parameters that are not initialised yet.
@@ -124,7 +126,9 @@ def record(
         raise InputError(
             "the model has lazy modules, whose parameters the first call makes: call it once first"
         )
-    recorder = Recorder(function, environment, prefix, observer, inserter, reads_states)
+    recorder = Recorder(
+        function, environment, prefix, observer, inserter, reads_states, keeps_errors
+    )
     exchanged = _Arguments(recorder)
     positional = len(args)
     given = [exchanged.given[name] for name in signature.names(args, kwargs)]
