@@ -660,3 +660,58 @@ def test_tracing_inside_of_a_traced_function_leaves_the_outer_trace_whole() -> N
     assert footprint() == before
     assert bits(trace.output) == bits(ONES + 1)
     assert bits(inners[0].output) == bits(torch.ones(2) * 2)
+
+
+class Narrow(nn.Module):
+    """A model whose second layer does not fit the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 8)
+        self.second = nn.Linear(4, 2)
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        h = self.first(x).relu()
+        if h.sum() > -1:
+            h = h * 2
+        return self.second(h)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("save", [None, "all", "relu_1", "second.*"])
+def test_an_error_has_the_log_up_to_the_op_that_raised(save: Any) -> None:
+    model, x = Narrow(), torch.ones(2, 4)
+    with pytest.raises(RuntimeError, match="cannot be multiplied") as expected:
+        model(x)
+    with pytest.raises(RuntimeError) as caught:
+        bt.trace(model, x, save=save)
+    assert str(caught.value) == str(expected.value)
+    assert model.calls == 2
+    trace = caught.value.bendtrace  # type: ignore[attr-defined]
+    assert [entry.name for entry in trace if entry.kind == "op"][-1].startswith("mul_1")
+    assert [step.value for step in trace.flow_steps] == [True]
+    assert trace.output is None
+    (reason,) = trace.why_live
+    assert "raised RuntimeError in linear(float32[2, 8], float32[2, 4], float32[2])" in reason
+    assert " of second at " in reason
+    kept = trace["relu_1"].tensor_contents
+    if save in ("all", "relu_1"):
+        assert torch.equal(kept, model.first(x).relu())
+    else:
+        assert kept is None
+    with pytest.raises(NotReplayableError, match="raised RuntimeError"):
+        trace.replay(x)
+
+
+def test_an_error_of_the_models_own_has_the_log_too() -> None:
+    def model(x: torch.Tensor) -> torch.Tensor:
+        if (x * 2).sum() > 0:
+            raise ValueError("mine")
+        return x
+
+    with pytest.raises(ValueError, match="^mine$") as caught:
+        bt.trace(model, torch.ones(2))
+    trace = caught.value.bendtrace  # type: ignore[attr-defined]
+    assert [step.text for step in trace.flow_steps] == ["(x * 2).sum() > 0"]
+    assert trace.why_live == ("the run raised ValueError",)
