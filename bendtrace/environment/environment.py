@@ -113,10 +113,11 @@ class Environment(Found):
         return None
 
     def sees_more_than(self, other: Environment) -> bool:
-        """Whether caches held results for this run that an earlier run of its program did not see.
+        """Whether this run could read what an earlier run of its program could not.
 
-        The check of the program tolerates new results in a cache, and says nothing about them. The
-        results that its own runs have put there are no more than what these computed.
+        The program checks what its first run could read. It tolerates new results in a cache, and
+        says nothing about them; those that its own runs have put there are what these computed.
+        It says nothing, either, about what a function reads that only later runs have shown.
 
         Args:
             other: the environment of the program's first run.
@@ -125,6 +126,9 @@ class Environment(Found):
             return True
         if self.cached is other.cached:  # of one scan
             return False
+        known_code = {one.__code__ for one in other.functions}
+        if not all(one.__code__ in known_code for one in self.functions):
+            return True
         for cache, entries in self.cached.items():
             known = dict(other.filled_caches.get(cache, ()))
             known.update(other.cached.get(cache, ()))

@@ -9,7 +9,7 @@ import pytest
 import bendtrace as bt
 from tests.borders.world.kinds import programs
 from tests.borders.world.programs import PROGRAMS
-from tests.borders.world.world import Program, check
+from tests.borders.world.world import Program, check, check_behind_a_branch
 from tests.shares import some
 
 _MADE = dict(programs())
@@ -23,6 +23,18 @@ def test_state_is_what_it_is_in_eager(program: Program, tmp_path: Path) -> None:
 @pytest.mark.parametrize("program", some(PROGRAMS.values(), 3), ids=list(PROGRAMS))
 def test_code_and_the_world_are_as_in_eager(program: Program, tmp_path: Path) -> None:
     check(program, tmp_path)
+
+
+_EACH = [*enumerate([*_MADE, *PROGRAMS])]
+
+
+@pytest.mark.parametrize(
+    ("plan", "name"),
+    some(_EACH, 40, chosen=lambda case: "tensor_method" in case[1]),
+    ids=[name for _, name in _EACH],
+)
+def test_code_behind_a_branch_is_as_in_eager(plan: int, name: str, tmp_path: Path) -> None:
+    check_behind_a_branch({**_MADE, **PROGRAMS}[name], tmp_path, plan)
 
 
 @pytest.mark.parametrize("kind", ["counter", "deque", "array", "optimizer", "dataclass", "method"])

@@ -85,11 +85,17 @@ class WatchedContent:
             if name.partition(".")[0] == self._package:
                 del sys.modules[name]
 
-    def outcome(self, number: int) -> Any:
-        """Call the model and return what came of it, in bits."""
+    def outcome(self, number: int, *first: torch.Tensor) -> Any:
+        """Call the model and return what came of it, in bits.
+
+        Args:
+            number: the seed.
+            *first: arguments before the others.
+        """
         torch.default_generator.manual_seed(number)
         x = torch.arange(1.0, 4.0)
         args = self.main.arguments(x) if hasattr(self.main, "arguments") else (x,)
+        args = (*first, *args)
         try:
             result = self.call(*args)
         except Exception as error:
@@ -148,6 +154,41 @@ def run(program: Program, folder: Path) -> tuple[list[Any], list[Any], Any]:
         finally:
             world.forget()
     return outcomes[0], outcomes[1], bended
+
+
+_BRANCH = """
+def behind_a_branch(side, *args):
+    return model(*args) if side > 0 else side + 1
+"""
+# What the first calls and those after each step ask, of which the model is called for 1 alone.
+_PLANS = (((-1, -1), (1, -1)), ((-1,), (-1, 1, 1)), ((1, -1), (1, -1)))
+
+
+def check_behind_a_branch(program: Program, folder: Path, plan: int) -> None:
+    """Assert that a program does the same in both worlds where not every call reaches it.
+
+    What its paths depend on changes between the runs that record them.
+    """
+    program = Program(program.main + _BRANCH, program.helper, program.steps)
+    first, after = _PLANS[plan % len(_PLANS)]
+    outcomes: list[list[Any]] = []
+    for wrap in (False, True):
+        world = WatchedContent(program, folder)
+        try:
+            world.call = world.main.behind_a_branch
+            if wrap:
+                world.call = bt.BendedModule(world.call)
+            with environment():
+                numbers, found = itertools.count(), []
+                for step, sides in (("", first), *((step, after) for step in program.steps)):
+                    exec(step, vars(world.main), {})
+                    for side in sides:
+                        found.append(world.outcome(next(numbers), torch.tensor(float(side))))
+            outcomes.append(found)
+        finally:
+            world.forget()
+    for number, (wanted, got) in enumerate(zip(*outcomes, strict=True)):
+        assert got == wanted, f"call {number} of\n{program.helper}\n{program.main}\n{program.steps}"
 
 
 def check(program: Program, folder: Path) -> Any:
