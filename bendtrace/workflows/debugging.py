@@ -1,0 +1,532 @@
+"""Finding what is wrong with a model: the first NaN, gradients that vanish, work for nothing."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from bendtrace._checks import required_choice
+from bendtrace._lazy import tabulate
+from bendtrace._trace import Trace, trace
+from bendtrace.errors import InputError
+from bendtrace.history.entries import LayerEntry, Source
+from bendtrace.tape.tape import refs_in
+from bendtrace.torch_rules.writes import works_in_place
+
+__all__ = [
+    "CostRow",
+    "GradientRow",
+    "NonFinite",
+    "Range",
+    "RecomputationRow",
+    "Table",
+    "dead_ends",
+    "find_nan",
+    "gradient_flow",
+    "hot_path",
+    "recomputation",
+]
+
+
+class Range(NamedTuple):
+    """The values of a tensor, in short.
+
+    Attributes:
+        label: the entry of the log, or the name of the parameter, that they are of.
+        low: the least finite value; nan where there is none.
+        high: the greatest finite value; nan where there is none.
+        nans: how many are NaN.
+        infinities: how many are infinite.
+    """
+
+    label: str
+    low: float
+    high: float
+    nans: int
+    infinities: int
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether no value is NaN or infinite."""
+        return not (self.nans or self.infinities)
+
+    def __str__(self) -> str:
+        finite = "no finite value" if math.isnan(self.low) else f"{self.low:.3g} to {self.high:.3g}"
+        text = f"{self.label}: {finite}"
+        counts = ((self.nans, "NaN"), (self.infinities, "infinite"))
+        return ", ".join([text, *(f"{count} {what}" for count, what in counts if count)])
+
+
+@dataclass(frozen=True)
+class NonFinite:
+    """The first value of a run that is NaN or infinite.
+
+    Attributes:
+        entry: its entry in the log.
+        values: its values.
+        operands: the values that the op was given, parameters included.
+        cause: "input" for an argument, "state" for an op that was given a parameter or buffer that
+            is not finite, "op" for one that made it of finite values, "backward" where the forward
+            pass is finite and the gradient is not.
+        trace: the run up to there.
+    """
+
+    entry: LayerEntry
+    values: Range
+    operands: tuple[Range, ...]
+    cause: Literal["input", "state", "op", "backward"]
+    trace: Trace
+
+    def __str__(self) -> str:
+        causes = {
+            "input": "an input of the model",
+            "state": "computed from a parameter or buffer that is not finite",
+            "op": "computed from finite values",
+            "backward": "the gradient; the forward pass is finite",
+        }
+        lines = [f"{self.values} ({causes[self.cause]})"]
+        if self.entry.source is not None:
+            source = self.entry.source
+            lines.append(f"  {source.text}  at {_place(source)}")
+        if self.entry.module:
+            lines.append(f"  in module {self.entry.module}")
+        lines += [f"  from {operand}" for operand in self.operands]
+        return "\n".join(lines)
+
+
+def find_nan(
+    model: Callable[..., Any],
+    /,
+    *args: Any,
+    loss: Callable[[Any], Tensor] | None = None,
+    **kwargs: Any,
+) -> NonFinite | None:
+    """Run a model and return the first value that is NaN or infinite, with what caused it.
+
+    Infinities can be meant: masks are made of them. A tensor counts if it holds a NaN, or if it
+    holds an infinity, no operand and no buffer of its op does, and the op is not one that fills
+    tensors (`torch.full`, `masked_fill`, `torch.where`).
+
+    The gradients that parameters have are left as they are.
+
+    Args:
+        model: a module or function.
+        *args: its arguments.
+        loss: computes a scalar from the output. If it is given and the forward pass is finite, the
+            gradients of the loss are looked at, from the last op to the first.
+        **kwargs: its keyword arguments.
+
+    Returns:
+        The first such value; None if there is none.
+
+    Raises:
+        InputError: the loss is not a scalar with a gradient.
+        Exception: whatever the model raises.
+
+    Example:
+        >>> import torch, bendtrace as bt
+        >>> def model(x):
+        ...     return (x - x.max()).log().sum()
+        >>> found = bt.workflows.find_nan(model, torch.tensor([1.0, 2.0]))
+        >>> found.cause, found.entry.label
+        ('op', 'log_1_3')
+        >>> print(found)  # doctest: +ELLIPSIS
+        log_1_3: no finite value, 1 NaN, 1 infinite (computed from finite values)
+          (x - x.max()).log()  at ...
+          from sub_1_2: -1 to 0
+    """
+    states = _states(model)
+    parameters = {name for name, tensor in states.items() if isinstance(tensor, nn.Parameter)}
+    save = _ranged if loss is None else "all"
+    run = trace(model, *args, save=save, save_gradients=loss is not None, **kwargs)
+    ranges: dict[str, Range] = {}
+    for entry in run.entries:
+        kept = entry.tensor_contents
+        values = _range_of(kept, entry.label) if isinstance(kept, Tensor) else kept
+        if not isinstance(values, Range):
+            continue
+        ranges[entry.label] = values
+        if values.is_finite:
+            continue
+        if entry.kind == "input":
+            return NonFinite(entry, values, (), "input", run)
+        used = [_range_of(states[use.name], use.name) for use in entry.state if use.name in states]
+        operands = (*(ranges[label] for label in entry.parents if label in ranges), *used)
+        of_state = any(one.nans for one in used) or not all(
+            one.is_finite for one in used if one.label in parameters
+        )
+        if not (of_state or values.nans) and (
+            entry.function in _MASKS or any(operand.infinities for operand in operands)
+        ):
+            continue
+        return NonFinite(entry, values, operands, "state" if of_state else "op", run)
+    if loss is None:
+        return None
+    given = [leaf for leaf in tree_leaves([args, kwargs]) if isinstance(leaf, Tensor)]
+    return _first_gradient(run, loss, [*states.values(), *given])
+
+
+def _first_gradient(
+    run: Trace, loss: Callable[[Any], Tensor], leaves: list[Tensor]
+) -> NonFinite | None:
+    """Go backward, and return the last op whose gradient is not finite."""
+    scalar = _scalar(loss, run.output)
+    torch.autograd.grad(scalar, [t for t in leaves if t.requires_grad], allow_unused=True)
+    for entry in reversed(run.entries):
+        gradient = entry.grad_contents
+        if gradient is not None:
+            values = _range_of(gradient, f"gradient of {entry.label}")
+            if not values.is_finite:
+                below = [run[label] for label in entry.children]
+                after = [
+                    _range_of(child.grad_contents, f"gradient of {child.label}")
+                    for child in below
+                    if child.grad_contents is not None
+                ]
+                return NonFinite(entry, values, tuple(after), "backward", run)
+    return None
+
+
+def _scalar(loss: Callable[[Any], Any], output: Any) -> Tensor:
+    scalar = loss(output)
+    if not isinstance(scalar, Tensor) or scalar.numel() != 1 or not scalar.requires_grad:
+        raise InputError("the loss has to be a tensor of one element that requires a gradient")
+    return scalar
+
+
+def _ranged(entry: LayerEntry) -> Range | None:
+    value = entry.tensor_contents
+    return _range_of(value, entry.label) if isinstance(value, Tensor) else None
+
+
+def _range_of(tensor: Tensor, label: str) -> Range:
+    values = tensor.detach()
+    if values.is_complex():
+        values = torch.view_as_real(values.resolve_conj())
+    if not values.is_floating_point() or values.layout is not torch.strided or values.is_nested:
+        return Range(label, math.nan, math.nan, 0, 0)
+    finite = values[values.isfinite()]
+    nans = int(values.isnan().sum())
+    low, high = (finite.min().item(), finite.max().item()) if finite.numel() else (math.nan,) * 2
+    return Range(label, low, high, nans, values.numel() - finite.numel() - nans)
+
+
+def _states(model: Callable[..., Any]) -> dict[str, Tensor]:
+    if not isinstance(model, nn.Module):
+        return {}
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+
+# What fills tensors with a given value.
+_MASKS = frozenset(
+    {
+        "full", "full_like", "new_full", "fill", "fill_", "masked_fill", "masked_fill_", "where",
+        "__setitem__", "index_fill", "index_fill_", "tensor", "as_tensor", "scalar_tensor",
+    }
+)  # fmt: skip
+
+
+class Table(Sequence[Any]):
+    """Rows of a result, which print as a table.
+
+    Args:
+        rows: named tuples of one kind.
+        formats: how the fields of some columns are shown, by name.
+    """
+
+    def __init__(
+        self, rows: Sequence[Any], formats: dict[str, Callable[[Any], str]] | None = None
+    ) -> None:
+        self._rows = tuple(rows)
+        self._formats = formats or {}
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._rows[index]
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def _laid_out(self, form: str) -> str:
+        if not self._rows:
+            return "none"
+        names = self._rows[0]._fields
+        shown = [
+            [self._formats.get(name, str)(value) for name, value in zip(names, row, strict=True)]
+            for row in self._rows
+        ]
+        return str(tabulate.tabulate(shown, names, tablefmt=form, disable_numparse=True))
+
+    def __str__(self) -> str:
+        return self._laid_out("simple")
+
+    def __repr__(self) -> str:
+        return f"<Table of {len(self)} rows>"
+
+    def _repr_html_(self) -> str:
+        return self._laid_out("html")
+
+    def to_list(self) -> list[dict[str, Any]]:
+        """Return the rows as dicts of plain values."""
+        return [row._asdict() for row in self._rows]
+
+
+class GradientRow(NamedTuple):
+    """The gradient of one parameter.
+
+    Attributes:
+        name: its qualified name.
+        norm: the 2-norm of its gradient; None if it got none.
+        relative: that norm by the norm of the parameter; None if either is missing or zero.
+        zeros: what share of the gradient is zero, from 0 to 1.
+        verdict: "ok", "no gradient", "zero", "not finite", "vanishing" or "exploding".
+    """
+
+    name: str
+    norm: float | None
+    relative: float | None
+    zeros: float
+    verdict: str
+
+
+def gradient_flow(
+    model: nn.Module,
+    /,
+    *args: Any,
+    loss: Callable[[Any], Tensor],
+    vanishing: float = 1e-7,
+    exploding: float = 1e3,
+    **kwargs: Any,
+) -> Table:
+    """Return how large the gradients of a model's parameters are, in the order of the model.
+
+    The parameters keep the gradients that they had before.
+
+    Args:
+        model: the model.
+        *args: its arguments.
+        loss: computes a scalar from the output.
+        vanishing: relative norms below this are called vanishing.
+        exploding: relative norms above this are called exploding.
+        **kwargs: its keyword arguments.
+
+    Returns:
+        A table of `name`, `norm`, `relative`, `zeros` and `verdict`.
+
+    Raises:
+        InputError: the loss is not a scalar with a gradient.
+
+    Example:
+        >>> import torch, bendtrace as bt
+        >>> _ = torch.manual_seed(0)
+        >>> model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(3, 1))
+        >>> model[0].bias.requires_grad_(False).shape
+        torch.Size([3])
+        >>> flow = bt.workflows.gradient_flow(model, torch.ones(4, 2), loss=lambda y: y.sum())
+        >>> [(row.name, row.verdict) for row in flow]
+        [('0.weight', 'ok'), ('1.weight', 'ok'), ('1.bias', 'ok')]
+    """
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    scalar = _scalar(loss, model(*args, **kwargs))
+    leaves = [parameter for _, parameter in named]
+    found: tuple[Tensor | None, ...] = torch.autograd.grad(scalar, leaves, allow_unused=True)
+    rows = []
+    for (name, parameter), gradient in zip(named, found, strict=True):
+        if gradient is None:
+            rows.append(GradientRow(name, None, None, 1.0, "no gradient"))
+            continue
+        norm, size = (float(t.detach().double().norm()) for t in (gradient, parameter))
+        relative = norm / size if norm and size else None
+        zeros = float((gradient == 0).double().mean()) if gradient.numel() else 1.0
+        if not math.isfinite(norm):
+            verdict = "not finite"
+        elif not norm:
+            verdict = "zero"
+        elif relative is not None and relative < vanishing:
+            verdict = "vanishing"
+        elif relative is not None and relative > exploding:
+            verdict = "exploding"
+        else:
+            verdict = "ok"
+        rows.append(GradientRow(name, norm, relative, zeros, verdict))
+    return Table(rows, {"norm": _short, "relative": _short, "zeros": _percent})
+
+
+class CostRow(NamedTuple):
+    """What one value of a run cost.
+
+    Attributes:
+        label: the entry of the log.
+        module: the module it was computed in.
+        time: seconds.
+        nbytes: its size in bytes.
+        source: the expression, with its line.
+    """
+
+    label: str
+    module: str
+    time: float
+    nbytes: int
+    source: str
+
+
+def dead_ends(run: Trace) -> Table:
+    """Return the values of a run that its output does not depend on, and no question asked about.
+
+    Ops that write into memory that is read later count as used, as does what a run leaves in its
+    model, and what its conditions tested.
+
+    Args:
+        run: a trace; with `save=`, `time` is measured.
+
+    Example:
+        >>> import torch, bendtrace as bt
+        >>> def model(x):
+        ...     unused = x.exp()
+        ...     unused = unused + 1
+        ...     return x * 2
+        >>> [row.label for row in bt.workflows.dead_ends(bt.trace(model, torch.ones(2)))]
+        ['exp_1_1', 'add_1_2']
+    """
+    tape, root = run.recording.tape, run.recording.root
+    left = [(change.key, change.value) for change in run.recording.changes]
+    waiting = [ref.index for ref in refs_in((root.output, left))]
+    waiting += [guard.index for guard in tape.guards]
+    waiting += [op.index for op in tape.ops if op.writes or works_in_place(op)]
+    needed: set[int] = set()
+    while waiting:
+        index = waiting.pop()
+        if index not in needed:
+            needed.add(index)
+            waiting += [*tape.ops[index].operands, *tape.ops[index].reads.values()]
+    dead = [e for e in run.entries if e.kind == "op" and e.index not in needed]
+    return Table([_cost(entry) for entry in dead], _COSTS)
+
+
+def hot_path(run: Trace, by: Literal["time", "memory"] = "time") -> Table:
+    """Return the chain of values that takes longest from an input to an output.
+
+    What is not on it may become faster without the run becoming so, if ops can run side by side.
+
+    Args:
+        run: a trace that measured its ops: `bt.trace(..., save="none")` does.
+        by: "time", or "memory" for the chain whose values take most bytes.
+
+    Raises:
+        InputError: the trace did not measure, or `by` makes no sense.
+
+    Example:
+        >>> import torch, bendtrace as bt
+        >>> def model(x):
+        ...     return x.exp().sum() + x[0]
+        >>> run = bt.trace(model, torch.ones(1000), save="none")
+        >>> [row.label for row in bt.workflows.hot_path(run, by="memory")]
+        ['input_1_0', 'exp_1_1', 'sum_1_2', 'add_1_4', 'output_1_5']
+    """
+    required_choice("by", by, "time", "memory")
+    entries = run.entries_without_state()
+    if by == "time" and not any(entry.time is not None for entry in entries):
+        raise InputError("this trace did not measure its ops: record it with save='none'")
+    longest: dict[str, tuple[float, str | None]] = {}
+    for entry in entries:
+        before = [label for label in entry.parents if label in longest]
+        best = max(before, key=lambda label: longest[label][0], default=None)
+        own = (entry.time or 0.0) if by == "time" else float(entry.nbytes)
+        longest[entry.label] = own + (longest[best][0] if best is not None else 0.0), best
+    outputs = [entry.label for entry in entries if entry.kind == "output"]
+    step = max(outputs or longest, key=lambda label: longest[label][0], default=None)
+    labels = []
+    while step is not None:
+        labels.append(step)
+        step = longest[step][1]
+    found = {entry.label: entry for entry in entries}
+    return Table([_cost(found[label]) for label in reversed(labels)], _COSTS)
+
+
+class RecomputationRow(NamedTuple):
+    """What it would save to compute a module again in the backward pass.
+
+    Attributes:
+        module: the call of the module.
+        nbytes: bytes that its values take until then, apart from its outputs.
+        time: seconds that computing them again takes.
+        bytes_per_second: how much memory each second of computing saves.
+    """
+
+    module: str
+    nbytes: int
+    time: float
+    bytes_per_second: float
+
+
+def recomputation(run: Trace) -> Table:
+    """Return which modules `torch.utils.checkpoint` would save most memory for, the best first.
+
+    The bytes are an upper bound: autograd keeps those values that a derivative needs.
+
+    Args:
+        run: a trace that measured its ops: `bt.trace(..., save="none")` does.
+
+    Raises:
+        InputError: the trace did not measure.
+
+    Example:
+        >>> import torch, bendtrace as bt
+        >>> block = torch.nn.Sequential(torch.nn.Linear(8, 800), torch.nn.Linear(800, 8))
+        >>> model = torch.nn.Sequential(block, torch.nn.ReLU())
+        >>> run = bt.trace(model, torch.ones(4, 8), save="none")
+        >>> [(row.module, row.nbytes) for row in bt.workflows.recomputation(run)]
+        [('0:1', 12800)]
+    """
+    entries = [entry for entry in run.entries_without_state() if entry.kind == "op"]
+    if not any(entry.time is not None for entry in entries):
+        raise InputError("this trace did not measure its ops: record it with save='none'")
+    inside: dict[str, list[LayerEntry]] = {}
+    for entry in entries:
+        for scope in entry.scopes:
+            inside.setdefault(scope, []).append(entry)
+    rows = []
+    for scope, its in inside.items():
+        nbytes = sum(e.nbytes for e in its if scope not in e.output_of)
+        time = sum(e.time or 0.0 for e in its)
+        if nbytes:
+            rows.append(RecomputationRow(scope, nbytes, time, nbytes / max(time, 1e-9)))
+    rows.sort(key=lambda row: -row.bytes_per_second)
+    return Table(rows, {"nbytes": _bytes, "time": _seconds, "bytes_per_second": _short})
+
+
+def _cost(entry: LayerEntry) -> CostRow:
+    source = entry.source
+    where = (
+        "" if source is None else f"{source.text}  {os.path.basename(source.file)}:{source.line}"
+    )
+    return CostRow(entry.label, entry.module, entry.time or 0.0, entry.nbytes, where)
+
+
+def _place(source: Source) -> str:
+    return f"{os.path.basename(source.file)}:{source.line}"
+
+
+def _short(value: float | None) -> str:
+    return "" if value is None else f"{value:.3g}"
+
+
+def _percent(value: float) -> str:
+    return f"{value:.0%}"
+
+
+def _seconds(value: float) -> str:
+    return f"{value * 1e3:.3g} ms"
+
+
+def _bytes(value: int) -> str:
+    return f"{value / 1024:.3g} KiB" if value >= 1024 else f"{value} B"
+
+
+_COSTS: dict[str, Callable[[Any], str]] = {"time": _seconds, "nbytes": _bytes}

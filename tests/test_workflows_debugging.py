@@ -1,0 +1,184 @@
+"""Finding NaN and infinities, gradients that vanish, work for nothing, and what takes time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import bendtrace as bt
+from bendtrace.errors import InputError
+from bendtrace.workflows import dead_ends, find_nan, gradient_flow, hot_path, recomputation
+from tests.promise import bits, state
+
+
+class Deep(nn.Module):
+    """Layers in a loop, of which one makes what is planted."""
+
+    def __init__(self, bad: int, plant: float) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(6))
+        self.bad, self.plant = bad, plant
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number, layer in enumerate(self.layers):
+            x = layer(x).relu()
+            if number == self.bad:
+                x = x + self.plant / (x - x).sum()
+            x = x.clone()
+        return x.sum()
+
+
+@pytest.mark.parametrize("bad", range(6))
+@pytest.mark.parametrize("plant", [0.0, 1.0])
+@pytest.mark.parametrize("wrap", [False, True])
+def test_the_op_that_made_it_is_found(bad: int, plant: float, wrap: bool) -> None:
+    model = Deep(bad, plant)
+    before = bits(state(model))
+    found = find_nan(bt.BendedModule(model) if wrap else model, torch.ones(2, 4))
+    assert found is not None
+    assert found.cause == "op"
+    assert found.entry.layer_type == "rdiv"
+    assert (found.values.nans, found.values.infinities) == ((1, 0) if plant == 0 else (0, 1))
+    (operand,) = found.operands
+    assert (operand.low, operand.high) == (0.0, 0.0)
+    assert "self.plant / (x - x).sum()" in str(found)
+    assert bits(state(model)) == before
+
+
+def test_a_finite_run_has_none() -> None:
+    assert find_nan(Deep(-1, 0.0), torch.ones(2, 4)) is None
+    assert find_nan(lambda x: x + 1, torch.ones(2, dtype=torch.long)) is None
+    assert find_nan(lambda x: x * 1j, torch.ones(2)) is None
+
+
+def test_infinities_of_masks_are_meant() -> None:
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("mask", torch.full((3, 3), -torch.inf).triu(1))
+
+        def forward(self, x: Tensor) -> Tensor:
+            scores = x @ x.mT + self.mask
+            scores = scores.masked_fill(scores == 0, -torch.inf)
+            return scores.softmax(-1) @ x
+
+    model = Masked()
+    assert find_nan(model, torch.rand(3, 2)) is None
+    model.mask.fill_(-torch.inf)  # nothing is left to attend to
+    found = find_nan(model, torch.rand(3, 2))
+    assert found is not None
+    assert found.entry.layer_type == "softmax"
+    assert found.operands[0].infinities == 9
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_what_comes_from_outside_is_told_apart(value: float) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    found = find_nan(model, torch.tensor([[1.0, value]]))
+    assert found is not None
+    assert (found.cause, found.entry.kind) == ("input", "input")
+    with torch.no_grad():
+        model[1].weight[0, 0] = value
+    found = find_nan(model, torch.ones(1, 2))
+    assert found is not None
+    assert (found.cause, found.entry.module) == ("state", "1")
+    assert "1.weight" in str(found)
+
+
+def test_a_gradient_of_a_finite_run() -> None:
+    model = nn.Linear(2, 2)
+    model.weight.grad = torch.ones(2, 2)
+
+    class Rooted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = model
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.inner(x)
+            return (h - h).sqrt() + 1
+
+    found = find_nan(Rooted(), torch.ones(1, 2), loss=torch.sum)
+    assert found is not None
+    assert (found.cause, found.entry.layer_type) == ("backward", "sub")
+    assert found.operands[0].label.startswith("gradient of sqrt")
+    assert found.operands[0].is_finite
+    assert torch.equal(model.weight.grad, torch.ones(2, 2))
+    with pytest.raises(InputError, match="one element that requires a gradient"):
+        find_nan(Rooted(), torch.ones(1, 2), loss=lambda out: out)
+
+
+def test_gradients_by_parameter() -> None:
+    class Branches(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.used, self.dead, self.unused = (nn.Linear(2, 2, bias=False) for _ in range(3))
+            self.tiny = nn.Parameter(torch.ones(2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.used(x) + self.dead(x).clamp(5, 5) + self.tiny * 1e-9
+
+    model = Branches()
+    flow = gradient_flow(model, torch.ones(1, 2), loss=torch.sum)
+    assert {row.name: row.verdict for row in flow} == {
+        "tiny": "vanishing", "used.weight": "ok", "dead.weight": "zero",
+        "unused.weight": "no gradient",
+    }  # fmt: skip
+    used = next(row for row in flow if row.name == "used.weight")
+    assert used.norm == pytest.approx(2.0)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert "vanishing" in str(flow)
+    assert "<td>no gradient</td>" in flow._repr_html_().replace("  ", "")
+
+
+def test_dead_ends_are_what_nothing_depends_on() -> None:
+    class Busy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.BatchNorm1d(2)
+            self.last: Any = None
+
+        def forward(self, x: Tensor) -> Tensor:
+            unused = x.exp()
+            unused = unused * 2
+            asked = x.sin().sum()
+            self.last = x.cos()
+            y = torch.zeros_like(x)
+            y.add_(x.tan())
+            return self.norm(x) if asked > 100 else y
+
+    dead = dead_ends(bt.trace(Busy(), torch.ones(3, 2)))
+    assert [row.label.rpartition("_")[0] for row in dead] == ["exp_1", "mul_1"]
+    assert str(dead_ends(bt.trace(lambda x: x + 1, torch.ones(2)))) == "none"
+
+
+def test_the_hot_path_is_the_chain_that_takes_most() -> None:
+    def model(x: Tensor) -> Tensor:
+        small = x[:1].exp() + 1
+        large = x.exp()
+        return large.sum() + small
+
+    run = bt.trace(model, torch.ones(1000), save="none")
+    labels = [row.label.rpartition("_")[0] for row in hot_path(run, "memory")]
+    assert labels == ["input_1", "exp_2", "sum_1", "add_2", "output_1"]
+    path = hot_path(run)
+    assert path[0].label.startswith("input_1")
+    assert sum(row.time for row in path) <= sum(entry.time or 0 for entry in run)
+    with pytest.raises(InputError, match="save='none'"):
+        hot_path(bt.trace(model, torch.ones(3)))
+    with pytest.raises(InputError, match='by= is "time" or "memory"'):
+        hot_path(run, "flops")  # type: ignore[arg-type]
+
+
+def test_recomputation_counts_what_a_module_keeps_to_itself() -> None:
+    block = nn.Sequential(nn.Linear(8, 800), nn.ReLU(), nn.Linear(800, 8))
+    run = bt.trace(nn.Sequential(block, nn.Linear(8, 8)), torch.ones(4, 8), save="none")
+    (row,) = recomputation(run)
+    assert (row.module, row.nbytes) == ("0:1", 2 * 4 * 800 * 4)
+    assert row.bytes_per_second == pytest.approx(row.nbytes / row.time)
+    with pytest.raises(InputError, match="did not measure"):
+        recomputation(bt.trace(block, torch.ones(4, 8)))
