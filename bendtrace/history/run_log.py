@@ -12,6 +12,7 @@ from bendtrace.flow import FlowSteps
 from bendtrace.history.building import Log
 from bendtrace.history.entries import LayerEntry, ModuleEntry
 from bendtrace.history.lookup import Entries, Lookup
+from bendtrace.history.tables import Table, hash_of, table_of
 from bendtrace.history.text import (
     Facts,
     data_frame,
@@ -258,6 +259,44 @@ class RunLog:
             {'input_1_0': (4, 2), 'linear_1_1': (4, 3), 'output_1_2': (4, 3)}
         """
         return data_frame(self._lookup.layers)
+
+    def table(self, what: str = "ops") -> Table:
+        """Return a table of the run, which prints and has `to_list()`.
+
+        Args:
+            what: "ops", with their arguments; "modules", with the ops and bytes in all of their
+                calls; "parameters" or "buffers", with the number of ops that use each.
+
+        Raises:
+            InputError: there is no such table.
+
+        Example:
+            >>> import torch, bendtrace as bt
+            >>> layer = torch.nn.Linear(2, 2)
+            >>> trace = bt.trace(torch.nn.Sequential(layer, layer), torch.ones(1, 2))
+            >>> print(trace.table("parameters"))
+            name      shape    nbytes    trainable    ops
+            --------  -------  --------  -----------  -----
+            0.bias    (2,)     8 B       True         2
+            0.weight  (2, 2)   16 B      True         2
+        """
+        return table_of(self.entries, self.modules, what)
+
+    @property
+    def hash(self) -> str:
+        """A hash of the structure of the run, for tests: `assert trace.hash == "..."`.
+
+        It covers the ops with their functions, arguments, shapes, dtypes, modules, operands and
+        parameters, and the flow steps with their answers. It does not cover values, times, devices
+        and lines, so it is the same on other machines.
+
+        Example:
+            >>> import torch, bendtrace as bt
+            >>> runs = [bt.trace(torch.nn.ReLU(), torch.rand(size)) for size in (3, 3, 2)]
+            >>> [run.hash == runs[0].hash for run in runs]
+            [True, True, False]
+        """
+        return hash_of(self.entries, self.flow_steps)
 
     def count_flops(self) -> None:
         """Count floating point operations; a log without its run has those that were counted."""

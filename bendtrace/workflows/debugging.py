@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from bendtrace._checks import required_choice
-from bendtrace._lazy import tabulate
 from bendtrace._trace import Trace, trace
 from bendtrace.errors import InputError
 from bendtrace.history.entries import LayerEntry, Source
+from bendtrace.history.tables import Table, in_bytes, in_percent, in_seconds, rounded
 from bendtrace.tape.tape import refs_in
 from bendtrace.torch_rules.writes import works_in_place
 
@@ -233,50 +233,6 @@ _MASKS = frozenset(
 )  # fmt: skip
 
 
-class Table(Sequence[Any]):
-    """Rows of a result, which print as a table.
-
-    Args:
-        rows: named tuples of one kind.
-        formats: how the fields of some columns are shown, by name.
-    """
-
-    def __init__(
-        self, rows: Sequence[Any], formats: dict[str, Callable[[Any], str]] | None = None
-    ) -> None:
-        self._rows = tuple(rows)
-        self._formats = formats or {}
-
-    def __getitem__(self, index: Any) -> Any:
-        return self._rows[index]
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def _laid_out(self, form: str) -> str:
-        if not self._rows:
-            return "none"
-        names = self._rows[0]._fields
-        shown = [
-            [self._formats.get(name, str)(value) for name, value in zip(names, row, strict=True)]
-            for row in self._rows
-        ]
-        return str(tabulate.tabulate(shown, names, tablefmt=form, disable_numparse=True))
-
-    def __str__(self) -> str:
-        return self._laid_out("simple")
-
-    def __repr__(self) -> str:
-        return f"<Table of {len(self)} rows>"
-
-    def _repr_html_(self) -> str:
-        return self._laid_out("html")
-
-    def to_list(self) -> list[dict[str, Any]]:
-        """Return the rows as dicts of plain values."""
-        return [row._asdict() for row in self._rows]
-
-
 class GradientRow(NamedTuple):
     """The gradient of one parameter.
 
@@ -355,7 +311,7 @@ def gradient_flow(
         else:
             verdict = "ok"
         rows.append(GradientRow(name, norm, relative, zeros, verdict))
-    return Table(rows, {"norm": _short, "relative": _short, "zeros": _percent})
+    return Table(rows, {"norm": rounded, "relative": rounded, "zeros": in_percent})
 
 
 class CostRow(NamedTuple):
@@ -498,7 +454,7 @@ def recomputation(run: Trace) -> Table:
         if nbytes:
             rows.append(RecomputationRow(scope, nbytes, time, nbytes / max(time, 1e-9)))
     rows.sort(key=lambda row: -row.bytes_per_second)
-    return Table(rows, {"nbytes": _bytes, "time": _seconds, "bytes_per_second": _short})
+    return Table(rows, {"nbytes": in_bytes, "time": in_seconds, "bytes_per_second": rounded})
 
 
 def _cost(entry: LayerEntry) -> CostRow:
@@ -513,20 +469,4 @@ def _place(source: Source) -> str:
     return f"{os.path.basename(source.file)}:{source.line}"
 
 
-def _short(value: float | None) -> str:
-    return "" if value is None else f"{value:.3g}"
-
-
-def _percent(value: float) -> str:
-    return f"{value:.0%}"
-
-
-def _seconds(value: float) -> str:
-    return f"{value * 1e3:.3g} ms"
-
-
-def _bytes(value: int) -> str:
-    return f"{value / 1024:.3g} KiB" if value >= 1024 else f"{value} B"
-
-
-_COSTS: dict[str, Callable[[Any], str]] = {"time": _seconds, "nbytes": _bytes}
+_COSTS: dict[str, Callable[[Any], str]] = {"time": in_seconds, "nbytes": in_bytes}
