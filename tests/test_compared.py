@@ -258,7 +258,7 @@ ROWS: dict[str, tuple[Callable[[], str] | None, ...]] = {
         bendtrace_traces, hooks_run, torchlens_logs, nnsight_runs, fx_refuses, export_refuses,
         compile_breaks,
     ),
-    "a change of an op that is no module, which changes the way": (
+    "changing the output of a function, and so the path taken": (
         zeroed_by_bendtrace, hooks_see_modules, zeroed_by_torchlens, zeroed_by_nnsight, None,
         None, None,
     ),

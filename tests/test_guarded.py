@@ -88,7 +88,7 @@ class Case:
 
     @property
     def changes(self) -> bool:
-        """Whether anything is another after the first calls."""
+        """Whether anything changes after the first calls."""
         return (self.other, self.change, self.mode) != (None, None, nullcontext)
 
 
@@ -233,7 +233,7 @@ def test_every_case_has_a_row() -> None:
     assert set(CASES) - set(rows()) == set()
 
 
-# What the model is given
+# Arguments
 
 
 @case("which arguments there are", other=lambda: (grid(), grid()))
@@ -300,7 +300,7 @@ def array_given(x: Tensor, values: Any) -> Tensor:
     return x * float(values.sum())
 
 
-@case("which arguments are one and the same", lambda: (grid(), grid()), other=lambda: (grid(),) * 2)
+@case("which arguments are the same object", lambda: (grid(), grid()), other=lambda: (grid(),) * 2)
 def same(x: Tensor, y: Tensor) -> Any:
     return x * 2 if x is y else x * 3
 
@@ -425,7 +425,9 @@ def printed(x: Tensor) -> Tensor:
     return x * 2
 
 
-@case("whether an operation gives its input, a view or a copy", other=lambda: torch.ones(3, 2).t())
+@case(
+    "whether an operation returns its input, a view or a copy", other=lambda: torch.ones(3, 2).t()
+)
 def contiguous(x: Tensor) -> Tensor:
     y = x * 1
     z = (y if len(x) > 9 else y.t() if x.sum() > 6 else y).contiguous()
@@ -433,7 +435,9 @@ def contiguous(x: Tensor) -> Tensor:
     return y + (2 if z is y else 3)
 
 
-RAISES = "whether an operation raises, where the model has a handler; what it says, if that asks"
+RAISES = (
+    "whether an operation raises, if the model has a handler; its message, if the handler reads it"
+)
 
 
 @case(RAISES, lambda: (grid(), torch.tensor([1])), other=lambda: (grid(), torch.tensor([9])))
@@ -588,8 +592,8 @@ change(
 )
 
 IDENTITIES = (
-    "which submodules and functions there are, in which order, and in which order parameters are; "
-    "parameters being None or tied"
+    "which submodules and functions there are, and their order; the order of parameters, and which "
+    "are None or tied"
 )
 change(
     IDENTITIES, Layer,
@@ -635,7 +639,7 @@ def fill(model: Any, patch: pytest.MonkeyPatch) -> None:
     model.load_state_dict({name: torch.ones_like(v) for name, v in model.state_dict().items()})
 
 
-PARAMETERS = "parameters, buffers and tensors in attributes: their values, others in their place"
+PARAMETERS = "parameters, buffers and tensors in attributes: their values, or others in their place"
 change(
     PARAMETERS, Layer, fill, lambda m, p: m.fc.weight.data.fill_(2),
     lambda m, p: setattr(m.fc, "weight", nn.Parameter(torch.ones(3, 3))),
@@ -742,7 +746,7 @@ def rebinds() -> Callable[[Tensor], Tensor]:
     return model
 
 
-EVERY_CALL = "a plain value that is another after each call: a counter"
+EVERY_CALL = "a plain value that changes with each call: a counter"
 
 
 @case(EVERY_CALL, calls=6, live_at="self.value += 1")
@@ -806,7 +810,7 @@ change(
     GLOBALS, lambda: lambda x: x * SETTINGS.SCALE, lambda m, p: p.setattr(SETTINGS, "SCALE", 3.0)
 )
 change(
-    "tensors in globals and closures: their values, others",
+    "tensors in globals and closures: their values, or others in their place",
     lambda: lambda x: x * WEIGHT,
     puts("WEIGHT", torch.zeros(3)),
 )
@@ -825,7 +829,7 @@ def refills(value: Any) -> Change:
 
 
 change(
-    "tensors in globals and closures: their values, others",
+    "tensors in globals and closures: their values, or others in their place",
     lambda: closing(torch.ones(3)),
     refills(torch.zeros(3)),
 )
@@ -940,7 +944,7 @@ def total(n: int) -> float:
     return float(torch.arange(n).sum())
 
 
-CACHED = "what it keeps that was computed with tensors, and objects"
+CACHED = "objects that it keeps, and results of operations on tensors"
 
 
 @case(CACHED, calls=1)
@@ -997,7 +1001,7 @@ change(
 )  # fmt: skip
 EXCHANGED = (
     "functions of torch, `torch.nn.functional`, `torch.Tensor`, `torch.linalg`, numpy and math "
-    "that are exchanged: `torch.sin = f`"
+    "that are replaced: `torch.sin = f`"
 )
 layer_norm, view = nn.functional.layer_norm, Tensor.view
 change(EXCHANGED, lambda: lambda x: x * math.sqrt(4), lambda m, p: p.setattr(math, "sqrt", abs))
@@ -1292,8 +1296,8 @@ class HoldsCompiled(Layer):
 
 
 SOMETIMES = (
-    "whether a function named by `bt.opaque`, or an `autograd.Function` with branches, gives a "
-    "tensor, a number or None"
+    "whether a function named by `bt.opaque`, or an `autograd.Function` with branches, returns "
+    "a tensor, a number or None"
 )
 
 
@@ -1356,7 +1360,7 @@ def hooked_within(x: Tensor) -> Tensor:
 
 
 change(
-    "hooks on parameters and on tensors that are given", Layer,
+    "hooks on parameters and on tensors among the arguments", Layer,
     lambda m, p: m.fc.weight.register_hook(lambda gradient: gradient * 2),
 )  # fmt: skip
 
@@ -1460,7 +1464,7 @@ past = super(torch.autograd.function._SingleLevelFunction, Cube).apply
 
 
 @case(
-    "`apply` of an `autograd.Function`, taken before the run (since torch 2.14, a C++ one)",
+    "`apply` of an `autograd.Function`, looked up before the run (since torch 2.14, a C++ one)",
     needing,
     live_at="past(x)",
 )
@@ -1611,7 +1615,7 @@ def makes_a_generator(x: Tensor) -> Tensor:
 
 
 change(
-    "functions of the standard library that are exchanged: `operator.add = f`",
+    "functions of the standard library that are replaced: `operator.add = f`",
     lambda: lambda x: x * operator.index(2),
     lambda m, p: p.setattr(operator, "index", lambda number: 5),
 )
@@ -1620,7 +1624,7 @@ case(
     mode=lambda: Attribute(lambda name: setattr(Base, "__name__", name), "Other", "Base"),
 )(lambda: lambda x: x * len(Base.__name__))  # fmt: skip
 INSTALLED_CLASSES = (
-    "classes of installed packages that are changed; `__bases__` that are exchanged, `ABC.register`"
+    "classes of installed packages that are changed; `__bases__` that are replaced, `ABC.register`"
 )
 change(
     INSTALLED_CLASSES,
@@ -1664,7 +1668,7 @@ case(
     mode=lambda: Attribute(lambda b: setattr(Inheriting, "__bases__", b), (Triple,), (Double,)),
 )(lambda: lambda x: x * INHERITING.factor())
 change(
-    "a global that comes to hide a builtin", lambda: lambda x: x * len([1]),
+    "a new global that hides a builtin", lambda: lambda x: x * len([1]),
     lambda m, p: p.setitem(globals(), "len", lambda x: 9),
 )  # fmt: skip
 LOGGER = logging.getLogger("of a model")
@@ -1676,11 +1680,11 @@ case(OF_PYTHON, mode=lambda: Attribute(LOGGER.setLevel, "DEBUG", "NOTSET"))(
 # What is not seen
 
 case(
-    "settings of torch's not named above: `torch.set_warn_always`",
+    "settings of torch that are not named above: `torch.set_warn_always`",
     mode=lambda: Attribute(torch.set_warn_always, True, False),
 )(lambda: lambda x: x * (2 if torch.is_warn_always_enabled() else 3))
 change(
-    "functions of torch and numpy that are exchanged elsewhere than above",
+    "functions of torch and numpy that are replaced elsewhere than above",
     lambda: lambda x: x * float(np.polynomial.polynomial.polyval(2, [1, 1])),
     lambda m, p: p.setattr(np.polynomial.polynomial, "polyval", lambda x, c: 9.0),
 )
