@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from bendtrace._lazy import LazyModule
-from bendtrace._trace import OPTIONS, Trace
+from bendtrace._trace import OPTIONS, Trace, run_trace
 from bendtrace.dispatcher import Dispatcher
 from bendtrace.errors import InputError
 from bendtrace.interject.gates import running
@@ -91,6 +91,21 @@ class _SignedMethod:
 
     def __get__(self, module: Any, owner: type | None = None) -> Callable[..., Any]:
         return self._function if module is None else _Forward(self._function, module)
+
+
+class _Method:
+    """A method of a model, to trace with what is inserted in the model."""
+
+    def __init__(self, owner: BaseModule, name: str) -> None:
+        method = getattr(owner.model, name, None) if isinstance(name, str) else None
+        if not callable(method):
+            kind = type(owner.model).__name__
+            raise InputError(f"fn= is the name of a method of the model; {kind} has no {name!r}")
+        self._bendtrace_model = method
+        self._inserting = functools.partial(owner._inserting, function=method)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._bendtrace_model(*args, **kwargs)
 
 
 class BaseModule(ModuleProxy):
@@ -230,19 +245,24 @@ class BaseModule(ModuleProxy):
     def _called_inside(self, *args: Any, **kwargs: Any) -> Any:
         return self.forward(*args, **kwargs)
 
-    def trace(self, *args: Any, _return_out: bool = False, **kwargs: Any) -> Any:
+    def trace(
+        self, *args: Any, _return_out: bool = False, fn: str | None = None, **kwargs: Any
+    ) -> Any:
         """Run the model under the tracer, and remember the path it takes.
 
         Args:
             *args: positional arguments of the model.
             _return_out: whether to return the model's output as well.
+            fn: another method of the model to trace instead, by its name: `fn="encode"`. What is
+                inserted takes part, but calls of the method are not replayed along the trace. A
+                model with a parameter of that name gets it as an argument.
             **kwargs: keyword arguments of the model.
 
         Returns:
             The `Trace`, or with `_return_out` the trace and the output.
 
         Raises:
-            InputError: an option of `bendtrace.trace` was given.
+            InputError: an option of `bendtrace.trace` was given, or the model has no such method.
 
         Example:
             >>> import torch, bendtrace as bt
@@ -251,12 +271,17 @@ class BaseModule(ModuleProxy):
             >>> out
             tensor([4., 4., 4., 4.])
         """
+        if fn is not None and "fn" in self._signature.parameters:
+            kwargs["fn"], fn = fn, None
         foreign = kwargs.keys() & OPTIONS - self._signature.parameters
         if foreign:
             raise InputError(
                 f"a BendedModule remembers paths, and keeps no activations ({min(foreign)}=): "
                 "use bendtrace.trace(model, ...) for that"
             )
+        if fn is not None:
+            trace = run_trace(_Method(self, fn), args, kwargs, None)
+            return (trace, trace.output) if _return_out else trace
         plan = self._board.plan(args, kwargs)
         output = self._dispatcher.trace(args, kwargs, plan)
         assert self._dispatcher.latest is not None
@@ -502,7 +527,7 @@ class BaseModule(ModuleProxy):
 
     @contextmanager
     def _inserting(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], function: Any = None
     ) -> Iterator[LiveInserter | None]:
         """Within it, the gates call what is inserted; given is what puts them into a run."""
         plan = self._board.plan(args, kwargs)
@@ -510,7 +535,11 @@ class BaseModule(ModuleProxy):
             yield None
             return
         with running(plan):
-            yield LiveInserter(plan, self._known.registry, self._model)
+            registry, known = self._known.registry, self._known
+            if function is None:
+                yield LiveInserter(plan, registry, self._model)
+            else:
+                yield LiveInserter(plan, registry, function, path_of=known.path_of)
 
 
 @torch._disable_dynamo  # type: ignore[attr-defined]

@@ -319,3 +319,68 @@ def test_forward_has_the_signature_of_the_model() -> None:
     x = torch.ones(3)
     assert torch.equal(function.forward(x, scale=3.0), function(x, scale=3.0))
     assert function.stats.replays == 1
+
+
+class Coder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner, self.outer = nn.Linear(4, 2), nn.Linear(2, 4)
+
+    def encode(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x).relu() if x.sum() > 0 else self.inner(x)
+
+    def decode(self, z: torch.Tensor) -> torch.Tensor:
+        return self.outer(z)  # type: ignore[no-any-return]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.decode(self.encode(x))
+
+
+def test_another_method_is_traced_by_its_name() -> None:
+    model, x = Coder(), torch.ones(3, 4)
+    bended = bt.BendedModule(model)
+    trace, out = bended.trace(fn="encode", x=x, _return_out=True)
+    assert torch.equal(out, model.encode(x))
+    assert [step.text for step in trace.flow_steps] == ["x.sum() > 0"]
+    assert torch.equal(trace.replay(x * 2), model.encode(x * 2))
+    assert bended.stats == bt.Stats()
+    for wrong in ("nothing", "inner.weight", 3):
+        with pytest.raises(InputError, match=r"fn= is the name of a method of the model; Coder"):
+            bended.trace(x, fn=wrong)
+    takes_fn = bt.BendedModule(lambda x, fn: fn(x))
+    assert torch.equal(takes_fn.trace(x, fn=torch.neg, _return_out=True)[1], -x)
+
+
+@pytest.mark.parametrize("warm", [False, True])
+@pytest.mark.parametrize("where", ["inner", "inner.linear", nn.Linear, lambda n: n.name == "inner"])
+def test_what_is_inserted_takes_part_in_another_method(where: Any, warm: bool) -> None:
+    model, x = Coder(), torch.ones(3, 4)
+    bended = bt.BendedModule(model)
+    bended(x)
+    if warm:
+        bended.trace(x, fn="encode")
+    with bended.interject(where, lambda value: value * 0):
+        assert not bended.trace(x, fn="encode", _return_out=True)[1].any()
+        assert not bended.encode(x).any()
+    assert torch.equal(bended.trace(x, fn="encode", _return_out=True)[1], model.encode(x))
+    with bended.bend(lambda weight: weight * 0, "inner.weight"):
+        out = bended.trace(x, fn="encode", _return_out=True)[1]
+        assert torch.equal(out, bended.encode(x))
+        assert torch.equal(out, model.inner.bias.relu().expand(3, 2))
+
+
+def test_methods_by_name_as_in_torchbend() -> None:
+    model, x = Coder(), torch.ones(3, 4)
+    tb = bt.compat.torchbend
+    bended = tb.BendedModule(model)
+    graph, (z,) = bended.trace("encode", x=x, _return_out=True)
+    assert torch.equal(z, model.encode(x))
+    bended.trace("decode", z)
+    bended.trace(x)
+    assert list(graph) == list(bended.graph("encode"))
+    assert next(iter(bended.graph("decode"))) == "z"
+    assert next(iter(bended.graph())) == "x"
+    with pytest.raises(InputError, match=r"'other' was not traced"):
+        bended.graph("other")
+    assert bended.trace(fn="decode", z=z) is not None

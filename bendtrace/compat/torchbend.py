@@ -11,12 +11,13 @@ tensor([0., 0.]) ['input', 'relu', 'tanh', 'output']
 tensor([1., 1.])
 """
 
+from collections.abc import Callable
 from typing import Any
 
 from bendtrace import bends, module
 from bendtrace._trace import Trace
 from bendtrace.bends import *  # noqa: F403
-from bendtrace.errors import BendShapeError
+from bendtrace.errors import BendShapeError, InputError
 from bendtrace.flow import LogicalFlowStep
 from bendtrace.graph.mirror import Graph
 
@@ -48,26 +49,43 @@ class BendedModule(module.BendedModule):
         tensor([2., 2.])
     """
 
-    def trace(self, *args: Any, _return_out: bool = False, **kwargs: Any) -> Any:
-        """Run the model under the tracer.
+    def __init__(self, model: Callable[..., Any], **options: Any) -> None:
+        super().__init__(model, **options)
+        object.__setattr__(self, "_latest", {})  # the latest trace of each method
+
+    def trace(
+        self, *args: Any, _return_out: bool = False, fn: str | None = None, **kwargs: Any
+    ) -> Any:
+        """Run the model, or another method of it, under the tracer.
 
         Args:
-            *args: positional arguments of the model.
+            *args: positional arguments of the method; before them its name, if it is not
+                `forward`, and if the model does not take text.
             _return_out: whether to return the outputs as well.
-            **kwargs: keyword arguments of the model.
+            fn: the name of the method.
+            **kwargs: keyword arguments of the method.
 
         Returns:
             The graph of the run, whose `flow_steps` are a list of the branches that were taken.
             With `_return_out` that, and the outputs as a tuple, of one item where the model
             returns one thing.
         """
-        trace = super().trace(*args, **kwargs)
+        if fn is None and args and isinstance(args[0], str) and hasattr(self.model, args[0]):
+            fn, args = args[0], args[1:]
+        trace = super().trace(*args, fn=None if fn == "forward" else fn, **kwargs)
+        self._latest[fn or "forward"] = trace
         if not _return_out:
             return _graph(trace)
         return _graph(trace), trace.output if type(trace.output) is tuple else (trace.output,)
 
-    def graph(self) -> Graph:  # type: ignore[override]
-        """Return the graph of the latest trace, which prints as a graph of torch.fx does.
+    def graph(self, fn: str = "forward") -> Graph:  # type: ignore[override]
+        """Return the graph of a method's latest trace, which prints as a graph of torch.fx does.
+
+        Args:
+            fn: the name of the method.
+
+        Raises:
+            InputError: the method was not traced.
 
         Example:
             >>> import torch, bendtrace as bt
@@ -76,7 +94,10 @@ class BendedModule(module.BendedModule):
             >>> [(step.name, step.value) for step in bended.graph().flow_steps]
             [('bool', True)]
         """
-        return _graph(self.latest_trace)
+        trace = self.latest_trace if fn == "forward" else self._latest.get(fn)
+        if trace is None:
+            raise InputError(f"{fn!r} was not traced: call bended.trace({fn!r}, ...) first")
+        return _graph(trace)
 
 
 def _graph(trace: Trace) -> Graph:

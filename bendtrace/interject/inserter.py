@@ -126,6 +126,7 @@ class LiveInserter:
         registry: gives the names of nodes, as in all trees of the model.
         function: what is run.
         within: where that is, if it is a part of the model.
+        path_of: for a method of the model, gives the paths of modules from qualified names.
 
     Attributes:
         plan: as given.
@@ -144,8 +145,10 @@ class LiveInserter:
         registry: Registry,
         function: Callable[..., Any],
         within: Within | None = None,
+        path_of: Callable[[str], str] | None = None,
     ) -> None:
         self._within = within
+        self._path_of = path_of
         self.plan = plan
         self._registry = registry
         self._function = function
@@ -168,7 +171,7 @@ class LiveInserter:
         """Get ready for a run (see `recording.inserter.Inserter`)."""
         self.stage = stage
         prefix = "" if self._within is None else self._within.path
-        self.names = LiveNames(self._registry, self._function, stage.scope, prefix)
+        self.names = LiveNames(self._registry, self._function, stage.scope, prefix, self._path_of)
         self.entry = current_context()
 
     def starts(

@@ -26,6 +26,8 @@ class LiveNames:
         function: what is run.
         root: the scope around the run.
         prefix: path of what is run, where that is a part of a model.
+        path_of: for a method of a model, gives the paths of the modules that it calls, from their
+            qualified names: those that they have in runs of the model.
     """
 
     def __init__(
@@ -34,6 +36,7 @@ class LiveNames:
         function: Callable[..., Any],
         root: ModuleCall,
         prefix: str = "",
+        path_of: Callable[[str], str] | None = None,
     ) -> None:
         self._registry = registry
         self._function = function
@@ -41,6 +44,7 @@ class LiveNames:
         self._holders = Holders(function if isinstance(function, nn.Module) else None)
         # By identity; all of these are kept by the tape.
         self._prefix = prefix
+        self._path_of = path_of
         self._paths: dict[int, str] = {id(root): prefix}
         self._parameters: dict[int, list[tuple[str, Any]]] = {}
         self._numbers: dict[int, tuple[Site, int]] = {}
@@ -55,6 +59,8 @@ class LiveNames:
         outer = scope.parent
         if outer is None or (outer is self._root and isinstance(self._function, nn.Module)):
             path = self._prefix
+        elif outer is self._root and self._path_of is not None and scope.path:
+            path = self._path_of(scope.path)
         else:
             path = self._below(self._paths[id(outer)], scope)
         self._paths[id(scope)] = path
