@@ -16,7 +16,7 @@ from torch.nn.utils import parametrize
 from bendtrace.environment.environment import Environment
 from bendtrace.environment.executed import Ran, forbidden_in, learn
 from bendtrace.environment.kinds import is_value
-from bendtrace.environment.reachability import names_in, reachable_from
+from bendtrace.environment.reachability import is_finished, names_in, reachable_from
 from bendtrace.recording.encoding import Encoder, make_keys_plain, without_traced
 from bendtrace.recording.names import node_names
 from bendtrace.recording.writer import Writer
@@ -182,7 +182,9 @@ class Finish:
             # Nobody may meet a traced scalar after the run.
             if any(type(kept) in TRACED for kept in kept_in(cache)):
                 cache.cache_clear()
-            self.environment.filled_caches[cache] = entries_of(cache)
+            inner = cache.__wrapped__
+            if not (isinstance(inner, types.FunctionType) and is_finished(inner)):
+                self.environment.filled_caches[cache] = entries_of(cache)
         memo: dict[int, Any] = {}
         for change in changes:
             change.key = without_traced(change.key)
