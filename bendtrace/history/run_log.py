@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Iterator
 from functools import cached_property
@@ -11,6 +12,7 @@ from bendtrace._lazy import networkx as nx
 from bendtrace.flow import FlowSteps
 from bendtrace.history.building import Log
 from bendtrace.history.entries import LayerEntry, ModuleEntry
+from bendtrace.history.exports import Form, write_as
 from bendtrace.history.lookup import Entries, Lookup
 from bendtrace.history.tables import Table, hash_of, table_of
 from bendtrace.history.text import (
@@ -281,6 +283,34 @@ class RunLog:
             0.weight  (2, 2)   16 B      True         2
         """
         return table_of(self.entries, self.modules, what)
+
+    def write_as(self, form: Form, path: str | os.PathLike[str]) -> None:
+        """Write the log for a viewer of others.
+
+        Args:
+            form: "chrome", a trace of the ops and modules for chrome://tracing and Perfetto, one
+                after the other, as long as they took; "model_explorer", the JSON that Google's
+                Model Explorer opens; "tensorboard", a graph for TensorBoard; "parquet", a table of
+                the layers.
+            path: the file; for "tensorboard" the directory.
+
+        Raises:
+            InputError: there is no such form, or a Chrome trace is asked of a run that was not
+                measured.
+            ImportError: tensorboard, pandas or pyarrow is missing.
+            OSError: the file cannot be written.
+
+        Example:
+            >>> import json, os, tempfile, torch, bendtrace as bt
+            >>> trace = bt.trace(torch.nn.Sequential(torch.nn.ReLU()), torch.ones(2), save="none")
+            >>> with tempfile.TemporaryDirectory() as directory:
+            ...     path = os.path.join(directory, "run.json")
+            ...     trace.write_as("chrome", path)
+            ...     with open(path) as file:
+            ...         [event["name"] for event in json.load(file)["traceEvents"]]
+            ['process_name', 'Sequential', '0:1', 'relu_1_1']
+        """
+        write_as(form, path, self.name, self.entries, self.modules)
 
     @property
     def hash(self) -> str:
