@@ -32,6 +32,7 @@ PLACES = {
     "BendedModule": "bendtrace.module",
     "BendtraceError": "bendtrace.errors",
     "Difference": "bendtrace.view.diff.difference",
+    "Domain": "bendtrace.exploring.domain",
     "Explanation": "bendtrace.stats",
     "HookManager": "bendtrace.hooks",
     "Inputs": "bendtrace.interject.interjection",

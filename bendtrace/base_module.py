@@ -41,6 +41,8 @@ if TYPE_CHECKING:
     from bendtrace.compiled import speculation as compiled_speculation
     from bendtrace.compiled.report import CompiledReport
     from bendtrace.compiled.speculation import Speculation
+    from bendtrace.exploring import search as exploring_search
+    from bendtrace.exploring.result import Exploration
     from bendtrace.view.drawing.picture import Format, Picture
     from bendtrace.view.outline import coverage as outline_coverage
     from bendtrace.view.outline import graph as outline_graph
@@ -53,6 +55,7 @@ else:
     compiled_report = LazyModule("bendtrace.compiled.report")
     compiled_settings = LazyModule("bendtrace.compiled.settings")
     compiled_speculation = LazyModule("bendtrace.compiled.speculation")
+    exploring_search = LazyModule("bendtrace.exploring.search")
     outline_coverage = LazyModule("bendtrace.view.outline.coverage")
     outline_graph = LazyModule("bendtrace.view.outline.graph")
     outline_program = LazyModule("bendtrace.view.outline.program")
@@ -395,6 +398,52 @@ class BaseModule(ModuleProxy):
             ['x.abs().max() < 1']
         """
         return outline_coverage.coverage(self._tree)
+
+    def explore(
+        self, inputs: Any, domain: Mapping[str, Any], *, seconds: float | None = 10.0,
+        tries: int | None = None, seed: int = 0,
+    ) -> Exploration:  # fmt: skip
+        """Search for inputs that take the sides of branches that no call has taken.
+
+        From inputs that come to a question, the search goes on to others: along gradients of the
+        tested value where it has some, and else by changing elements, tokens, numbers and sizes.
+        A find is an input with which the model itself, run on a copy of its own, has taken the
+        side. What is not found may exist all the same.
+
+        Args:
+            inputs: where the search begins: a tuple of positional arguments, a dict of keyword
+                arguments, a pair (args, kwargs), or a list of several such inputs.
+            domain: which inputs may differ, by the name of the argument or of a part of one
+                (`"batch['ids']"`): each has a `Domain`, or a pair of the least and the greatest
+                number. All else stays as it is given.
+            seconds: how long to search at most; None for no limit.
+            tries: how often to run the model at most; None for no limit. With the same seed and
+                tries, and no limit in seconds, the same is found again.
+            seed: of the random choices.
+
+        Returns:
+            An `Exploration`: a list of finds that prints as a table. Its `inputs` can be given to
+            the model.
+
+        Raises:
+            InputError: the domain, or something else that is given, makes no sense; something is
+                inserted; the model cannot be copied, or raises with all of the inputs.
+
+        Example:
+            >>> import torch, bendtrace as bt
+            >>> bended = bt.BendedModule(lambda x: x * 2 if x.sum() > 25 else x)
+            >>> found = bended.explore(torch.zeros(3), {"x": (0.0, 10.0)})
+            >>> [(find.text, find.side) for find in found]
+            [('x.sum() > 25', True)]
+            >>> for args, kwargs in found.inputs:
+            ...     print(bool(args[0].sum() > 25))
+            True
+        """
+        if self._board:
+            raise InputError("a search runs the model itself: take away what is inserted first")
+        return exploring_search.explore(
+            self._model, self._trees.plain, inputs, domain, seconds, tries, seed
+        )
 
     @property
     def compiled(self) -> CompiledReport:

@@ -83,7 +83,7 @@ def rehearse(
     with (
         alone("a run of a copy of the model, to find where something is inserted,"),
         _random_state_kept(),
-        _shared_state_kept(model, twin),
+        shared_state_kept(model, twin),
         _Unsaved(_same, _same),
     ):
         recording = record(twin, args, kwargs, Signature(twin), inserter=inserter)
@@ -119,7 +119,7 @@ def _random_state_kept() -> Iterator[None]:
 
 
 @contextmanager
-def _shared_state_kept(model: Callable[..., Any], twin: Callable[..., Any]) -> Iterator[None]:
+def shared_state_kept(model: Callable[..., Any], twin: Callable[..., Any]) -> Iterator[None]:
     """Put back what a copy has in common with the model: what functions close over, globals."""
     own = {id(value) for value in _reached(model)}
     shared = {id(value): value for value in _reached(twin) if id(value) in own}

@@ -22,7 +22,7 @@ from bendtrace.view.outline.source import Choice, choices_in, decided_by, functi
 from bendtrace.view.outline.structure import Turns, turns_text
 from bendtrace.view.outline.walks import Walk, walks_of
 
-__all__ = ["BranchCoverage", "Coverage", "coverage"]
+__all__ = ["BranchCoverage", "Coverage", "coverage", "sides_seen"]
 
 # Code that is Python's own, and nobody's model.
 _STANDARD = sysconfig.get_path("stdlib") + os.sep
@@ -168,6 +168,31 @@ def _table(branches: Sequence[BranchCoverage]) -> str:
 def coverage(tree: TraceTree) -> Coverage:
     """Compare the branches that a tree's paths reached with the source that they ran."""
     return _Survey(tree).result()
+
+
+def sides_seen(
+    tree: TraceTree,
+) -> tuple[list[tuple[str, ast.AST]], list[tuple[Choice, str, bool]]]:
+    """Return the functions that ran, and the sides of their branches that were seen.
+
+    Returns:
+        Functions, with their files; and branches with the module whose forward was running and
+        the side. Of a branch that no input decides, the module is not known, and is "".
+    """
+    survey = _Survey(tree)
+    sides = [
+        (choice, path, side)
+        for choice, turns in survey.turns.items()
+        for (path, _), often in turns.items()
+        for side in (True, False)
+        if often[side]
+    ]
+    for file, function in survey.functions:
+        for choice in choices_in(file, function):
+            if choice not in survey.turns:
+                missing = survey._of(choice).missing
+                sides += [(choice, "", side) for side in (True, False) if side not in missing]
+    return list(survey.functions), sides
 
 
 class _Survey:

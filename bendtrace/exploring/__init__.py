@@ -1,0 +1,1 @@
+"""Finding inputs that take the sides of branches that no call has taken."""

@@ -1,0 +1,257 @@
+"""The model that is searched: a copy that runs on candidates, and what its runs show."""
+
+from __future__ import annotations
+
+import copy
+import os
+import sysconfig
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from types import CodeType
+from typing import Any
+
+from torch import nn
+
+from bendtrace.errors import InputError
+from bendtrace.exploring.domain import Candidate, Space
+from bendtrace.interject.knowledge import shared_state_kept
+from bendtrace.preserved_state import PreservedState
+from bendtrace.recording.finish import Recording
+from bendtrace.recording.iterations import is_inside_comparison, running_code, user_code
+from bendtrace.recording.rank_sync import alone
+from bendtrace.recording.run import Signature, record
+from bendtrace.source.sites import Place, Site, place_at
+from bendtrace.tape.tape import Guard, ModuleCall, Test, leaves_in
+from bendtrace.view.outline.source import Choice, choices_in, decided_by, function_of
+
+__all__ = ["Key", "Question", "Run", "Subject", "Taken"]
+
+_OCCURRENCES = 12  # of one question in one module and run; a loop asks it again and again
+
+# A side of a branch, in the module whose forward asked.
+Taken = tuple[Choice, str, bool]
+# What makes questions of several runs the same one.
+Key = tuple[Any, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Question:
+    """A truth that a run asked for.
+
+    Attributes:
+        key: the same in all runs that asked it at the same place, as often before.
+        guard: what was recorded of it.
+        around: the places that led to it, with the keys of the running functions.
+        path: the module whose forward asked.
+        decides: whether the answer alone decides a branch. Comparing containers asks as well.
+    """
+
+    key: Key
+    guard: Guard
+    around: tuple[tuple[Place, object], ...]
+    path: str
+    decides: bool
+
+    def sides(self, answer: bool) -> list[Taken]:
+        """Return what an answer decides."""
+        return [(choice, self.path, side) for choice, side in decided_by(self.around[0][0], answer)]
+
+    def leads_to(self, other: Question) -> bool:
+        """Whether a later question is only asked because of the answer to this one."""
+        mine, running = self.around[0]
+        if mine == other.around[0][0] and running == other.around[0][1]:
+            return True  # a loop has come to it again
+        spans = [
+            span
+            for choice, side in decided_by(mine, self.guard.expected)
+            for span in (choice.if_true if side else choice.if_false)
+        ]
+        return any(
+            place.file == mine.file and key == running and any(s.holds(place.span) for s in spans)
+            for place, key in other.around
+        )
+
+
+@dataclass(eq=False)
+class Run:
+    """What running the model on a candidate has shown.
+
+    Attributes:
+        candidate: the input.
+        recording: the run; None if it raised.
+        raised: the name of the error.
+        questions: the truths that it asked for, in order.
+        taken: the sides that it took.
+    """
+
+    candidate: Candidate
+    recording: Recording | None = None
+    raised: str = ""
+    questions: dict[Key, Question] = field(default_factory=dict)
+    taken: set[Taken] = field(default_factory=set)
+
+
+class Subject:
+    """A copy of a model, which each run finds as it was at the beginning. A context manager.
+
+    Args:
+        model: the model.
+        space: the inputs, of which the constants of the model's code are told.
+
+    Raises:
+        InputError: the model cannot be copied.
+    """
+
+    def __init__(self, model: Callable[..., Any], space: Space) -> None:
+        self._model = model
+        self._space = space
+        self._signature = Signature(model)
+        self._sites: dict[tuple[int, str], tuple[Site, set[Taken]]] = {}
+        self._codes: set[CodeType] = set()
+        self.functions: dict[tuple[str, Any], None] = {}
+        self._stack = ExitStack()
+        self._current: ExitStack | None = None
+        self._twin: Callable[..., Any] = model
+
+    def __enter__(self) -> Subject:
+        self._stack.enter_context(alone("a search for inputs"))
+        self._before = self._stack.enter_context(PreservedState(self._model))
+        self._renew()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        if self._current is not None:
+            self._current.close()
+        self._stack.close()
+
+    def _renew(self) -> None:
+        """Make the copy anew, and restore what it has in common with the model."""
+        if self._current is not None:
+            self._current.close()
+        try:
+            self._twin = copy.deepcopy(self._model)
+        except Exception as error:
+            raise InputError(
+                "inputs are tried on a copy of the model, which cannot be copied "
+                f"({type(error).__name__}: {error})"
+            ) from error
+        self._current = ExitStack()
+        self._current.enter_context(shared_state_kept(self._model, self._twin))
+        modules = self._twin.modules() if isinstance(self._twin, nn.Module) else ()
+        # torch counts no writes to the statistics of a batch norm.
+        self._is_fleeting = any(module.training and module._buffers for module in modules)
+
+    def run(self, candidate: Candidate) -> Run:
+        """Run the model itself on a candidate, and see which sides it takes."""
+        self._before.rewind()
+        args, kwargs = candidate.copied()
+        run = Run(candidate)
+        changed = True
+        try:
+            recording = record(self._twin, args, kwargs, self._signature)
+            changed = self._is_fleeting or recording.writes_outside or bool(recording.changes)
+            recording.result = None
+            self._read(run, recording)
+        except InputError:
+            raise
+        except Exception as error:
+            run.raised = type(error).__name__
+            run.taken |= self._taken_before(error)
+        if changed:
+            self._renew()
+        return run
+
+    def _read(self, run: Run, recording: Recording) -> None:
+        run.recording, tape = recording, recording.tape
+        asked: dict[Key, int] = {}
+        for guard in tape.guards:
+            self._see(run, guard.scope, guard.site)
+            if guard.test is not Test.TRUTH or guard.site is None:
+                continue
+            if guard.how in ("", "metadata", "type"):
+                continue
+            key = (guard.site.identity, guard.scope.path)
+            asked[key] = asked.get(key, 0) + 1
+            around = tuple(running_code(guard.scope, guard.site))
+            if not around:
+                continue
+            place, running, scope = user_code(guard.scope, guard.site)
+            around = ((place, running), *around[1:])
+            decides = not is_inside_comparison(guard, tape)
+            question = Question((*key, asked[key]), guard, around, scope.path, decides)
+            if asked[key] <= _OCCURRENCES:
+                run.questions[question.key] = question
+            if decides:
+                run.taken.update(question.sides(bool(guard.expected)))
+        for op in tape.ops:
+            self._see(run, op.scope, op.site)
+            for value in leaves_in((op.args, op.kwargs)) if op.is_work else ():
+                if type(value) in (int, float) and len(self._space.numbers) < 256:
+                    self._space.numbers[value] = None
+        for call in tape.calls:
+            if call.parent is not None:
+                self._see(run, call.parent, call.site)
+
+    def _see(self, run: Run, scope: ModuleCall, site: Site | None) -> None:
+        """Note the sides under which something at a site happened."""
+        if site is None:
+            return
+        known = self._sites.get((id(site), scope.path))
+        if known is None:
+            taken: set[Taken] = set()
+            for (code, _), place in zip(site.chain, site.places, strict=True):
+                if not place.in_torch:
+                    taken |= self._under(place, scope.path)
+                    self._read_constants(code)
+            known = self._sites[id(site), scope.path] = site, taken
+        run.taken |= known[1]
+
+    def _under(self, place: Place, path: str) -> set[Taken]:
+        function = None if _is_standard(place.file) else function_of(place)
+        if function is None:
+            return set()
+        self.functions[place.file, function] = None
+        return {
+            (choice, path, side)
+            for choice in choices_in(place.file, function)
+            for side in (True, False)
+            if any(s.holds(place.span) for s in (choice.if_true if side else choice.if_false))
+        }
+
+    def _taken_before(self, error: Exception) -> set[Taken]:
+        """Return the sides under which an error was raised."""
+        taken: set[Taken] = set()
+        trace, path = error.__traceback__, ""
+        modules = {}
+        if isinstance(self._twin, nn.Module):
+            modules = {id(module): name for name, module in self._twin.named_modules()}
+        while trace is not None:
+            code, owner = trace.tb_frame.f_code, trace.tb_frame.f_locals.get("self")
+            path = modules.get(id(owner), path)
+            place = place_at(code, trace.tb_lasti)
+            if not place.in_torch:
+                taken |= self._under(place, path)
+                function = function_of(place)
+                if trace.tb_next is None and function and isinstance(error, AssertionError):
+                    taken |= {
+                        (choice, path, False)
+                        for choice in choices_in(place.file, function)
+                        if choice.kind == "assert" and place.line == choice.line
+                    }
+            trace = trace.tb_next
+        return taken
+
+    def _read_constants(self, code: CodeType) -> None:
+        if code not in self._codes:
+            self._codes.add(code)
+            numbers: Iterator[Any] = (n for n in code.co_consts if type(n) in (int, float))
+            self._space.numbers.update(dict.fromkeys(numbers))
+
+
+_STANDARD = sysconfig.get_path("stdlib") + os.sep
+_INSTALLED = tuple(sysconfig.get_path(name) + os.sep for name in ("purelib", "platlib"))
+
+
+def _is_standard(file: str) -> bool:
+    return file.startswith(_STANDARD) and not file.startswith(_INSTALLED)
