@@ -6,19 +6,20 @@ as numbers. What comes out only guides the search: the model itself decides what
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from bendtrace.tape.captured import Captured
 from bendtrace.tape.structure import Existing, Instance, build
-from bendtrace.tape.tape import Guard, Op, OpKind, Ref, Tape, TensorMeta
+from bendtrace.tape.tape import Op, OpKind, Ref, Tape, TensorMeta
 from bendtrace.torch_rules.functions import name_of
 
-__all__ = ["Course", "Margin"]
+__all__ = ["Asked", "Course", "Margin"]
 
 _FAR = 1e6  # where no distance is known
 
@@ -98,6 +99,10 @@ def _compared(name: str, a: Any, b: Any, is_whole: bool) -> Margin:
     return _margin(hard, a - b if name in ("gt", "ge") else b - a, unit)
 
 
+def _rounded(x: Tensor, digits: int = 0) -> Tensor:
+    return _through(torch.round(x, decimals=digits), x)
+
+
 def _of_truth(hard: Tensor) -> Margin:
     true = hard.to(torch.get_default_dtype())
     return Margin(1 - true, true)
@@ -113,20 +118,32 @@ _STEPS = frozenset({"floor", "ceil", "round", "trunc"})
 _WHOLE = frozenset({"int", "long", "to", "type", "short", "index"})
 
 
+class Asked(Protocol):
+    """A truth, in terms of what was recorded."""
+
+    @property
+    def roots(self) -> tuple[int, ...]:
+        """The ops whose values it needs."""
+
+    @property
+    def truth(self) -> Callable[[Course], Margin]:
+        """Returns the distance, given a course that has come to it."""
+
+
 class Course:
     """The part of a recorded run that leads to some of its questions, to be done again.
 
     Args:
         tape: of the run.
-        wanted: guards on truths, with the answer that each is to have.
+        wanted: truths, with the answer that each is to have.
     """
 
-    def __init__(self, tape: Tape, wanted: Iterable[tuple[Guard, bool]]) -> None:
+    def __init__(self, tape: Tape, wanted: Iterable[tuple[Asked, bool]]) -> None:
         self._ops = tape.ops
         self._wanted = list(wanted)
         self._strict: set[int] = set()  # ops that take no numbers in place of integers and truths
         needed: set[int] = set()
-        waiting = [guard.index for guard, _ in self._wanted]
+        waiting = [root for asked, _ in self._wanted for root in asked.roots]
         while waiting:
             index = waiting.pop()
             if index not in needed:
@@ -158,11 +175,46 @@ class Course:
             for op in self._order:
                 values[op.index] = self._result(op, arguments)
             total = torch.zeros(())
-            for guard, answer in self._wanted:
-                margin = self._truth(values[guard.index])
+            for asked, answer in self._wanted:
+                margin = asked.truth(self)
                 total = total + (margin.true if answer else margin.false).sum()
         self._values = {}
         return torch.nan_to_num(total, nan=_FAR, posinf=_FAR)
+
+    def value(self, index: int) -> Any:
+        """Return what an op gave."""
+        return self._values[index]
+
+    def applied(self, function: Callable[..., Any], operands: list[Any], is_whole: bool) -> Any:
+        """Return what a function of Python's gives, with gradients as far as possible.
+
+        Args:
+            function: an operator, a builtin function of numbers, or one of `math`.
+            operands: what it is given.
+            is_whole: whether its operands are integers.
+        """
+        name = function.__name__.strip("_")
+        if not any(isinstance(value, (Tensor, Margin, Index)) for value in operands):
+            return function(*operands)
+        if name in ("and", "or"):
+            return functools.reduce(
+                lambda a, b: self._logical(name, a, b), map(self.truth, operands)
+            )
+        if name in ("not", "bool"):
+            truth = self.truth(operands[0])
+            return truth if name == "bool" else Margin(truth.false, truth.true)
+        if name in ("gt", "ge", "lt", "le", "eq", "ne"):
+            return self._compare(name, operands[0], operands[1], is_whole)
+        first, *more = map_numbers(operands)
+        if name == "int":
+            return _through(first.trunc(), first)
+        if name == "round":
+            return _rounded(first, *more)
+        if name == "float":
+            return first.double()
+        if function.__module__ == "math":
+            return getattr(torch, name)(*map(torch.as_tensor, (first, *more)))
+        return function(first, *more)
 
     def _result(self, op: Op, arguments: tuple[Any, ...]) -> Any:
         if op.is_given:
@@ -179,8 +231,8 @@ class Course:
                 if known is not NotImplemented:
                     return known
                 args, kwargs = map_numbers(args), map_numbers(kwargs)
-                if op.kind is OpKind.SCALAR and op.target.__module__ == "math":
-                    return getattr(torch, op.target.__name__)(*map(torch.as_tensor, args))
+                if op.kind is OpKind.SCALAR and getattr(op.target, "__module__", "") == "math":
+                    return self.applied(op.target, list(args), False)
                 return op.target(*args, **kwargs)
             except Exception:
                 self._strict.add(op.index)
@@ -215,7 +267,8 @@ class Course:
             return type(meta)(value.item()) if type(meta) in (bool, int, float) else value
         return value if meta.dtype.is_floating_point else value.detach().to(meta.dtype)
 
-    def _truth(self, value: Any) -> Margin:
+    def truth(self, value: Any) -> Margin:
+        """Return the distance of what Python takes for true or false."""
         if isinstance(value, Margin):
             return value
         if isinstance(value, (bool, torch.Tensor)) and torch.as_tensor(value).dtype is torch.bool:
@@ -254,12 +307,14 @@ class Course:
             if not (first_is_truth and name in ("all", "any")):
                 return NotImplemented
         if name in _SAME or (name == "to" and isinstance(first, Margin) and to_bool):
-            return self._truth(first) if to_bool and name == "bool" else first
+            if type(op.meta) is float and isinstance(first, Tensor):
+                return first.double()  # as Python's own numbers are
+            return self.truth(first) if to_bool and name == "bool" else first
         if name in ("all", "any"):
-            return self._of_all(name, self._truth(first), *args[1:], **kwargs)
+            return self._of_all(name, self.truth(first), *args[1:], **kwargs)
         if name.startswith(("logical_", "bitwise_")) or name in _LOGIC:
             if to_bool or isinstance(op.meta, bool):
-                return self._logical(name.rpartition("_")[2], *map(self._truth, args[:2]))
+                return self._logical(name.rpartition("_")[2], *map(self.truth, args[:2]))
             return NotImplemented
         if name in ("isnan", "isinf", "isfinite"):
             return _of_truth(op.target(map_numbers(first)))
@@ -281,6 +336,9 @@ class Course:
         if name in _WHOLE and (whole is int or (whole in _INTEGERS)):
             return _through(first.trunc(), first)
         if name in _STEPS:
+            if name == "round":
+                digits = args[1] if args[1:] else kwargs.get("decimals", 0)
+                return _rounded(first, digits)
             return _through(getattr(torch, name)(first), first)
         if name == "sign":
             return _through(first.sign(), first / (1 + first.abs()))

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from bendtrace.errors import InputError
 from bendtrace.recording.run import Signature
-from bendtrace.tape.captured import child_label
 
 __all__ = ["Candidate", "Domain", "Space"]
 
@@ -126,15 +125,16 @@ class Domain:
 
     def holds(self, number: float) -> bool:
         """Whether a number lies between low and high."""
-        assert self.low is not None and self.high is not None
+        low, high = self.bounds(False)
         # Bounds are compared as the tensor stores them: 0.1 is not a float32.
-        slack = 1e-6 * max(abs(self.low), abs(self.high)) if type(number) is float else 0
-        return self.low - slack <= number <= self.high + slack
+        slack = 1e-6 * max(abs(low), abs(high)) if type(number) is float else 0
+        return low - slack <= number <= high + slack
 
     def bounds(self, is_whole: bool) -> tuple[float, float]:
         """Return the least and the greatest number."""
         low, high = (min(self.values), max(self.values)) if self.values else (self.low, self.high)
-        assert low is not None and high is not None
+        assert low is not None
+        assert high is not None
         return (math.ceil(low), math.floor(high)) if is_whole else (low, high)
 
     def draw(self, shape: tuple[int, ...], like: Tensor, generator: torch.Generator) -> Tensor:

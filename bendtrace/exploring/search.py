@@ -12,10 +12,10 @@ from torch import Tensor
 
 from bendtrace._checks import required_int, required_number
 from bendtrace.errors import InputError
-from bendtrace.exploring.distance import Course
+from bendtrace.exploring.distance import Asked, Course
 from bendtrace.exploring.domain import Candidate, Space
 from bendtrace.exploring.result import Exploration, Find, Unfound
-from bendtrace.exploring.subject import Key, Question, Run, Subject, Taken
+from bendtrace.exploring.subject import Key, Run, Subject, Taken
 from bendtrace.recording.run import Signature
 from bendtrace.replay.tree import TraceTree
 from bendtrace.view.outline.coverage import sides_seen
@@ -77,7 +77,7 @@ class _Search:
         self._began = time.perf_counter()
         self._seconds, self._tries, self._runs = seconds, tries, 0
         functions, taken = sides_seen(tree)
-        subject.functions.update(functions)
+        subject.functions.update(dict.fromkeys(functions))
         self._taken: dict[Choice, dict[str, set[bool]]] = {}
         self._asked: set[Choice] = set()
         for choice, path, side in taken:
@@ -132,14 +132,41 @@ class _Search:
                             missing.add((choice, path, side))
         return missing
 
+    def _read_formulas(self, run: Run) -> None:
+        """Look in the source for the conditions that no question decides."""
+        for file, function in self._subject.functions:
+            for choice in choices_in(file, function):
+                if choice in self._asked or choice.kind in ("and", "or"):
+                    continue
+                for side in (True, False):
+                    known = self._reached.get((choice, function), {}).get(not side, [])
+                    if self._is_missing(choice, side) and len(known) < _BASES:
+                        if run.asked((choice, function)) is not None:
+                            answers = self._reached.setdefault((choice, function), {})
+                            answers.setdefault(not side, []).append(run)
+
+    def _is_missing(self, choice: Choice, side: bool) -> bool:
+        """Whether a branch that no question decides is not known to have taken a side."""
+        spans = choice.if_true if side else choice.if_false
+        return bool(spans) and not any(side in s for s in self._taken.get(choice, {}).values())
+
+    def _is_met(self, key: Key, answer: bool) -> bool:
+        """Whether a question has been answered in some way."""
+        if type(key[0]) is Choice:
+            return not self._is_missing(key[0], answer)
+        return answer in self._reached[key]
+
     def _next_target(self, missing: set[Taken]) -> tuple[Key, bool] | None:
         """Return the question, and the answer to it, that was tried least."""
         best, least = None, float("inf")
         for key, answers in self._reached.items():
-            for answer in {True, False} - answers.keys():
-                run = answers[not answer][0]
-                question = run.questions[key]
-                is_wanted = question.decides and any(s in missing for s in question.sides(answer))
+            for answer in (True, False):
+                if not answers.get(not answer) or self._is_met(key, answer):
+                    continue
+                asked = answers[not answer][0].questions.get(key)
+                is_wanted = asked is None or (
+                    asked.decides and any(side in missing for side in asked.sides(answer))
+                )
                 rank = (1 + self._attempts[key, answer]) * (1.0 if is_wanted else 5.0)
                 if rank < least:
                     best, least = (key, answer), rank
@@ -182,6 +209,8 @@ class _Search:
                 runs.append(run)
         if is_new:
             self._corpus.append(candidate)
+        if run.recording is not None:
+            self._read_formulas(run)
         return run
 
     def _check_reached(self, starts: list[Candidate]) -> None:
@@ -203,9 +232,9 @@ class _Search:
                     else self._space.mutated(run.candidate, other)
                 )  # fmt: skip
                 moved = self._run(made)
-                if answer in self._reached[key]:
+                if self._is_met(key, answer):
                     return
-                if key in moved.questions:
+                if moved.asked(key) is not None:
                     run = moved
                     break
         self._descend(run, key, answer)
@@ -234,14 +263,14 @@ class _Search:
                 candidate, stuck = best, 0
             else:
                 stuck += 1
-                if stuck > 3:
-                    return
-            if least == 0 or since >= 10:
+            if least == 0 or since >= 10 or (stuck > 3 and candidate is not run.candidate):
                 since = 0
                 run = self._run(candidate)
-                if answer in self._reached[key] or key not in run.questions:
+                if self._is_met(key, answer) or run.asked(key) is None:
                     return
                 course = self._course(run, key, answer)
+            elif stuck > 3:
+                return
             if not stuck:
                 distance, slopes, tokens = self._slopes(course, candidate)
                 if distance == 0:  # the model itself does not agree
@@ -249,14 +278,15 @@ class _Search:
 
     def _course(self, run: Run, key: Key, answer: bool) -> Course:
         """Return the way to a question, past those that it depends on."""
+        target = run.asked(key)
         assert run.recording is not None
-        target = run.questions[key]
-        wanted = [(target.guard, answer)]
+        assert target is not None
+        wanted: list[tuple[Asked, bool]] = [(target, answer)]
         for question in run.questions.values():
-            if question is target:
+            if question is target or question.guard.position > max(target.roots) + 1:
                 break
             if question.leads_to(target):
-                wanted.append((question.guard, bool(question.guard.expected)))
+                wanted.append((question, bool(question.guard.expected)))
         return Course(run.recording.tape, wanted)
 
     def _require_time(self) -> None:
@@ -321,9 +351,9 @@ class _Search:
                 for place in flat.abs().topk(min(4, flat.numel())).indices.tolist():
                     if flat[place]:
                         for by in (distance / float(flat[place]), float(flat[place].sign())):
-                            step = torch.zeros_like(flat)
-                            step[place] = -by
-                            yield self._moved(base, {label: step.view(slope.shape)})
+                            alone = torch.zeros_like(flat)
+                            alone[place] = -by
+                            yield self._moved(base, {label: alone.view(slope.shape)})
         for label, slope in tokens.items():
             yield from self._exchanged(base, label, slope)
 
@@ -343,9 +373,9 @@ class _Search:
                 made[label] = moved.requires_grad_(value.requires_grad)
             else:
                 low, high = domain.bounds(type(value) is int)
-                moved = float(value + step)
-                made[label] = type(value)(min(max(round(moved) if type(value) is int else moved,
-                                                  low), high))  # fmt: skip
+                number = value + float(step)
+                number = round(number) if type(value) is int else number
+                made[label] = type(value)(min(max(number, low), high))
         return self._space.replaced(base, made)
 
     def _exchanged(self, base: Candidate, label: str, slope: Tensor) -> Iterator[Candidate]:

@@ -14,7 +14,9 @@ from typing import Any
 from torch import nn
 
 from bendtrace.errors import InputError
+from bendtrace.exploring.distance import Course, Margin
 from bendtrace.exploring.domain import Candidate, Space
+from bendtrace.exploring.plain import Formula, formula_of
 from bendtrace.interject.knowledge import shared_state_kept
 from bendtrace.preserved_state import PreservedState
 from bendtrace.recording.finish import Recording
@@ -27,7 +29,7 @@ from bendtrace.view.outline.source import Choice, choices_in, decided_by, functi
 
 __all__ = ["Key", "Question", "Run", "Subject", "Taken"]
 
-_OCCURRENCES = 12  # of one question in one module and run; a loop asks it again and again
+_OCCURRENCES = 64  # of one question in one module and run; a loop asks it again and again
 
 # A side of a branch, in the module whose forward asked.
 Taken = tuple[Choice, str, bool]
@@ -53,11 +55,20 @@ class Question:
     path: str
     decides: bool
 
+    @property
+    def roots(self) -> tuple[int, ...]:
+        """The op that is asked."""
+        return (self.guard.index,)
+
+    def truth(self, course: Course) -> Margin:
+        """Return the distance, given a course that has come to it."""
+        return course.truth(course.value(self.guard.index))
+
     def sides(self, answer: bool) -> list[Taken]:
         """Return what an answer decides."""
         return [(choice, self.path, side) for choice, side in decided_by(self.around[0][0], answer)]
 
-    def leads_to(self, other: Question) -> bool:
+    def leads_to(self, other: Question | Formula) -> bool:
         """Whether a later question is only asked because of the answer to this one."""
         mine, running = self.around[0]
         if mine == other.around[0][0] and running == other.around[0][1]:
@@ -83,6 +94,7 @@ class Run:
         raised: the name of the error.
         questions: the truths that it asked for, in order.
         taken: the sides that it took.
+        formulas: conditions that were read from the source.
     """
 
     candidate: Candidate
@@ -90,6 +102,19 @@ class Run:
     raised: str = ""
     questions: dict[Key, Question] = field(default_factory=dict)
     taken: set[Taken] = field(default_factory=set)
+    formulas: dict[Key, Formula | None] = field(default_factory=dict)
+
+    def asked(self, key: Key) -> Question | Formula | None:
+        """Return a question; None if the run did not come to it.
+
+        Args:
+            key: of a question, or a branch that no question decides and the function it is in.
+        """
+        if self.recording is None or type(key[0]) is not Choice:
+            return self.questions.get(key)
+        if key not in self.formulas:
+            self.formulas[key] = formula_of(*key, self.recording)
+        return self.formulas[key]
 
 
 class Subject:
