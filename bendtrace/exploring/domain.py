@@ -118,7 +118,7 @@ class Domain:
             least, most = value.min().item(), value.max().item()
             if not (self.holds(least) and self.holds(most)):
                 raise InputError(f"{label} has elements from {least} to {most}, outside of {self}")
-        if self.values is not None:
+        if self.values is not None and value.dtype is not torch.bool:
             allowed = torch.tensor(self.values, device=value.device).to(value.dtype)
             if not torch.isin(value.detach(), allowed).all():
                 raise InputError(f"{label} has elements outside of {self!r}")

@@ -77,7 +77,7 @@ class Exploration(Sequence[Find]):
     @property
     def inputs(self) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
         """The inputs, as (args, kwargs), each once, without those with which the model raises."""
-        found = {id(find.args): (find.args, find.kwargs) for find in self if not find.raised}
+        found = {find.run: (find.args, find.kwargs) for find in self if not find.raised}
         return list(found.values())
 
     @overload

@@ -76,10 +76,9 @@ class _Search:
         self._space, self._subject = space, subject
         self._began = time.perf_counter()
         self._seconds, self._tries, self._runs = seconds, tries, 0
-        functions, taken = sides_seen(tree)
+        functions, taken, self._asked = sides_seen(tree)
         subject.functions.update(dict.fromkeys(functions))
         self._taken: dict[Choice, dict[str, set[bool]]] = {}
-        self._asked: set[Choice] = set()
         for choice, path, side in taken:
             self._taken.setdefault(choice, {}).setdefault(path, set()).add(side)
         self._finds: list[Find] = []
@@ -89,12 +88,15 @@ class _Search:
 
     def result(self, starts: list[Candidate]) -> Exploration:
         try:
-            for start in starts:
-                self._run(start, is_given=True)
+            runs = [self._run(start, is_given=True) for start in starts]
+            if all(run.recording is None for run in runs):
+                raise InputError(
+                    f"the model raises a {runs[0].raised} with the inputs that the search is to "
+                    "begin at: give some that it returns from"
+                )
             self._search()
         except _OutOfBudget:
             pass
-        self._check_reached(starts)
         left = [
             Unfound(choice.kind, choice.text, choice.file, choice.line, side, path)
             for choice, path, side in sorted(self._missing(), key=_place_of)
@@ -213,10 +215,6 @@ class _Search:
             self._read_formulas(run)
         return run
 
-    def _check_reached(self, starts: list[Candidate]) -> None:
-        if not self._corpus:
-            raise InputError(f"the model raises an error with each of the {len(starts)} inputs")
-
     # One question
 
     def _attempt(self, key: Key, answer: bool) -> None:
@@ -244,6 +242,8 @@ class _Search:
         course, candidate, stuck, since = self._course(run, key, answer), run.candidate, 0, 0
         distance, slopes, tokens = self._slopes(course, candidate)
         for _ in range(_ROUNDS):
+            if distance == 0:  # the model itself does not agree
+                return
             best, least = candidate, distance
             moves = list(self._moves(candidate, distance, slopes, tokens)) if not stuck else []
             if not moves or stuck:
@@ -273,8 +273,6 @@ class _Search:
                 return
             if not stuck:
                 distance, slopes, tokens = self._slopes(course, candidate)
-                if distance == 0:  # the model itself does not agree
-                    return
 
     def _course(self, run: Run, key: Key, answer: bool) -> Course:
         """Return the way to a question, past those that it depends on."""

@@ -23,7 +23,7 @@ from bendtrace.recording.finish import Recording
 from bendtrace.recording.iterations import is_inside_comparison, running_code, user_code
 from bendtrace.recording.rank_sync import alone
 from bendtrace.recording.run import Signature, record
-from bendtrace.source.sites import Place, Site, place_at
+from bendtrace.source.sites import PACKAGE, TORCH, Place, Site, place_at
 from bendtrace.tape.tape import Guard, ModuleCall, Test, leaves_in
 from bendtrace.view.outline.source import Choice, choices_in, decided_by, function_of
 
@@ -113,7 +113,7 @@ class Run:
         if self.recording is None or type(key[0]) is not Choice:
             return self.questions.get(key)
         if key not in self.formulas:
-            self.formulas[key] = formula_of(*key, self.recording)
+            self.formulas[key] = formula_of(key[0], key[1], self.recording)
         return self.formulas[key]
 
 
@@ -255,7 +255,7 @@ class Subject:
             code, owner = trace.tb_frame.f_code, trace.tb_frame.f_locals.get("self")
             path = modules.get(id(owner), path)
             place = place_at(code, trace.tb_lasti)
-            if not place.in_torch:
+            if not place.file.startswith((TORCH, PACKAGE)):
                 taken |= self._under(place, path)
                 function = function_of(place)
                 if trace.tb_next is None and function and isinstance(error, AssertionError):

@@ -172,12 +172,12 @@ def coverage(tree: TraceTree) -> Coverage:
 
 def sides_seen(
     tree: TraceTree,
-) -> tuple[list[tuple[str, ast.AST]], list[tuple[Choice, str, bool]]]:
+) -> tuple[list[tuple[str, ast.AST]], list[tuple[Choice, str, bool]], set[Choice]]:
     """Return the functions that ran, and the sides of their branches that were seen.
 
     Returns:
-        Functions, with their files; and branches with the module whose forward was running and
-        the side. Of a branch that no input decides, the module is not known, and is "".
+        Functions, with their files; branches with the module whose forward was running and the
+        side; and the branches that inputs decide. Of others the module is not known, and is "".
     """
     survey = _Survey(tree)
     sides = [
@@ -192,7 +192,7 @@ def sides_seen(
             if choice not in survey.turns:
                 missing = survey._of(choice).missing
                 sides += [(choice, "", side) for side in (True, False) if side not in missing]
-    return list(survey.functions), sides
+    return list(survey.functions), sides, set(survey.turns)
 
 
 class _Survey:
