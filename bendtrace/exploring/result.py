@@ -24,6 +24,7 @@ class Unfound:
         line: its line, counted from 1.
         side: which side, True or False.
         module_path: the module whose forward asks; "" for the model itself.
+        iteration: in loops over things, the iteration of each loop around it, counted from 0.
     """
 
     kind: str
@@ -32,11 +33,13 @@ class Unfound:
     line: int
     side: bool
     module_path: str
+    iteration: tuple[int, ...]
 
     def _row(self) -> tuple[str, ...]:
         text = shorten(self.text, 60, placeholder=" ...")
         where = place_text(self.file, self.line)
-        return (self.kind, text, where, self.module_path, str(self.side))
+        iteration = ".".join(map(str, self.iteration))
+        return (self.kind, text, where, self.module_path, iteration, str(self.side))
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,6 +57,9 @@ class Find(Unfound):
     kwargs: dict[str, Any]
     raised: str
     run: int
+
+
+_SHOWN = 40
 
 
 class Exploration(Sequence[Find]):
@@ -101,7 +107,7 @@ class Exploration(Sequence[Find]):
         )
 
     def _tables(self, form: str) -> list[tuple[str, str]]:
-        names = ("branch", "source", "at", "module", "side")
+        names = ("branch", "source", "at", "module", "iteration", "side")
         found = [(*find._row(), f"raises {find.raised}" if find.raised else "") for find in self]
         tables = []
         for title, columns, rows in (
@@ -111,10 +117,11 @@ class Exploration(Sequence[Find]):
         ):  # fmt: skip
             if rows:
                 kept = [i for i in range(len(columns)) if any(row[i] for row in rows)]
-                cells = [[row[i] for i in kept] for row in rows]
+                cells = [[row[i] for i in kept] for row in rows[:_SHOWN]]
                 heads = [columns[i] for i in kept]
                 text = tabulate.tabulate(cells, heads, tablefmt=form, disable_numparse=True)
-                tables.append((title, str(text)))
+                more = len(rows) - _SHOWN
+                tables.append((title, f"{text}\n... and {more} more" if more > 0 else str(text)))
         return tables
 
     def __repr__(self) -> str:

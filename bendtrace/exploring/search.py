@@ -15,16 +15,18 @@ from bendtrace.errors import InputError
 from bendtrace.exploring.distance import Asked, Course
 from bendtrace.exploring.domain import Candidate, Space
 from bendtrace.exploring.result import Exploration, Find, Unfound
-from bendtrace.exploring.subject import Key, Run, Subject, Taken
+from bendtrace.exploring.subject import Key, Run, Subject
 from bendtrace.recording.run import Signature
 from bendtrace.replay.tree import TraceTree
-from bendtrace.view.outline.coverage import sides_seen
-from bendtrace.view.outline.source import Choice, choices_in
+from bendtrace.view.outline.coverage import Taken, sides_seen
+from bendtrace.view.outline.source import Choice, choices_in, loops_around
 
 __all__ = ["explore"]
 
+# The module whose forward asks, and the iteration of each loop around the question.
+_Turn = tuple[str, tuple[int, ...]]
 _BASES = 4  # inputs kept that come to a question
-_ROUNDS = 60  # steps of one descent
+_ROUNDS = 64  # steps of one descent at most; the first ones are shorter
 _FACTORS = (1.0, 2.0, 0.5, 4.0, 0.25, 0.1, 0.03, 0.01, 0.001)
 
 
@@ -78,9 +80,9 @@ class _Search:
         self._seconds, self._tries, self._runs = seconds, tries, 0
         functions, taken, self._asked = sides_seen(tree)
         subject.functions.update(dict.fromkeys(functions))
-        self._taken: dict[Choice, dict[str, set[bool]]] = {}
-        for choice, path, side in taken:
-            self._taken.setdefault(choice, {}).setdefault(path, set()).add(side)
+        self._taken: dict[Choice, dict[_Turn, set[bool]]] = {}
+        for choice, path, iteration, side in taken:
+            self._taken.setdefault(choice, {}).setdefault((path, iteration), set()).add(side)
         self._finds: list[Find] = []
         self._reached: dict[Key, dict[bool, list[Run]]] = {}
         self._attempts: Counter[tuple[Key, bool]] = Counter()
@@ -98,8 +100,8 @@ class _Search:
         except _OutOfBudget:
             pass
         left = [
-            Unfound(choice.kind, choice.text, choice.file, choice.line, side, path)
-            for choice, path, side in sorted(self._missing(), key=_place_of)
+            Unfound(choice.kind, choice.text, choice.file, choice.line, side, path, iteration)
+            for choice, path, iteration, side in sorted(self._missing(), key=_place_of)
         ]
         return Exploration(self._finds, left, self._runs, time.perf_counter() - self._began)
 
@@ -126,12 +128,12 @@ class _Search:
         missing: set[Taken] = set()
         for file, function in self._subject.functions:
             for choice in choices_in(file, function):
-                known = self._taken.get(choice, {"": set()})
-                for path, sides in known.items():
+                known = self._taken.get(choice, {("", ()): set()})
+                for turn, sides in known.items():
                     for side in {True, False} - sides:
                         # Where nothing stands under a side, only a question shows that it is taken.
                         if choice in self._asked or (choice.if_true if side else choice.if_false):
-                            missing.add((choice, path, side))
+                            missing.add((choice, *turn, side))
         return missing
 
     def _read_formulas(self, run: Run) -> None:
@@ -166,10 +168,9 @@ class _Search:
                 if not answers.get(not answer) or self._is_met(key, answer):
                     continue
                 asked = answers[not answer][0].questions.get(key)
-                is_wanted = asked is None or (
-                    asked.decides and any(side in missing for side in asked.sides(answer))
-                )
-                rank = (1 + self._attempts[key, answer]) * (1.0 if is_wanted else 5.0)
+                is_wanted = asked is None or any(side in missing for side in asked.sides(answer))
+                weight = 1.0 if is_wanted else 2.0 if len(key) < 3 or key[2] == 1 else 3.0
+                rank = (1 + self._attempts[key, answer]) * weight
                 if rank < least:
                     best, least = (key, answer), rank
         return best
@@ -184,23 +185,20 @@ class _Search:
             raise _OutOfBudget
         run = self._subject.run(candidate)
         self._runs += 1
-        self._asked.update(
-            choice
-            for question in run.questions.values() if question.decides
-            for choice, _, _ in question.sides(bool(question.guard.expected))
-        )  # fmt: skip
+        self._asked.update(choice for choice, *_ in run.taken)
         is_new, given = is_given, None
-        for choice, path, side in sorted(run.taken, key=_place_of):
-            sides = self._taken.setdefault(choice, {}).setdefault(path, set())
+        for choice, path, iteration, side in sorted(
+            {*run.taken, *self._inferred(run)}, key=_place_of
+        ):
+            sides = self._taken.setdefault(choice, {}).setdefault((path, iteration), set())
             if side not in sides:
                 sides.add(side)
                 is_new = True
                 if not is_given:
                     given = given or candidate.copied()
-                    args, kwargs = given
                     self._finds.append(Find(
-                        choice.kind, choice.text, choice.file, choice.line, side, path, args,
-                        kwargs, run.raised, self._runs,
+                        choice.kind, choice.text, choice.file, choice.line, side, path, iteration,
+                        *given, run.raised, self._runs,
                     ))  # fmt: skip
         for key, question in run.questions.items():
             answer = bool(question.guard.expected)
@@ -214,6 +212,17 @@ class _Search:
         if run.recording is not None:
             self._read_formulas(run)
         return run
+
+    def _inferred(self, run: Run) -> Iterator[Taken]:
+        """Yield the sides that are known from what happened under them alone."""
+        for choice, path, side in sorted(run.under, key=_place_of):
+            if choice not in self._asked or not loops_around(choice):
+                yield choice, path, (), side
+            elif run.raised:  # its questions are not known
+                turns = [turn for turn in self._taken.get(choice, {}) if turn[0] == path]
+                left = [turn for turn in turns if side not in self._taken[choice][turn]]
+                if left and len(left) == len(turns):
+                    yield choice, *left[-1], side
 
     # One question
 
@@ -241,7 +250,7 @@ class _Search:
         """Come nearer to an answer, step by step, and ask the model from time to time."""
         course, candidate, stuck, since = self._course(run, key, answer), run.candidate, 0, 0
         distance, slopes, tokens = self._slopes(course, candidate)
-        for _ in range(_ROUNDS):
+        for _ in range(min(_ROUNDS, 8 * 2 ** self._attempts[key, answer])):
             if distance == 0:  # the model itself does not agree
                 return
             best, least = candidate, distance
@@ -406,9 +415,9 @@ class _Search:
         return self._space.replaced(base, {label: value})
 
 
-def _place_of(taken: Taken) -> tuple[Any, ...]:
-    choice, path, side = taken
-    return choice.file, choice.span, choice.kind, path, not side
+def _place_of(taken: tuple[Any, ...]) -> tuple[Any, ...]:
+    choice, *turn, side = taken
+    return choice.file, choice.span, choice.kind, *turn, not side
 
 
 def _numeric(value: Any, has_slope: bool) -> Any:

@@ -20,19 +20,19 @@ from bendtrace.exploring.plain import Formula, formula_of
 from bendtrace.interject.knowledge import shared_state_kept
 from bendtrace.preserved_state import PreservedState
 from bendtrace.recording.finish import Recording
-from bendtrace.recording.iterations import is_inside_comparison, running_code, user_code
+from bendtrace.recording.iterations import running_code, user_code
 from bendtrace.recording.rank_sync import alone
 from bendtrace.recording.run import Signature, record
 from bendtrace.source.sites import PACKAGE, TORCH, Place, Site, place_at
 from bendtrace.tape.tape import Guard, ModuleCall, Test, leaves_in
-from bendtrace.view.outline.source import Choice, choices_in, decided_by, function_of
+from bendtrace.view.outline.coverage import Taken
+from bendtrace.view.outline.source import Choice, choices_in, decided_by, function_of, loops_around
+from bendtrace.view.outline.walks import PathEvents
 
-__all__ = ["Key", "Question", "Run", "Subject", "Taken"]
+__all__ = ["Key", "Question", "Run", "Subject"]
 
 _OCCURRENCES = 64  # of one question in one module and run; a loop asks it again and again
 
-# A side of a branch, in the module whose forward asked.
-Taken = tuple[Choice, str, bool]
 # What makes questions of several runs the same one.
 Key = tuple[Any, ...]
 
@@ -46,13 +46,15 @@ class Question:
         guard: what was recorded of it.
         around: the places that led to it, with the keys of the running functions.
         path: the module whose forward asked.
-        decides: whether the answer alone decides a branch. Comparing containers asks as well.
+        iteration: which iteration of each loop around it that was, as far as that is counted.
+        decides: whether the answer decides a branch. Comparing containers asks as well.
     """
 
     key: Key
     guard: Guard
     around: tuple[tuple[Place, object], ...]
     path: str
+    iteration: tuple[int, ...]
     decides: bool
 
     @property
@@ -66,7 +68,11 @@ class Question:
 
     def sides(self, answer: bool) -> list[Taken]:
         """Return what an answer decides."""
-        return [(choice, self.path, side) for choice, side in decided_by(self.around[0][0], answer)]
+        decided = decided_by(self.around[0][0], answer) if self.decides else ()
+        return [
+            (choice, self.path, self.iteration[: loops_around(choice)], side)
+            for choice, side in decided
+        ]
 
     def leads_to(self, other: Question | Formula) -> bool:
         """Whether a later question is only asked because of the answer to this one."""
@@ -93,7 +99,9 @@ class Run:
         recording: the run; None if it raised.
         raised: the name of the error.
         questions: the truths that it asked for, in order.
-        taken: the sides that it took.
+        taken: the sides that questions decided.
+        under: the sides under which something happened, as the source has it; their iterations are
+            not known.
         formulas: conditions that were read from the source.
     """
 
@@ -102,6 +110,7 @@ class Run:
     raised: str = ""
     questions: dict[Key, Question] = field(default_factory=dict)
     taken: set[Taken] = field(default_factory=set)
+    under: set[tuple[Choice, str, bool]] = field(default_factory=set)
     formulas: dict[Key, Formula | None] = field(default_factory=dict)
 
     def asked(self, key: Key) -> Question | Formula | None:
@@ -132,7 +141,7 @@ class Subject:
         self._model = model
         self._space = space
         self._signature = Signature(model)
-        self._sites: dict[tuple[int, str], tuple[Site, set[Taken]]] = {}
+        self._sites: dict[tuple[int, str], tuple[Site, set[tuple[Choice, str, bool]]]] = {}
         self._codes: set[CodeType] = set()
         self.functions: dict[tuple[str, Any], None] = {}
         self._stack = ExitStack()
@@ -182,7 +191,7 @@ class Subject:
             raise
         except Exception as error:
             run.raised = type(error).__name__
-            run.taken |= self._taken_before(error)
+            run.under |= self._under_at(error)
         if changed:
             self._renew()
         return run
@@ -190,7 +199,8 @@ class Subject:
     def _read(self, run: Run, recording: Recording) -> None:
         run.recording, tape = recording, recording.tape
         asked: dict[Key, int] = {}
-        for guard in tape.guards:
+        events = {event.number: event for event in PathEvents(recording).events}
+        for number, guard in enumerate(tape.guards):
             self._see(run, guard.scope, guard.site)
             if guard.test is not Test.TRUTH or guard.site is None:
                 continue
@@ -199,16 +209,17 @@ class Subject:
             key = (guard.site.identity, guard.scope.path)
             asked[key] = asked.get(key, 0) + 1
             around = tuple(running_code(guard.scope, guard.site))
-            if not around:
+            if not around or asked[key] > _OCCURRENCES:
                 continue
             place, running, scope = user_code(guard.scope, guard.site)
-            around = ((place, running), *around[1:])
-            decides = not is_inside_comparison(guard, tape)
-            question = Question((*key, asked[key]), guard, around, scope.path, decides)
-            if asked[key] <= _OCCURRENCES:
-                run.questions[question.key] = question
-            if decides:
-                run.taken.update(question.sides(bool(guard.expected)))
+            event = events.get(number)
+            decides = event is not None and event.is_condition
+            question = Question(
+                (*key, asked[key]), guard, ((place, running), *around[1:]), scope.path,
+                event.iteration if event is not None else (), decides,
+            )  # fmt: skip
+            run.questions[question.key] = question
+            run.taken.update(question.sides(bool(guard.expected)))
         for op in tape.ops:
             self._see(run, op.scope, op.site)
             for value in leaves_in((op.args, op.kwargs)) if op.is_work else ():
@@ -224,15 +235,15 @@ class Subject:
             return
         known = self._sites.get((id(site), scope.path))
         if known is None:
-            taken: set[Taken] = set()
+            taken: set[tuple[Choice, str, bool]] = set()
             for (code, _), place in zip(site.chain, site.places, strict=True):
                 if not place.in_torch:
                     taken |= self._under(place, scope.path)
                     self._read_constants(code)
             known = self._sites[id(site), scope.path] = site, taken
-        run.taken |= known[1]
+        run.under |= known[1]
 
-    def _under(self, place: Place, path: str) -> set[Taken]:
+    def _under(self, place: Place, path: str) -> set[tuple[Choice, str, bool]]:
         function = None if _is_standard(place.file) else function_of(place)
         if function is None:
             return set()
@@ -244,9 +255,9 @@ class Subject:
             if any(s.holds(place.span) for s in (choice.if_true if side else choice.if_false))
         }
 
-    def _taken_before(self, error: Exception) -> set[Taken]:
+    def _under_at(self, error: Exception) -> set[tuple[Choice, str, bool]]:
         """Return the sides under which an error was raised."""
-        taken: set[Taken] = set()
+        taken: set[tuple[Choice, str, bool]] = set()
         trace, path = error.__traceback__, ""
         modules = {}
         if isinstance(self._twin, nn.Module):

@@ -18,11 +18,11 @@ from bendtrace.replay.stretches import Failure
 from bendtrace.replay.tree import TraceTree
 from bendtrace.source.sites import Site, Span
 from bendtrace.tape.tape import ModuleCall
-from bendtrace.view.outline.source import Choice, choices_in, decided_by, function_of
+from bendtrace.view.outline.source import Choice, choices_in, decided_by, function_of, loops_around
 from bendtrace.view.outline.structure import Turns, turns_text
 from bendtrace.view.outline.walks import Walk, walks_of
 
-__all__ = ["BranchCoverage", "Coverage", "coverage", "sides_seen"]
+__all__ = ["BranchCoverage", "Coverage", "Taken", "coverage", "sides_seen"]
 
 # Code that is Python's own, and nobody's model.
 _STANDARD = sysconfig.get_path("stdlib") + os.sep
@@ -154,6 +154,8 @@ class Coverage(Sequence[BranchCoverage]):
 
 
 _SHOWN = 40
+# A branch, the module whose forward was running, the iteration of each loop around it, and a side.
+Taken = tuple[Choice, str, tuple[int, ...], bool]
 
 
 def _table(branches: Sequence[BranchCoverage]) -> str:
@@ -172,18 +174,18 @@ def coverage(tree: TraceTree) -> Coverage:
 
 def sides_seen(
     tree: TraceTree,
-) -> tuple[list[tuple[str, ast.AST]], list[tuple[Choice, str, bool]], set[Choice]]:
+) -> tuple[list[tuple[str, ast.AST]], list[Taken], set[Choice]]:
     """Return the functions that ran, and the sides of their branches that were seen.
 
     Returns:
-        Functions, with their files; branches with the module whose forward was running and the
-        side; and the branches that inputs decide. Of others the module is not known, and is "".
+        Functions, with their files; sides; and the branches that inputs decide. Of others the
+        module is not known, and is "".
     """
     survey = _Survey(tree)
     sides = [
-        (choice, path, side)
+        (choice, path, iteration[: loops_around(choice)], side)
         for choice, turns in survey.turns.items()
-        for (path, _), often in turns.items()
+        for (path, iteration), often in turns.items()
         for side in (True, False)
         if often[side]
     ]
@@ -191,7 +193,7 @@ def sides_seen(
         for choice in choices_in(file, function):
             if choice not in survey.turns:
                 missing = survey._of(choice).missing
-                sides += [(choice, "", side) for side in (True, False) if side not in missing]
+                sides += [(choice, "", (), side) for side in (True, False) if side not in missing]
     return list(survey.functions), sides, set(survey.turns)
 
 

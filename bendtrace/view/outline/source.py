@@ -31,6 +31,7 @@ __all__ = [
     "header_of",
     "is_elif",
     "last_return",
+    "loops_around",
     "return_around",
     "return_under",
     "under",
@@ -206,6 +207,14 @@ class Choice:
     def line(self) -> int:
         """Its line, counted from 1."""
         return self.span.line
+
+
+@functools.cache
+def loops_around(choice: Choice) -> int:
+    """Return how many loops of its function are around a branch, not counting any within it."""
+    file = source_file(choice.file)
+    node = file.expressions.get(choice.span)
+    return 0 if node is None else len(file.loops_around(node))
 
 
 _KINDS: dict[type[ast.AST], str] = {
