@@ -550,3 +550,26 @@ def test_the_examples_of_the_help_text_work(run: Run) -> None:
         words = shlex.split(example.replace("n=2", "steps=2"))
         assert words[:3] == ["python", "-m", "bendtrace"]
         assert run(*words[3:]).status == 0
+
+
+# The search for inputs
+
+
+def test_explore_finds_inputs_that_take_other_sides(run: Run) -> None:
+    Path("rare.py").write_text("def rare(x):\n    return x * 2 if x.sum() > 5.9 else x\n")
+    done = run("explore", "rare.py:rare", "--input", "x=zeros(2, 3)", "--domain", "x=(-1.0, 1.0)")
+    assert done.status == 0
+    assert done.out.startswith("inputs found for 1 of 1 side never taken (2 runs of the model)")
+    assert "x.sum() > 5.9" in done.out
+
+
+@pytest.mark.parametrize(("options", "message"), [
+    (("--domain", "x=3"), "--domain is NAME=(LEAST, GREATEST), not 'x=3'"),
+    (("--domain", "x"), "--domain is NAME=(LEAST, GREATEST), not 'x'"),
+    (("--domain", "y=(0, 1)"), "the inputs have no part 'y' to have a domain; there are: x"),
+    ((), "a domain says which inputs may differ"),
+])  # fmt: skip
+def test_explore_says_what_is_written_wrong(
+    run: Run, options: tuple[str, ...], message: str
+) -> None:
+    assert message in run("explore", "models.py:double", "--input", "x=ones(2)", *options).error

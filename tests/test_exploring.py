@@ -52,8 +52,8 @@ def left_of(planted: Planted, found: Any) -> set[str]:
 
 
 @pytest.mark.parametrize(("name", "tries"), some([
-    ("numbers", 30), ("nested", 60), ("network", 40), ("tokens", 60), ("loops", 60),
-], chosen=[("numbers", 30), ("loops", 60)]))  # fmt: skip
+    ("numbers", 15), ("nested", 40), ("network", 40), ("tokens", 60), ("loops", 30),
+], chosen=[("numbers", 15), ("loops", 30)]))  # fmt: skip
 def test_planted_branches_are_found_and_the_model_itself_takes_them(name: str, tries: int) -> None:
     planted, bended, found = explore(name, seconds=None, tries=tries)
     assert len(planted.lines("rare")) == 8
@@ -113,7 +113,7 @@ def gated(x: Tensor) -> Tensor:
 def test_finds_given_to_the_model_complete_its_coverage() -> None:
     bended = bt.BendedModule(gated)
     found = bended.explore(torch.zeros(3), {"x": (0.0, 10.0)}, seconds=None, tries=40)
-    assert bended.stats.calls == 0 if hasattr(bended.stats, "calls") else not bended.traces
+    assert not bended.traces  # the search itself is no call of the model
     bended(torch.zeros(3))
     assert len(bended.coverage()) == 2
     for args, kwargs in found.inputs:

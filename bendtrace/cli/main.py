@@ -15,12 +15,13 @@ from torch import nn
 import bendtrace
 from bendtrace._tracebacks import UsersError, one_line
 from bendtrace.cli.example import AdaptiveBlock
-from bendtrace.cli.inputs import Inputs
+from bendtrace.cli.inputs import Inputs, read
 from bendtrace.cli.report import as_json, as_text
 from bendtrace.cli.runs import run, seed_all
 from bendtrace.cli.targets import build, find
-from bendtrace.errors import BendtraceError
+from bendtrace.errors import BendtraceError, InputError
 from bendtrace.history.sizes import place_text
+from bendtrace.module import BendedModule
 
 __all__ = ["main"]
 
@@ -78,7 +79,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(_joined(sys.argv[1:] if argv is None else argv))
     try:
         with redirect_stdout(sys.stderr):  # of the user's code
-            text, equal = _traced(options) if options.command else _example()
+            if options.command == "explore":
+                text, equal = _explored(options), True
+            else:
+                text, equal = _traced(options) if options.command else _example()
         encoding = sys.stdout.encoding or "utf-8"
         print(text.encode(encoding, "backslashreplace").decode(encoding), flush=True)
     except UsersError as error:
@@ -136,6 +140,23 @@ def _traced(options: argparse.Namespace) -> tuple[str, bool]:
     return as_json(done) if options.json else as_text(done, full=options.full), done.equal
 
 
+def _explored(options: argparse.Namespace) -> str:
+    args, kwargs = Inputs(tuple(options.input)).make()
+    domain = {}
+    for text in options.domain:
+        name, equals, bounds = text.partition("=")
+        given = read(bounds) if equals else None
+        if not isinstance(given, tuple) or len(given) != 2:
+            raise InputError(f"--domain is NAME=(LEAST, GREATEST), not {text!r}")
+        domain[name.strip()] = given
+    seed_all(options.seed)
+    model: Callable[..., Any] = build(find(options.target), options.target)
+    found = BendedModule(model).explore(
+        (args, kwargs), domain, seconds=options.seconds, seed=options.seed
+    )
+    return str(found)
+
+
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         self.print_usage(sys.stderr)
@@ -173,4 +194,17 @@ def _parser() -> argparse.ArgumentParser:
     add("--grad", action="store_true", help="let autograd record (default: torch.no_grad())")
     add("--json", action="store_true", help="print one JSON object instead of text")
     add("--full", action="store_true", help="print the graph, and every line of a long flow table")
+    explore = commands.add_parser(
+        "explore",
+        help="search for inputs that take sides of branches which the given one does not",
+        description="Search for inputs that take sides of branches which the given one does not.",
+    )
+    add = explore.add_argument
+    add("target", metavar="TARGET", help="the model, as module:name or file.py:name")
+    add("--input", action="append", default=[], metavar="[NAME=]INPUT",
+        help="one input at which the search begins, as for trace; repeat")  # fmt: skip
+    add("--domain", action="append", default=[], metavar="NAME=(LEAST, GREATEST)",
+        help="an input that may differ, and its range; repeat")  # fmt: skip
+    add("--seconds", type=float, default=10.0, metavar="N", help="how long to search (default: 10)")
+    add("--seed", type=int, default=0, metavar="N", help="for making the model, and for the search")
     return parser
