@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from bendtrace.compat.graphpatch import PatchableGraph
     from bendtrace.compat.torchlens import log_forward_pass, show_model_graph
     from bendtrace.errors import BendtraceError
+    from bendtrace.exploring.domain import Domain
     from bendtrace.harvesting.harvest import harvest
     from bendtrace.history.entries import LayerEntry
     from bendtrace.hooks import HookManager
@@ -48,6 +49,7 @@ __all__ = [
     "BendedModule",
     "BendtraceError",
     "Difference",
+    "Domain",
     "Explanation",
     "HookManager",
     "Inputs",

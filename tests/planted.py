@@ -34,8 +34,19 @@ class Planted:
 
     def lines(self, mark: str) -> set[int]:
         """Return the lines that are marked."""
+        return set(self._marked(mark))
+
+    def bodies(self, mark: str) -> set[int]:
+        """Return the lines that run if what is marked holds; after a loop, that of its `else`."""
+        return {number + (4 if is_loop else 1) for number, is_loop in self._marked(mark).items()}
+
+    def _marked(self, mark: str) -> dict[int, bool]:
         source, first = inspect.getsourcelines(self.model)
-        return {first + i for i, line in enumerate(source) if line.rstrip().endswith(f"# {mark}")}
+        return {
+            first + i: line.strip().startswith("for ")
+            for i, line in enumerate(source)
+            if line.rstrip().endswith(f"# {mark}")
+        }
 
 
 class Numbers(nn.Module):

@@ -12,21 +12,33 @@ import math
 import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from bendtrace.exploring.distance import Course, Margin
 from bendtrace.recording.iterations import user_code
 from bendtrace.recording.recorder import Recording
 from bendtrace.source.sites import Place, Span
 from bendtrace.source.syntax import source_file, span_of
-from bendtrace.tape.tape import Op, OpKind
+from bendtrace.tape.tape import ModuleCall, Op, OpKind
 from bendtrace.view.outline.source import Choice
 
-__all__ = ["Formula", "formula_of"]
+__all__ = ["Formula", "Recorded", "formula_of", "recorded_in"]
 
 
 class _Unknown(Exception):
     """Something in the source is not read."""
+
+
+class Value(NamedTuple):
+    """An op, its place, the key of the running function, and the module call."""
+
+    op: Op
+    place: Place
+    running: object
+    scope: ModuleCall
+
+
+Recorded = dict[str, dict[Span, Value]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,28 +58,35 @@ class Formula:
     path: str
 
 
-def formula_of(choice: Choice, function: ast.AST, recording: Recording) -> Formula | None:
-    """Read the condition of a branch; None if it uses nothing recorded, or what is not read."""
-    node = source_file(choice.file).expressions.get(choice.span)
-    ops = {}
+def recorded_in(recording: Recording) -> Recorded:
+    """Return the latest op at each place of each file."""
+    found: Recorded = {}
     for op in recording.tape.ops:
         if op.site is not None and op.is_work and op.raised is None:
             place, running, scope = user_code(op.scope, op.site)
-            if place.file == choice.file:
-                ops[place.span] = (op, place, running, scope)
-    if node is None or not ops:
+            found.setdefault(place.file, {})[place.span] = Value(op, place, running, scope)
+    return found
+
+
+def formula_of(
+    choice: Choice, function: ast.AST, recording: Recording, recorded: Recorded
+) -> Formula | None:
+    """Read the condition of a branch; None if it uses nothing recorded, or what is not read."""
+    node = source_file(choice.file).expressions.get(choice.span)
+    values = recorded.get(choice.file)
+    if node is None or values is None:
         return None
-    reader = _Reader(function, ops, recording)
+    reader = _Reader(function, values, recording)
     try:
         read = reader.read(node, node.lineno)
     except (_Unknown, RecursionError):
         return None
     if reader.last is None:
         return None
-    op, place, running, scope = reader.last
-    around = ((Place(choice.file, place.function, choice.span, -1), running),)
+    last = reader.last
+    around = ((Place(choice.file, last.place.function, choice.span, -1), last.running),)
     return Formula(
-        tuple(reader.roots), lambda course: course.truth(read(course)), around, scope.path
+        tuple(reader.roots), lambda course: course.truth(read(course)), around, last.scope.path
     )
 
 
@@ -88,18 +107,17 @@ class _Reader:
     """Turns expressions of the source into functions of a course."""
 
     def __init__(
-        self, function: ast.AST, ops: Mapping[Span, tuple[Op, Place, object, Any]],
-        recording: Recording,
+        self, function: ast.AST, values: Mapping[Span, Value], recording: Recording
     ) -> None:  # fmt: skip
-        self._function, self._ops, self._recording = function, ops, recording
+        self._function, self._values, self._recording = function, values, recording
         self.roots: list[int] = []
-        self.last: tuple[Op, Place, object, Any] | None = None
+        self.last: Value | None = None
 
     def read(self, node: ast.AST | None, line: int) -> _Read:
         """Return what gives the value of an expression; names mean what they do at a line."""
-        known = self._ops.get(span_of(node)) if isinstance(node, ast.expr) else None
+        known = self._values.get(span_of(node)) if isinstance(node, ast.expr) else None
         if known is not None:
-            index = known[0].index
+            index = known.op.index
             self.roots.append(index)
             self.last = known
             return lambda course: course.value(index)
@@ -127,7 +145,7 @@ class _Reader:
 
     def _is_read(self, operand: ast.expr) -> bool:
         """Whether an operand of `and` or `or` can be read: the run may not have come to it."""
-        trial = _Reader(self._function, self._ops, self._recording)
+        trial = _Reader(self._function, self._values, self._recording)
         try:
             trial.read(operand, operand.lineno)
         except _Unknown:

@@ -25,6 +25,8 @@ class Unfound:
         side: which side, True or False.
         module_path: the module whose forward asks; "" for the model itself.
         iteration: in loops over things, the iteration of each loop around it, counted from 0.
+        watched: whether something that the inputs decide leads to it. Else plain Python values
+            decide it, or no run has come to it.
     """
 
     kind: str
@@ -34,6 +36,7 @@ class Unfound:
     side: bool
     module_path: str
     iteration: tuple[int, ...]
+    watched: bool
 
     def _row(self) -> tuple[str, ...]:
         text = shorten(self.text, 60, placeholder=" ...")
@@ -100,7 +103,7 @@ class Exploration(Sequence[Find]):
 
     @property
     def _head(self) -> str:
-        sides = counted(len(self) + len(self.not_found), "side")
+        sides = counted(len(self) + sum(left.watched for left in self.not_found), "side")
         return (
             f"inputs found for {len(self)} of {sides} never taken "
             f"({counted(self.runs, 'run')} of the model)"
@@ -113,7 +116,7 @@ class Exploration(Sequence[Find]):
         for title, columns, rows in (
             ("found", (*names, ""), found),
             ("not found, which does not say that no input takes them", names,
-             [left._row() for left in self.not_found]),
+             [left._row() for left in self.not_found if left.watched]),
         ):  # fmt: skip
             if rows:
                 kept = [i for i in range(len(columns)) if any(row[i] for row in rows)]
@@ -124,13 +127,21 @@ class Exploration(Sequence[Find]):
                 tables.append((title, f"{text}\n... and {more} more" if more > 0 else str(text)))
         return tables
 
+    @property
+    def _foot(self) -> list[str]:
+        """Say in a line what is not listed."""
+        count = sum(not left.watched for left in self.not_found)
+        which = "that plain Python values decide, or that no run has come to"
+        return [f"not found either: {counted(count, 'side')} {which}"] if count else []
+
     def __repr__(self) -> str:
         return str(self)
 
     def __str__(self) -> str:
         parts = [f"{title}:\n{table}" for title, table in self._tables("simple")]
-        return "\n\n".join([self._head, *parts])
+        return "\n\n".join([self._head, *parts, *self._foot])
 
     def _repr_html_(self) -> str:
         parts = [f"<p>{title}</p>{table}" for title, table in self._tables("html")]
-        return "".join([f"<p>{self._head}</p>", *parts])
+        foot = [f"<p>{line}</p>" for line in self._foot]
+        return "".join([f"<p>{self._head}</p>", *parts, *foot])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -87,6 +88,7 @@ class _Search:
         self._reached: dict[Key, dict[bool, list[Run]]] = {}
         self._attempts: Counter[tuple[Key, bool]] = Counter()
         self._corpus: list[Candidate] = []
+        self._unread: Counter[Choice] = Counter()  # how often a condition could not be read
 
     def result(self, starts: list[Candidate]) -> Exploration:
         try:
@@ -99,8 +101,19 @@ class _Search:
             self._search()
         except _OutOfBudget:
             pass
+        read = {key[0] for key in self._reached if type(key[0]) is Choice}
+        watched = self._asked | read
         left = [
-            Unfound(choice.kind, choice.text, choice.file, choice.line, side, path, iteration)
+            Unfound(
+                choice.kind,
+                choice.text,
+                choice.file,
+                choice.line,
+                side,
+                path,
+                iteration,
+                choice in watched,
+            )
             for choice, path, iteration, side in sorted(self._missing(), key=_place_of)
         ]
         return Exploration(self._finds, left, self._runs, time.perf_counter() - self._began)
@@ -128,6 +141,8 @@ class _Search:
         missing: set[Taken] = set()
         for file, function in self._subject.functions:
             for choice in choices_in(file, function):
+                if choice.kind in ("and", "or") and choice not in self._asked:
+                    continue  # part of a condition that has sides of its own
                 known = self._taken.get(choice, {("", ()): set()})
                 for turn, sides in known.items():
                     for side in {True, False} - sides:
@@ -140,7 +155,8 @@ class _Search:
         """Look in the source for the conditions that no question decides."""
         for file, function in self._subject.functions:
             for choice in choices_in(file, function):
-                if choice in self._asked or choice.kind in ("and", "or"):
+                is_part = choice.kind in ("and", "or")
+                if is_part or choice in self._asked or self._unread[choice] >= _BASES:
                     continue
                 for side in (True, False):
                     known = self._reached.get((choice, function), {}).get(not side, [])
@@ -148,6 +164,8 @@ class _Search:
                         if run.asked((choice, function)) is not None:
                             answers = self._reached.setdefault((choice, function), {})
                             answers.setdefault(not side, []).append(run)
+                        else:
+                            self._unread[choice] += 1
 
     def _is_missing(self, choice: Choice, side: bool) -> bool:
         """Whether a branch that no question decides is not known to have taken a side."""
@@ -198,7 +216,7 @@ class _Search:
                     given = given or candidate.copied()
                     self._finds.append(Find(
                         choice.kind, choice.text, choice.file, choice.line, side, path, iteration,
-                        *given, run.raised, self._runs,
+                        True, *given, run.raised, self._runs,
                     ))  # fmt: skip
         for key, question in run.questions.items():
             answer = bool(question.guard.expected)
@@ -301,25 +319,27 @@ class _Search:
             raise _OutOfBudget
 
     def _distance(self, course: Course, candidate: Candidate) -> float:
-        twins = {label: _numeric(value, False) for label, value in candidate.free.items()}
-        try:
-            made = self._space.replaced(candidate, twins)
-            return float(course.distance(self._space.arguments(made)).detach())
-        except Exception:  # the run could not go this way with such inputs
-            return float("inf")
+        with warnings.catch_warnings(action="ignore"), torch.inference_mode(False):
+            twins = {label: _numeric(value, False) for label, value in candidate.free.items()}
+            try:
+                made = self._space.replaced(candidate, twins)
+                return float(course.distance(self._space.arguments(made)).detach())
+            except Exception:  # the run could not go this way with such inputs
+                return float("inf")
 
     def _slopes(
         self, course: Course, candidate: Candidate
     ) -> tuple[float, dict[str, Tensor], dict[str, Tensor]]:
         """Return the distance, its gradients, and for tokens those of each that might be there."""
-        twins = {label: _numeric(value, True) for label, value in candidate.free.items()}
-        try:
-            made = self._space.replaced(candidate, twins)
-            distance = course.distance(self._space.arguments(made))
-            if distance.requires_grad:
-                distance.backward()
-        except Exception:
-            return float("inf"), {}, {}
+        with warnings.catch_warnings(action="ignore"), torch.inference_mode(False):
+            twins = {label: _numeric(value, True) for label, value in candidate.free.items()}
+            try:
+                made = self._space.replaced(candidate, twins)
+                distance = course.distance(self._space.arguments(made))
+                if distance.requires_grad:
+                    distance.backward()
+            except Exception:
+                return float("inf"), {}, {}
         slopes = {
             label: torch.nan_to_num(twin.grad)
             for label, twin in twins.items()

@@ -16,7 +16,7 @@ from torch import nn
 from bendtrace.errors import InputError
 from bendtrace.exploring.distance import Course, Margin
 from bendtrace.exploring.domain import Candidate, Space
-from bendtrace.exploring.plain import Formula, formula_of
+from bendtrace.exploring.plain import Formula, Recorded, formula_of, recorded_in
 from bendtrace.interject.knowledge import shared_state_kept
 from bendtrace.preserved_state import PreservedState
 from bendtrace.recording.finish import Recording
@@ -112,6 +112,7 @@ class Run:
     taken: set[Taken] = field(default_factory=set)
     under: set[tuple[Choice, str, bool]] = field(default_factory=set)
     formulas: dict[Key, Formula | None] = field(default_factory=dict)
+    _recorded: Recorded | None = None
 
     def asked(self, key: Key) -> Question | Formula | None:
         """Return a question; None if the run did not come to it.
@@ -122,7 +123,8 @@ class Run:
         if self.recording is None or type(key[0]) is not Choice:
             return self.questions.get(key)
         if key not in self.formulas:
-            self.formulas[key] = formula_of(key[0], key[1], self.recording)
+            self._recorded = self._recorded or recorded_in(self.recording)
+            self.formulas[key] = formula_of(key[0], key[1], self.recording, self._recorded)
         return self.formulas[key]
 
 
