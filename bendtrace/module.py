@@ -60,7 +60,7 @@ class BendedModule(BaseModule):
     """
 
     _untraced = BaseModule._untraced | {"_bending", "hooks"}
-    _shared = ("audit", "remove_all", "reset", "update")
+    _shared = ("audit", "explore", "remove_all", "reset", "update")
 
     def __init__(
         self,

@@ -401,3 +401,14 @@ def test_a_model_that_raises_with_all_inputs_or_cannot_be_copied_is_refused() ->
     model.lock = (n for n in ())  # type: ignore[assignment]
     with pytest.raises(InputError, match="cannot be copied"):
         bt.BendedModule(model).explore(torch.zeros(3), {"x": (0.0, 1.0)})
+
+
+def test_a_method_of_the_model_of_that_name_is_the_models() -> None:
+    class Agent(nn.Module):
+        def explore(self, rate: float) -> float:
+            return rate * 2
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x
+
+    assert bt.BendedModule(Agent()).explore(1.5) == 3.0
