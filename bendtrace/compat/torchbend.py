@@ -11,7 +11,6 @@ tensor([0., 0.]) ['input', 'relu', 'tanh', 'output']
 tensor([1., 1.])
 """
 
-from collections.abc import Callable
 from typing import Any
 
 from bendtrace import bends, module
@@ -49,10 +48,6 @@ class BendedModule(module.BendedModule):
         tensor([2., 2.])
     """
 
-    def __init__(self, model: Callable[..., Any], **options: Any) -> None:
-        super().__init__(model, **options)
-        object.__setattr__(self, "_latest", {})  # the latest trace of each method
-
     def trace(
         self, *args: Any, _return_out: bool = False, fn: str | None = None, **kwargs: Any
     ) -> Any:
@@ -73,7 +68,7 @@ class BendedModule(module.BendedModule):
         if fn is None and args and isinstance(args[0], str) and hasattr(self.model, args[0]):
             fn, args = args[0], args[1:]
         trace = super().trace(*args, fn=None if fn == "forward" else fn, **kwargs)
-        self._latest[fn or "forward"] = trace
+        self.__dict__.setdefault("_latest", {})[fn or "forward"] = trace
         if not _return_out:
             return _graph(trace)
         return _graph(trace), trace.output if type(trace.output) is tuple else (trace.output,)
@@ -94,7 +89,8 @@ class BendedModule(module.BendedModule):
             >>> [(step.name, step.value) for step in bended.graph().flow_steps]
             [('bool', True)]
         """
-        trace = self.latest_trace if fn == "forward" else self._latest.get(fn)
+        latest = self.__dict__.get("_latest", {})
+        trace = self.latest_trace if fn == "forward" else latest.get(fn)
         if trace is None:
             raise InputError(f"{fn!r} was not traced: call bended.trace({fn!r}, ...) first")
         return _graph(trace)

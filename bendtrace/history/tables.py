@@ -29,6 +29,12 @@ class Table(Sequence[Any]):
     Args:
         rows: named tuples of one kind.
         formats: how the fields of some columns are shown, by name.
+
+    Example:
+        >>> import torch, bendtrace as bt
+        >>> table = bt.trace(torch.nn.Sequential(torch.nn.ReLU()), torch.ones(2)).table("modules")
+        >>> table[0].class_name, table.to_list()[0]["ops"]
+        ('ReLU', 1)
     """
 
     def __init__(

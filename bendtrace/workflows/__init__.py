@@ -16,11 +16,8 @@ from bendtrace.workflows.bending import BendingSession, Sweep, bending_session, 
 from bendtrace.workflows.cache import ActivationCache, run_with_cache
 from bendtrace.workflows.causal import CausalTrace, causal_tracing
 from bendtrace.workflows.debugging import (
-    CostRow,
-    GradientRow,
     NonFinite,
     Range,
-    RecomputationRow,
     Table,
     dead_ends,
     find_nan,
@@ -44,8 +41,6 @@ __all__ = [
     "BendingSession",
     "Call",
     "CausalTrace",
-    "CostRow",
-    "GradientRow",
     "LatentEdit",
     "LensResult",
     "NonFinite",
@@ -55,7 +50,6 @@ __all__ = [
     "Range",
     "Reach",
     "ReceptiveField",
-    "RecomputationRow",
     "RidgeProbe",
     "SplicedAutoencoder",
     "Steering",

@@ -21,11 +21,8 @@ from bendtrace.tape.tape import refs_in
 from bendtrace.torch_rules.writes import works_in_place
 
 __all__ = [
-    "CostRow",
-    "GradientRow",
     "NonFinite",
     "Range",
-    "RecomputationRow",
     "Table",
     "dead_ends",
     "find_nan",
@@ -44,6 +41,14 @@ class Range(NamedTuple):
         high: the greatest finite value; nan where there is none.
         nans: how many are NaN.
         infinities: how many are infinite.
+
+    Example:
+        >>> import torch, bendtrace as bt
+        >>> found = bt.workflows.find_nan(torch.log, torch.tensor([1.0, -1.0]))
+        >>> found.values.label, found.values.nans, found.values.is_finite
+        ('log_1_1', 1, False)
+        >>> print(found.operands[0])
+        input_1_0: -1 to 1
     """
 
     label: str
@@ -75,7 +80,13 @@ class NonFinite:
         cause: "input" for an argument, "state" for an op that was given a parameter or buffer that
             is not finite, "op" for one that made it of finite values, "backward" where the forward
             pass is finite and the gradient is not.
-        trace: the run up to there.
+        trace: the run.
+
+    Example:
+        >>> import torch, bendtrace as bt
+        >>> found = bt.workflows.find_nan(torch.log, torch.tensor([1.0, -1.0]))
+        >>> found.cause, found.entry
+        ('op', <op log_1_1 (2,)>)
     """
 
     entry: LayerEntry
