@@ -38,6 +38,7 @@ from typing import Any, Protocol
 import torch
 
 from bendtrace.environment.reachability import is_torchs, is_users_class
+from bendtrace.source.memory_words import Words
 from bendtrace.source.versions import version_of
 from bendtrace.tape.captured import (
     PLAIN_TYPES,
@@ -152,9 +153,34 @@ class WatchedContent:
             (not self._objects or [*map(type, self._objects)] == self._kinds)
             and (not self._classes or self._same_bases())
             and (not self._owners or all(map(is_, map(_attributes, self._owners), self._own)))
-            and (not self._others or self._same_items())
-            and (not self._whole or all(content.same() for content in self._whole))
+            and self.holds_same()
         )
+
+    def holds_same(self) -> bool:
+        """Whether all holds what it held of which no words tell."""
+        return (not self._others or self._same_items()) and (
+            not self._whole or all(content.same() for content in self._whole)
+        )
+
+    @property
+    def holds_more(self) -> bool:
+        """Whether there is more than words tell: what `holds_same` looks at."""
+        return bool(self._others or self._whole)
+
+    def add_to(self, words: Words) -> None:
+        """Add the words that tell that all is the same, but for what `holds_same` looks at.
+
+        Raises:
+            Unreadable: something has no such words.
+        """
+        for table in self._dicts:
+            words.add_version(table)
+        for thing, kind in zip(self._objects, self._kinds, strict=True):
+            words.add_class(thing, kind)
+        for owner, own in zip(self._owners, self._own, strict=True):
+            words.add_attributes(owner, own)
+        for cls, bases in zip(self._classes, self._bases, strict=True):
+            words.add_bases(cls, bases)
 
     def _same_bases(self) -> bool:
         """Whether classes inherit from what they did, also where that was put back."""

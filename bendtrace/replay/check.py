@@ -17,6 +17,7 @@ from bendtrace.recording.recorder import Recording
 from bendtrace.replay.analysis import Analysis, GuardKind, tested_by
 from bendtrace.replay.guard_code import AliasGuards, Check, GuardCode
 from bendtrace.replay.source import Source, define, fails, needed_for, test_of
+from bendtrace.source.memory_words import Reader, Unreadable, Words, offsets
 from bendtrace.source.versions import version_of
 from bendtrace.tape.captured import Access, Captured, CaptureKind, identical
 from bendtrace.tape.structure import entries_of, kept_in
@@ -46,6 +47,20 @@ class CheckWriter:
         walked = [part for part in environment.parts if part.access is Access.FIXED]
         self._known = {id(part.value) for part in walked if part.kind is CaptureKind.DICT}
         self._known |= set(map(id, environment.hook_dicts))
+        hooks = list(zip(environment.hook_dicts, environment.hooks, strict=True))
+        self._hooked = [(table, items) for table, items in hooks if items]
+        self._unhooked = [table for table, items in hooks if not items]
+        self._empty = [part.value for part in self._settled.counted if not part.size]
+        self._empty += self._unhooked
+        self._codes = [
+            function
+            for function in environment.functions
+            if "site-packages" not in function.__code__.co_filename
+        ]
+        self._asks_for_world = bool(
+            environment.watched_objects and not environment.leaves_watched_objects
+        )
+        self._words = self._found_words()
 
     @property
     def checks(self) -> list[Check]:
@@ -54,45 +69,118 @@ class CheckWriter:
 
     def write(self) -> Source:
         """Return the source of `check`, and of what it calls in doubt."""
-        source = Source()
+        source, environment = Source(), self._recording.environment
+        source.names.update(
+            version=version_of, chain=chain.from_iterable, getitem=operator.getitem,
+            is_=operator.is_,
+        )  # fmt: skip
         self._sameness.write_held(source)
-        self._write_comparison(source)
+        self._write_comparison(source, "model", self._settled.of_model)
+        self._write_comparison(source, "spaces", self._settled.of_spaces)
         self._write_function(source, "look()", self._in_tables(CaptureKind.TENSOR))
-        self._write_function(source, "search()", self._settled.simple)
+        self._write_function(source, "in_classes()", self._settled.in_classes)
+        self._write_function(source, "in_spaces()", self._settled.simple)
         self._write_measurement(source)
+        if self._words is not None:
+            source.begin("ask(A)")
+            self._ask_for_model(source)
+            if self._asks_for_world:
+                self._ask_for_world(source, "same")
+            source.line("return None")
         source.begin("check(A)")
-        self._ask_for_versions(source)
-        self._ask_for_sizes(source)
-        self._ask_for_wholes(source)
+        if self._words is not None:
+            self._ask_for_words(source, self._words)
+        else:
+            self._ask_for_model(source)
+        if self._settled.of_spaces:
+            self._ask_for_versions(source, "spaces", "map(version, spaces_dicts)")
+        self._ask_for_contents(source)
         self._ask_for_each(source)
         self._sameness.ask(source)
         self._ask_for_hooks(source)
         self._ask_for_caches(source)
-        self._ask_for_world(source)
+        if self._asks_for_world and self._words is None:
+            self._ask_for_world(source, "same")
+        elif self._asks_for_world and environment.watched_objects.holds_more:
+            self._ask_for_world(source, "holds_same")
         self._ask_for_conditions(source)
         source.line("return None")
         return source
 
+    def _found_words(self) -> Reader | None:
+        """Return what reads words of all that `ask` asks for; None if not all has such."""
+        environment, settled = self._recording.environment, self._settled
+        places = offsets()
+        if places is None:
+            return None
+        words = Words(places)
+        try:
+            for part, _ in settled.of_model:
+                words.add_version(part.value)
+                if (module := settled.module_of.get(id(part.value))) is not None:
+                    words.add_attributes(module.value, part.value)
+            for table in self._empty:
+                words.add_empty(table)
+            for part in environment.parts:
+                if part.kind is CaptureKind.MODULE or _may_change_class(part):
+                    words.add_class(part.value, part.type)
+            for namespace, _ in environment.namespaces.values():
+                words.add_version(namespace)
+            for part in settled.in_classes:
+                if part.parent is not None:
+                    words.add_version(part.parent.value)
+            for function in self._codes:
+                words.add_written(function)
+            for part in settled.in_cells:
+                if part.parent is not None:
+                    words.add_content(part.parent.value, part.value)
+            if self._asks_for_world:
+                environment.watched_objects.add_to(words)
+            return words.reader()
+        except Unreadable:
+            return None
+
     # What is asked each time, in the order of `check`.
 
-    def _ask_for_versions(self, source: Source) -> None:
-        """Ask whether one of the dicts that the model consists of was written to."""
-        source.line("now = list(map(version, chain((map(held, owners), dicts))))")
-        source.line("if now != seen[0]:")
-        source.line("    number = compare(now, A)")
-        source.line("    if number is not None: return number")
-        source.line("    seen[0] = now")
+    def _ask_for_words(self, source: Source, words: Reader) -> None:
+        """Ask for all at once that `ask` asks for one by one.
 
-    def _ask_for_sizes(self, source: Source) -> None:
-        """Ask whether dicts whose version is not known have as many entries as they had."""
-        environment, settled = self._recording.environment, self._settled
-        source.names["getitem"] = operator.getitem
-        empty = [part.value for part in settled.counted if not part.size]
-        if not any(environment.hooks):
-            empty += environment.hook_dicts
-        if empty:
+        They are read before it is asked, so that a thread that writes meanwhile is noticed.
+        """
+        source.names.update(
+            take=words.take, places=words.places, fixed=words.fixed, kept=words.kept, words=[None]
+        )
+        source.line("now = take(places).tobytes()")
+        source.line("if now != words[0]:")
+        source.line("    number = ask(A)")
+        source.line("    if number is not None: return number")
+        source.line(f"    if now[{words.begin}:] == fixed: words[0] = now")
+
+    def _ask_for_model(self, source: Source) -> None:
+        """Ask of what the model consists of, and of its code, what the words tell."""
+        now = "map(version, chain((map(attributes, model_owners), model_dicts)))"
+        self._ask_for_versions(source, "model", now)
+        if empty := self._empty:
             source.names["empty"] = empty
             self._ask_in_doubt(source, "any(empty)", "measure()")
+        self._ask_for_classes(source)
+        self._ask_for_namespaces(source)
+        self._ask_for_code(source)
+        self._ask_for_simple(source, "in_classes", self._settled.in_classes)
+        for part in self._settled.in_cells:
+            self._questions.ask(source, part)
+
+    def _ask_for_versions(self, source: Source, name: str, now: str) -> None:
+        """Ask whether one of some dicts was written to."""
+        source.line(f"now = list({now})")
+        source.line(f"if now != {name}_seen[0]:")
+        source.line(f"    number = {name}(now, A)")
+        source.line("    if number is not None: return number")
+        source.line(f"    {name}_seen[0] = now")
+
+    def _ask_for_contents(self, source: Source) -> None:
+        """Ask of all parts at hand at once what no word tells."""
+        settled = self._settled
         if settled.hollow:
             hosts = [part.parent.value for part in settled.hollow if part.parent is not None]
             source.names.update(hosts=hosts, hollow=[part.key for part in settled.hollow])
@@ -105,6 +193,31 @@ class CheckWriter:
             self._ask_in_doubt(source, "list(map(len, mappings)) != lengths", "measure()")
         for part in full:
             self._ask_for_order(source, part)
+        if missing := self._recording.environment.missing:
+            source.names["contains"] = operator.contains
+            source.names["worlds"], source.names["missing"] = map(list, zip(*missing, strict=True))
+            made = self._questions.note("a global is there that was not")
+            source.line(f"if any(map(contains, worlds, missing)): return {made}")
+        self._ask_for_simple(source, "in_spaces", settled.simple)
+        tables = settled.tables
+        if tables:
+            source.names.update(
+                tables=[dict.values(table.value) for table in tables],
+                kinds=[part.type for part in self._in_tables()],
+            )  # fmt: skip
+            types_now = "list(map(type, chain(tables)))"
+            self._ask_in_doubt(source, f"{types_now} != kinds", "look()")
+
+    def _ask_for_simple(self, source: Source, name: str, parts: list[Captured]) -> None:
+        """Ask whether names stand for the very objects that they stood for."""
+        if parts:
+            source.names.update({
+                f"{name}_held": [part.parent.value for part in parts if part.parent is not None],
+                f"{name}_keys": [part.key for part in parts],
+                f"{name}_were": [part.value for part in parts],
+            })  # fmt: skip
+            all_same = f"all(map(is_, map(getitem, {name}_held, {name}_keys), {name}_were))"
+            self._ask_in_doubt(source, f"not {all_same}", f"{name}()")
 
     def _ask_in_doubt(self, source: Source, doubt: str, call: str) -> None:
         """Ask a function which guard fails, if there is doubt."""
@@ -112,8 +225,8 @@ class CheckWriter:
         source.line(f"    number = {call}")
         source.line("    if number is not None: return number")
 
-    def _ask_for_wholes(self, source: Source) -> None:
-        """Ask what is asked of all modules, of all code and of all parts at hand at once."""
+    def _ask_for_classes(self, source: Source) -> None:
+        """Ask whether modules and other objects are of the classes that they were of."""
         environment = self._recording.environment
         modules = [part for part in environment.parts if part.kind is CaptureKind.MODULE]
         if modules:
@@ -129,12 +242,14 @@ class CheckWriter:
             )
             other = self._questions.note("an object is of another class now")
             source.line(f"if list(map(type, objects)) != sorts: return {other}")
-        self._ask_for_namespaces(source)
-        codes = [f for f in environment.functions if "site-packages" not in f.__code__.co_filename]
+
+    def _ask_for_code(self, source: Source) -> None:
+        """Ask whether functions have the code that they had, and their defaults."""
+        codes = self._codes
         if codes:
             keywords = [function.__kwdefaults__ for function in codes if function.__kwdefaults__]
             written = _written_in(codes, keywords)
-            source.names.update(functions=codes, written=written, is_=operator.is_)
+            source.names.update(functions=codes, written=written)
             edited = self._questions.note("a function has another code, or other defaults")
             if keywords:
                 source.names.update(keywords=keywords, read=_written_in, same=_same)
@@ -143,22 +258,6 @@ class CheckWriter:
                 source.names["writing"] = _WRITTEN
                 now = "chain(map(writing, functions))"
                 source.line(f"if not all(map(is_, {now}, written)): return {edited}")
-        simple, tables = self._settled.simple, self._settled.tables
-        if simple:
-            source.names.update(
-                holders=[part.parent.value for part in simple if part.parent is not None],
-                keys=[part.key for part in simple], expected=[part.value for part in simple],
-                is_=operator.is_,
-            )  # fmt: skip
-            all_same = "all(map(is_, map(getitem, holders, keys), expected))"
-            self._ask_in_doubt(source, f"not {all_same}", "search()")
-        if tables:
-            source.names.update(
-                tables=[dict.values(table.value) for table in tables],
-                kinds=[part.type for part in self._in_tables()],
-            )  # fmt: skip
-            types_now = "list(map(type, chain(tables)))"
-            self._ask_in_doubt(source, f"{types_now} != kinds", "look()")
 
     def _ask_for_namespaces(self, source: Source) -> None:
         """Ask whether classes have the attributes that they had, of whatever value."""
@@ -177,11 +276,6 @@ class CheckWriter:
             source.names["classes_own"] = [namespace for namespace, _ in own]
             source.names["names_own"] = [names for _, names in own]
             source.line(f"if list(map(tuple, classes_own)) != names_own: return {grown}")
-        if missing := self._recording.environment.missing:
-            source.names["contains"] = operator.contains
-            source.names["worlds"], source.names["missing"] = map(list, zip(*missing, strict=True))
-            made = self._questions.note("a global is there that was not")
-            source.line(f"if any(map(contains, worlds, missing)): return {made}")
 
     def _ask_for_order(self, source: Source, part: Captured) -> None:
         """Ask for the order of submodules, and of parameters: forward walks these."""
@@ -205,11 +299,9 @@ class CheckWriter:
                 self._questions.ask(source, part)
 
     def _ask_for_hooks(self, source: Source) -> None:
-        environment = self._recording.environment
-        if any(environment.hooks):  # else the tables are among those that are empty
-            source.names.update(
-                hooks=environment.hook_dicts, hooked=environment.hooks, items=_items_of
-            )
+        if self._hooked:
+            tables, hooked = zip(*self._hooked, strict=True)
+            source.names.update(hooks=[*tables], hooked=[*hooked], items=_items_of)
             others = self._questions.note(_OTHER_HOOKS)
             source.line(f"if list(map(items, hooks)) != hooked: return {others}")
 
@@ -226,12 +318,12 @@ class CheckWriter:
             other = self._questions.note("a cache holds other results than the run put into it")
             source.line(f"if filled and not agree(filled): return {other}")
 
-    def _ask_for_world(self, source: Source) -> None:
-        environment = self._recording.environment
-        if environment.watched_objects and not environment.leaves_watched_objects:
-            source.names["same_objects"] = environment.watched_objects.same
-            other = self._questions.note("something that the model's code can read has changed")
-            source.line(f"if not same_objects(): return {other}")
+    def _ask_for_world(self, source: Source, asking: str) -> None:
+        """Ask whether all is as it was that is watched by its content, by a method of that."""
+        name, world = f"world_{asking}", self._recording.environment.watched_objects
+        source.names[name] = getattr(world, asking)
+        other = self._questions.note("something that the model's code can read has changed")
+        source.line(f"if not {name}(): return {other}")
 
     def _ask_for_conditions(self, source: Source) -> None:
         """Ask what flow steps asked of arguments and of the model's numbers."""
@@ -281,29 +373,29 @@ class CheckWriter:
         source.begin("measure()")
         for part in (*self._settled.counted, *self._settled.hollow):
             self._questions.ask(source, part)
-        hooks = self._recording.environment.hook_dicts
-        if hooks and not any(self._recording.environment.hooks):
-            source.names["hooks"] = hooks
-            source.line(f"if any(hooks): return {self._questions.note(_OTHER_HOOKS)}")
+        if self._unhooked:
+            source.names["unhooked"] = self._unhooked
+            source.line(f"if any(unhooked): return {self._questions.note(_OTHER_HOOKS)}")
         source.line("return None")
 
-    def _write_comparison(self, source: Source) -> None:
-        """Write what is asked of the dicts that were written to since they were asked last."""
+    def _write_comparison(
+        self, source: Source, name: str, versioned: list[tuple[Captured, list[Captured]]]
+    ) -> None:
+        """Write what is asked of dicts that were written to since they were asked last."""
         settled, questions = self._settled, self._questions
-        versioned = settled.versioned
         found = (settled.module_of.get(id(part.value)) for part, _ in versioned)
         owners = [part.value for part in found if part is not None]  # they come first
-        source.names.update(
-            version=version_of, seen=[[None] * len(versioned)], owners=owners,
-            held=operator.attrgetter("__dict__"),  # takes less time than `vars`
-            dicts=[part.value for part, _ in versioned[len(owners) :]], chain=chain.from_iterable,
-        )  # fmt: skip
+        source.names.update({
+            f"{name}_seen": [[None] * len(versioned)], f"{name}_owners": owners,
+            f"{name}_dicts": [part.value for part, _ in versioned[len(owners) :]],
+            "attributes": operator.attrgetter("__dict__"),  # takes less time than `vars`
+        })  # fmt: skip
         hollow: dict[int, list[Captured]] = {}
         for part in settled.hollow:
             if part.parent is not None:
                 hollow.setdefault(part.parent.index, []).append(part)
-        source.begin("compare(now, A)")
-        source.line("was = seen[0]")
+        source.begin(f"{name}(now, A)")
+        source.line(f"was = {name}_seen[0]")
         for number, (holder, parts) in enumerate(versioned):
             source.line(f"if now[{number}] != was[{number}]:")
             source.indent = 2
@@ -408,12 +500,15 @@ class GuardClasses:
     Attributes:
         children: parts by the index of what holds them.
         counted: dicts of which the number of entries is asked each time.
-        versioned: dicts of which the version is, those of modules' attributes first, with what
-            they hold that cannot change without another version.
+        of_model: dicts of the model of which the version is, those of modules' attributes first,
+            with what they hold that cannot change without another version.
+        of_spaces: the same for namespaces of Python modules, to which all code may write.
         hollow: empty containers in such dicts.
         tables: tables of parameters or buffers, which are asked for the types in them alone.
         simple: what else is usually the very object that it was, which the interpreter finds out
             without bytecode.
+        in_classes: the same in namespaces of classes.
+        in_cells: the same in the cells of functions.
         module_of: modules by the identity of the dict that has their attributes.
     """
 
@@ -434,14 +529,20 @@ class GuardClasses:
         self.counted: list[Captured] = []
         self.hollow: list[Captured] = []
         self._following: set[int] = set()  # parts that follow from the version of a dict
-        self.versioned = self._versioned(parts)
-        self.tables = [table for table, _ in self.versioned if self._is_table(table)]
-        self.simple = [part for part in parts if self._is_simple(part)]
+        versioned = self._versioned(parts)
+        self.of_model = [pair for pair in versioned if pair[0].kind is CaptureKind.DICT]
+        self.of_spaces = [pair for pair in versioned if pair[0].kind is not CaptureKind.DICT]
+        self.tables = [table for table, _ in versioned if self._is_table(table)]
+        simple = [part for part in parts if self._is_simple(part)]
+        self.simple = [part for part in simple if not _is_in(types.MappingProxyType, part)]
+        self.in_classes = [part for part in simple if _is_in(types.MappingProxyType, part)]
+        self.in_cells = [part for part in parts if self._is_in_cell(part)]
 
     def covered(self) -> set[int]:
         """Return the identities of the parts that are not asked one by one each time."""
         inside = (part for table in self.tables for part in self.children[table.index])
-        return self._following | {id(part) for part in (*self.simple, *self.counted, *inside)}
+        several = (self.simple, self.in_classes, self.in_cells, self.counted, inside)
+        return self._following | {id(part) for part in chain.from_iterable(several)}
 
     def _versioned(self, parts: list[Captured]) -> list[tuple[Captured, list[Captured]]]:
         held: dict[int, tuple[Captured, list[Captured]]] = {}
@@ -535,3 +636,17 @@ class GuardClasses:
             and id(part) not in self._following
             and part not in self._ignored
         )
+
+    def _is_in_cell(self, part: Captured) -> bool:
+        return (
+            part.access is Access.CELL
+            and part.kind in (CaptureKind.PLAIN, CaptureKind.MODULE, CaptureKind.IDENTITY)
+            and _is_in(types.CellType, part)
+            and part not in self._ignored
+        )
+
+
+def _is_in(kind: type, part: Captured) -> bool:
+    """Whether a part is held by a fixed object of some type."""
+    holder = part.parent
+    return holder is not None and holder.access is Access.FIXED and type(holder.value) is kind

@@ -17,6 +17,7 @@ __all__ = [
     "Depends",
     "Named",
     "all_same",
+    "tells_changes",
     "version_of",
 ]
 
@@ -33,7 +34,7 @@ class _Thing:
     """What has a `__dict__`."""
 
 
-def _tells_changes(version: Callable[[dict[Any, Any]], Any]) -> bool:
+def tells_changes(version: Callable[[dict[Any, Any]], Any]) -> bool:
     """Whether versions differ after each way of writing to a dict, and not otherwise."""
     thing = _Thing()
     thing.entry = None  # type: ignore[attr-defined]
@@ -61,7 +62,7 @@ def _found() -> Callable[[dict[Any, Any]], Any]:
     # test_versions.py notices what does not hold any more, and so does this, at once.
     version = getattr(_dynamo.guards, "dict_version", None)
     try:
-        if version is not None and _tells_changes(version):
+        if version is not None and tells_changes(version):
             return version  # type: ignore[no-any-return]
     except Exception:  # it takes something else, or gives something that has no order
         pass

@@ -1,0 +1,243 @@
+"""Words of memory: other ones after each change that they are read for, and only then."""
+
+from __future__ import annotations
+
+import collections
+import gc
+import sys
+import types
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import bendtrace as bt
+from bendtrace.source import memory_words
+from bendtrace.source.memory_words import Reader, Unreadable, Words, offsets
+from tests.promise import bits
+
+readable = pytest.mark.skipif(
+    offsets() is None, reason="the words of this Python's objects cannot be read, so none are"
+)
+
+
+class Thing:
+    """What has attributes."""
+
+    count = 1
+
+
+class Other:
+    """Another class of the same layout."""
+
+
+class Derived(Thing):
+    """A class with a base."""
+
+
+def function(x: Any, y: Any = 1, *, z: Any = 2) -> Any:
+    return x, y, z
+
+
+def another(x: Any, y: Any = 3, *, z: Any = 4) -> Any:
+    return y, x, z
+
+
+class World:
+    """One object of each kind, and all that is read of them."""
+
+    def __init__(self) -> None:
+        self.thing = Thing()
+        self.table: dict[Any, Any] = {"a": 1}
+        self.empty: dict[Any, Any] = {}
+        self.ordered: collections.OrderedDict[Any, Any] = collections.OrderedDict()
+        self.cell = types.CellType("held")
+        self.namespace = type("Made", (), {"a": 1})
+        self.derived = type("Made", (Thing,), {})
+        self.function = types.FunctionType(
+            function.__code__, globals(), "copied", function.__defaults__
+        )
+        self.function.__kwdefaults__ = dict(function.__kwdefaults__ or {})
+
+    def reader(self) -> Reader:
+        places = offsets()
+        assert places is not None
+        found = Words(places)
+        found.add_version(self.table)
+        found.add_version(vars(self.namespace))
+        found.add_empty(self.empty)
+        found.add_empty(self.ordered)
+        found.add_class(self.thing, Thing)
+        found.add_attributes(self.thing, vars(self.thing))
+        found.add_content(self.cell, self.cell.cell_contents)
+        found.add_bases(self.derived, self.derived.__mro__)
+        found.add_written(self.function)
+        return found.reader()
+
+
+CHANGES: dict[str, Callable[[World], object]] = {
+    "an entry": lambda w: w.table.__setitem__("a", 2),
+    "another order": lambda w: w.table.__setitem__("a", w.table.pop("a")),
+    "an attribute of a class": lambda w: setattr(w.namespace, "a", 2),
+    "a new attribute of a class": lambda w: setattr(w.namespace, "b", 2),
+    "a lost attribute of a class": lambda w: delattr(w.namespace, "a"),
+    "an entry in an empty dict": lambda w: w.empty.__setitem__("a", 1),
+    "an entry in an empty ordered dict": lambda w: w.ordered.__setitem__("a", 1),
+    "another class": lambda w: setattr(w.thing, "__class__", Other),
+    "other attributes": lambda w: setattr(w.thing, "__dict__", {}),
+    "another content of a cell": lambda w: setattr(w.cell, "cell_contents", "other"),
+    "no content of a cell": lambda w: delattr(w.cell, "cell_contents"),
+    "another base": lambda w: setattr(w.derived, "__bases__", (Derived,)),
+    "another code": lambda w: setattr(w.function, "__code__", another.__code__),
+    "other defaults": lambda w: setattr(w.function, "__defaults__", (7,)),
+    "no defaults": lambda w: setattr(w.function, "__defaults__", None),
+    "other keywords": lambda w: setattr(w.function, "__kwdefaults__", {"z": 3}),
+    "another keyword": lambda w: (w.function.__kwdefaults__ or {}).update(z=5),
+}
+
+
+@readable
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_words_are_others_after_each_change(change):
+    world = World()
+    reader = world.reader()
+    before = reader.read()
+    assert before[reader.begin :] == reader.fixed
+    # What only reads, or writes to others, changes nothing.
+    assert (world.table["a"], world.function(0), vars(world.thing)) == (1, (0, 1, 2), {})
+    World()
+    assert reader.read() == before
+    change(world)
+    assert reader.read() != before
+
+
+@readable
+def test_what_points_to_another_object_is_not_taken_for_what_was_expected():
+    world = World()
+    reader = world.reader()
+    world.thing.__class__ = Other  # type: ignore[assignment]
+    assert reader.read()[reader.begin :] != reader.fixed
+
+
+@readable
+def test_what_is_read_is_kept_alive():
+    world = World()
+    watched = weakref.ref(world.thing)
+    reader = world.reader()
+    before = reader.read()
+    del world
+    gc.collect()
+    assert watched() is not None
+    assert reader.read() == before
+    del reader
+    gc.collect()
+    assert watched() is None
+
+
+@readable
+def test_what_has_no_such_words_is_refused():
+    class Slotted:
+        __slots__ = ("a",)
+
+    class Mapping(dict):  # type: ignore[type-arg]
+        def __len__(self) -> int:
+            return 0
+
+    found = Words(offsets())  # type: ignore[arg-type]
+    for add in (
+        lambda: found.add_version(collections.OrderedDict()),
+        lambda: found.add_version(types.MappingProxyType(Mapping())),
+        lambda: found.add_empty(Mapping()),
+        lambda: found.add_attributes(function, vars(function)),
+        lambda: found.add_attributes(Slotted(), {}),
+        lambda: found.add_written(len),  # type: ignore[arg-type]
+        lambda: found.add_content("no cell", 1),  # type: ignore[arg-type]
+        lambda: Words(offsets()).reader(),  # type: ignore[arg-type]
+    ):
+        with pytest.raises(Unreadable):
+            add()
+
+
+def test_nothing_is_read_where_a_probe_does_not_find_what_it_looks_for(monkeypatch):
+    monkeypatch.setattr(memory_words, "version_of", lambda table: 0)
+    memory_words.offsets.cache_clear()
+    try:
+        assert offsets() is None
+    finally:
+        memory_words.offsets.cache_clear()
+
+
+@readable
+def test_nothing_is_read_without_numpy(monkeypatch):
+    monkeypatch.setitem(sys.modules, "numpy", None)
+    with pytest.raises(Unreadable):
+        World().reader()
+
+
+class Model(nn.Module):
+    """A model of repeated layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(3, 3) for _ in range(4))
+        self.gain = 2.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.relu(layer(x))
+        return x * self.gain
+
+    def louder(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x) + 1
+        return x * self.gain
+
+
+@pytest.mark.parametrize("reads", [False, pytest.param(True, marks=readable)])
+def test_a_model_is_checked_alike_with_words_and_without(monkeypatch, reads):
+    if not reads:
+        monkeypatch.setattr("bendtrace.replay.check.offsets", lambda: None)
+    monkeypatch.setattr(Model, "forward", Model.forward)  # puts it back
+    model, x = Model(), torch.randn(2, 3)
+    bended = bt.BendedModule(model)
+    for number, change in enumerate(
+        (
+            lambda: setattr(model, "gain", 3.0),
+            lambda: setattr(model.layers[1], "__class__", nn.Identity),
+            lambda: setattr(Model, "forward", Model.louder),
+            lambda: model.layers.append(nn.Linear(3, 3)),
+            lambda: model.layers[0].__dict__.update(bias=torch.zeros(3)),
+        ),
+        1,
+    ):
+        for _ in range(3):
+            assert bits(bended(x)) == bits(model(x))
+        assert (bended.stats.traces, bended.stats.replays) == (number, 2 * number)
+        change()
+    for _ in range(3):
+        assert bits(bended(x)) == bits(model(x))
+
+
+@readable
+def test_a_dict_that_was_written_to_is_asked_once():
+    model, x = Model(), torch.randn(2, 3)
+    bended = bt.BendedModule(model)
+    for _ in range(2):
+        bended(x)
+    (program,) = bended._trees.plain.programs()
+    names = program.check_code.function.__globals__
+    asked: list[int] = []
+    ask = names["ask"]
+    names["ask"] = lambda given: asked.append(1) or ask(given)
+    for _ in range(2):
+        bended(x)
+    assert not asked
+    model.unrelated = 1  # an attribute that nothing reads
+    del model.unrelated
+    for _ in range(3):
+        bended(x)
+    assert len(asked) == 1
+    assert bended.stats.traces == 1
