@@ -141,10 +141,10 @@ class Dispatcher:
             self.latest_run = result.recording
             if audit is not None:
                 audit.compare(result.recording, result.output)
-            if plan is None:
-                self.floor.followed(True)
-            else:
+            if plan is not None:
                 plan.ran(result.recording)
+            elif self.floor.counts:
+                self.floor.followed(True)
             if guess is not None and self.speculation is not None:
                 self.speculation.replayed(guess, names, program, result, arguments)
             return result.output
@@ -307,11 +307,13 @@ class Floor:
     Attributes:
         unknown: calls along unknown paths so far.
         waiting: calls until paths are tried again; 0 while they are followed.
+        counts: whether a call along a known path makes a difference.
     """
 
     def __init__(self) -> None:
         self.unknown = 0
         self.waiting = 0
+        self.counts = False
         self._left = _FREE
         self._next = _FIRST
 
@@ -328,10 +330,12 @@ class Floor:
         """Count a call that was served along a path, or led down an unknown one."""
         if is_known:
             self._left = min(self._left + _EARNED, _FREE)
+            self.counts = self._left < _FREE
             if self._left > _RECOVERED:
                 self._next = _FIRST
             return
         self.unknown += 1
+        self.counts = True
         self._left -= 1
         if self._left <= 0:
             self.waiting = self._next

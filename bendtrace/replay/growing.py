@@ -181,12 +181,13 @@ class Holes(list[Any]):
         may_grow: whether tensors are exchanged before the end.
     """
 
+    # Of its own only for a call in which something grows.
+    grown: tuple[_Grown, ...] = ()
+    _places: frozenset[_Place] = frozenset()
+    _memory: frozenset[int] = frozenset()
+
     def __init__(self, may_grow: bool) -> None:
-        super().__init__()
         self.may_grow = may_grow
-        self.grown: list[_Grown] = []
-        self._places: set[_Place] = set()
-        self._memory: set[int] = set()
 
     def grows(self, growth: Growth, holder: Any, old: Tensor, new: Tensor) -> bool:
         """Say whether a tensor may be exchanged now, and remember it."""
@@ -215,9 +216,9 @@ class Holes(list[Any]):
             )  # fmt: skip
         except RuntimeError:  # a tensor that has no memory, or not one of its own
             return False
-        self.grown.append(grown)
-        self._places.add(growth.place)
-        self._memory.add(memory)
+        self.grown += (grown,)
+        self._places |= {growth.place}
+        self._memory |= {memory}
         return True
 
     def may_enter(self, growths: Collection[Growth], taken: frozenset[_Place]) -> bool:
@@ -234,4 +235,4 @@ class Holes(list[Any]):
         self.clear()
         for grown in reversed(self.grown):
             put(grown.holder, grown.growth.change.key, grown.cut_out())
-        self.grown.clear()
+        self.grown = ()

@@ -163,7 +163,7 @@ class Stretch(Path):
         return side
 
 
-@dataclass(eq=False)
+@dataclass(slots=True, eq=False)
 class Finished:
     """A replay that reached its end, with what it returned.
 

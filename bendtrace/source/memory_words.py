@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 from bendtrace.source.versions import TELLS_CHANGES, tells_changes, version_of
 
-__all__ = ["Offsets", "Reader", "Unreadable", "Words", "offsets"]
+__all__ = ["Offsets", "Reader", "Unreadable", "Words", "offsets", "reader_of_versions"]
 
 _WORD = 8
 _HEADER = object.__basicsize__
@@ -177,6 +177,20 @@ class Words:
         fixed = numpy.array([*self._fixed.values()], numpy.uint64).tobytes()
         begin = _WORD * len(self._changing)
         return Reader(words.take, places, fixed, begin, tuple(self._kept))
+
+
+def reader_of_versions(tables: Iterable[Mapping[Any, Any]]) -> Reader | None:
+    """Return what reads whether something was written to dicts; None where that is not to be."""
+    places = offsets()
+    if places is None:
+        return None
+    words = Words(places)
+    try:
+        for table in tables:
+            words.add_version(table)
+        return words.reader()
+    except Unreadable:
+        return None
 
 
 @functools.cache

@@ -25,6 +25,7 @@ from torch.nn import functional
 from torch.overrides import handle_torch_function
 
 from bendtrace.errors import InputError
+from bendtrace.source.memory_words import reader_of_versions
 from bendtrace.source.sites import TORCH
 from bendtrace.source.versions import TELLS_CHANGES, version_of
 from bendtrace.torch_rules.intercepts import REPLACED
@@ -138,6 +139,10 @@ def _content_of(table: dict[str, Any]) -> list[Any]:
     return list(table.values())
 
 
+# What is written to any of them is found out most quickly so.
+_READER = reader_of_versions(_TABLES)
+_unchanged: tuple[bytes, Monkeypatches] = b"", ()  # what it read last, and what stood in then
+
 # Where there are no versions, all functions would be gone through at each call.
 _stamp_of: Callable[[dict[str, Any]], Any] = version_of if TELLS_CHANGES else _content_of
 # For each space the stamp when it was looked at last, and what stood in for its functions then.
@@ -153,6 +158,17 @@ def monkeypatches() -> Monkeypatches:
 
     Asked for at each call: as long as nothing was written to the tables of these, it is known.
     """
+    global _unchanged
+    if _READER is None:
+        return _by_stamps()
+    words, (before, every) = _READER.take(_READER.places).tobytes(), _unchanged
+    if words != before:
+        every = _by_stamps()
+        _unchanged = words, every
+    return every
+
+
+def _by_stamps() -> Monkeypatches:
     global _seen
     now, (before, found, every) = list(map(_stamp_of, _TABLES)), _seen
     if now != before:
