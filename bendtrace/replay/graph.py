@@ -479,7 +479,9 @@ def _agree(recording: Recording, after: int, until: int | None, exit: Exit) -> b
             mine = mine[: len(its)]
     for op, known in zip(mine, its, strict=False):
         if op.target == known.target and op.context == known.context:
-            if _are_alike(op.args, known.args, ours, theirs) and not (op.kwargs or known.kwargs):
+            if _are_alike(op.args, known.args, ours, theirs) and _are_alike(
+                op.kwargs, known.kwargs, ours, theirs
+            ):
                 continue
             now, before = ours.of(op), theirs.of(known)
             if now == before:
@@ -513,6 +515,10 @@ def _are_alike(one: Any, other: Any, ours: _Names, theirs: _Names) -> bool:
     if kind is tuple or kind is list:
         return len(one) == len(other) and all(
             _are_alike(mine, its, ours, theirs) for mine, its in zip(one, other, strict=True)
+        )
+    if kind is dict:
+        return one.keys() == other.keys() and all(
+            _are_alike(mine, other[key], ours, theirs) for key, mine in one.items()
         )
     if kind is float:
         return repr(one) == repr(other)  # which tells zeros apart
