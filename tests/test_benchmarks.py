@@ -58,7 +58,8 @@ def report() -> dict[str, Any]:
 
 def test_a_quick_run_has_a_row_for_each_model_and_way(report: dict[str, Any]) -> None:
     calls = report["sections"]["calls"]
-    assert set(calls) == {"1", "check"}
+    assert set(calls) == {"1", "check", "guards"}
+    assert [one["modules"] for one in calls["guards"]] == [26, 202, 402]
     assert tuple(calls["1"]) == tuple(calls["check"]) == SMALL
     for cells in calls["1"].values():
         assert {"eager", "flat list", "replay", "bended", "torch.fx"} <= set(cells)

@@ -76,6 +76,15 @@ def _check(data: Data) -> Found:
         yield name, cell["median"] * 1e6
 
 
+def _check_of(modules: int) -> Callable[[Data], Found]:
+    def values(data: Data) -> Found:
+        for one in data.get("guards", []):
+            if one["modules"] - modules in range(10):
+                yield f"{one['modules']} modules", one["check"]["median"] * 1e6
+
+    return values
+
+
 def _tokens(data: Data) -> Found:
     for name, one in data["memory"].items():
         yield name, one["kept by all saved"] / max(1, one["saved one by one"])
@@ -144,6 +153,8 @@ BUDGETS = (
         "a replay, of a flat list of the same calls", "calls", 1.1, _relative("replay", "flat list")
     ),
     Budget("guard check, input guards only", "calls", 10.0, _check, "us"),
+    Budget("guard check, some 25 modules", "calls", 10.0, _check_of(25), "us"),
+    Budget("guard check, some 200 modules", "calls", 20.0, _check_of(200), "us"),
     Budget("a compiled call", "calls", 1.0, _relative("bended, inductor")),
     Budget(
         "compiled, times faster than torch.compile", "calls", 3.0, _faster_than_compile, least=True

@@ -15,6 +15,7 @@ from tests.benchmarks import starting
 from tests.benchmarks.comparing import Cells, merged
 from tests.benchmarks.feeding import after_first, relative
 from tests.benchmarks.growth import GROWTHS
+from tests.benchmarks.guarding import LAYERS
 from tests.benchmarks.models import CASES, case_of
 from tests.benchmarks.streams import STREAMS
 from tests.benchmarks.table import Table, amount, duration, ratio
@@ -130,6 +131,13 @@ def _measure_calls(options: Options) -> Data:
         )
         for name in options.models
     }  # fmt: skip
+    found["guards"] = [
+        ask(
+            "guards", here=options.here, layers=layers, rounds=options.rounds,
+            seconds=options.seconds, compiles=options.peers and not options.quick,
+        )
+        for layers in LAYERS
+    ]  # fmt: skip
     return found
 
 
@@ -142,7 +150,7 @@ def _tables_of_calls(data: Data) -> list[Table]:
     tables = []
     command = "python -m tests.benchmarks calls"
     for threads, cells in data.items():
-        if threads == "check":
+        if threads in ("check", "guards"):
             continue
         names = _names_of(cells)
         rows = [
@@ -179,7 +187,26 @@ def _tables_of_calls(data: Data) -> list[Table]:
             ["model", "ops", "guards", "check", "quartiles"], rows, command,
         )
     )  # fmt: skip
+    if "guards" in data:
+        tables.append(_table_of_guards(data["guards"], command))
     return tables
+
+
+def _table_of_guards(data: list[Data], command: str) -> Table:
+    rows = [
+        [str(one["modules"]), duration(one["check"]["median"]), _guards_of_compile(one)]
+        for one in data
+    ]
+    return Table(
+        "guards", "The same by the number of modules, in layers that are all alike",
+        ["modules", "check", "torch.compile"], rows, command,
+        "torch.compile: evaluating the guards of what it has compiled with the backend `eager`.",
+    )  # fmt: skip
+
+
+def _guards_of_compile(one: Data) -> str:
+    found = one.get("torch.compile", "not measured")
+    return found if isinstance(found, str) else duration(found["median"])
 
 
 def _names_of(cells: dict[str, Cells]) -> list[str]:

@@ -80,6 +80,12 @@ def _checking(case: str, rounds: int, seconds: float) -> Any:
     }  # fmt: skip
 
 
+def _guards(layers: int, rounds: int, seconds: float, compiles: bool) -> Any:
+    from tests.benchmarks.guarding import guarded
+
+    return guarded(layers, rounds, seconds, compiles)
+
+
 def _memory(case: str) -> Any:
     from tests.benchmarks.models import case_of
     from tests.benchmarks.tracers import memory_of_traces
@@ -142,7 +148,8 @@ def _stream_compiled(name: str, calls: int, size: int, seconds: float) -> Any:
 
 
 TASKS: dict[str, Callable[..., Any]] = {
-    "compare": _compare, "alone": _alone, "checking": _checking, "memory": _memory,
+    "compare": _compare, "alone": _alone, "checking": _checking, "guards": _guards,
+    "memory": _memory,
     "memory of torchlens": _memory_of_torchlens, "per op": _per_op, "leaving": _leaving,
     "recompiling": _recompiling, "growth": _growth, "stream": _stream,
     "stream, compiled": _stream_compiled,
