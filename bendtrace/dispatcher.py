@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from bendtrace._trace import Trace
 from bendtrace.errors import InputError
 from bendtrace.flow import steps_of
+from bendtrace.interject.compiling import inserted_by
 from bendtrace.interject.gates import running
 from bendtrace.interject.knowledge import Knowledge
 from bendtrace.interject.plan import Plan
@@ -95,10 +96,12 @@ class Dispatcher:
         tree = self._trees.plain if plan is None else self._trees.of(plan)
         names, arguments = self._signature.arrange(args, kwargs)
         guess: Guess | None = None
-        if self.speculation is not None and plan is None and auditor is None:
-            guess = self.speculation.guess(names, arguments)
+        if self.speculation is not None and auditor is None:
+            inserted = None if plan is None else inserted_by(plan)
+            guess = self.speculation.guess(names, arguments, inserted)
             if guess.recording is not None:
-                self.floor.followed(True)
+                if plan is None:
+                    self.floor.followed(True)
                 self.stats.replays += 1
                 self.latest_run = guess.recording
                 return guess.output

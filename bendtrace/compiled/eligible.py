@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import types
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from typing import Any
 
 import torch
@@ -57,12 +57,15 @@ _UNTOLD = frozenset(
 _UNANSWERED = (FLEETING - {"requires_grad"}) | {"names", "_base", "_grad", "is_inference"}
 
 
-def why_not(recording: Recording, global_state: GlobalState) -> str | None:
+def why_not(
+    recording: Recording, global_state: GlobalState, spliced: Container[int] = ()
+) -> str | None:
     """Say why a path cannot be run ahead of its guards; None if nothing on its tape forbids it.
 
     Args:
         recording: the path.
         global_state: the global state that it ran under.
+        spliced: the gates for which there are splices.
     """
     tape = recording.tape
     if tape.blockers:
@@ -78,6 +81,8 @@ def why_not(recording: Recording, global_state: GlobalState) -> str | None:
     if len(tape.ops) > _LONGEST:
         return f"it has more than {_LONGEST} ops"
     for op in tape.ops:
+        if op.index in spliced:
+            continue
         if any(tape.ops[written].is_given for written in op.writes):
             reason = f"{said_of(op.target)} writes to what was there before the run"
         else:

@@ -5,17 +5,19 @@ from __future__ import annotations
 import time
 import warnings
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from bendtrace.compiled.attempts import CompiledFunction, Quiet, State
 from bendtrace.compiled.eligible import why_not
 from bendtrace.compiled.probing import Refusal, Unknown, probe
 from bendtrace.compiled.settings import Settings, dynamo
+from bendtrace.compiled.splices import Spliced
 from bendtrace.compiled.straight import Straight
 from bendtrace.recording.recorder import Recording
 from bendtrace.replay.analysis import Analysis
@@ -27,7 +29,10 @@ from bendtrace.replay.stretches import Stretch
 from bendtrace.tape.tape import TensorMeta, Test, refs_in
 from bendtrace.torch_rules.functions import name_of
 
-__all__ = ["FAILED", "CompiledPath", "Unchecked"]
+__all__ = ["FAILED", "CompiledPath", "Served", "Unchecked"]
+
+# The path that a call took, and the key of its splices.
+Taken = tuple[Stretch | None, Hashable]
 
 _WINDOW = 16
 _MOST_SIZES = 4096  # sets of sizes that are kept in mind
@@ -49,11 +54,28 @@ class Unchecked:
         output: the output.
         made: the tensors that the graph gave.
         known: tensors that were there before.
+        kept: what it gave for steps of gates to look at, and the same not compiled.
     """
 
     output: Any
     made: Sequence[Tensor]
     known: list[Tensor]
+    kept: tuple[Any, Any] = ((), ())
+
+
+@dataclass(slots=True, eq=False)
+class Served:
+    """A call that a path with splices has served.
+
+    Attributes:
+        output: the output.
+        kept: the values that steps of gates want to look at.
+        changed: whether functions at gates have changed their values; None if there are none.
+    """
+
+    output: Any
+    kept: Sequence[Tensor]
+    changed: Tensor | None
 
 
 class CompiledPath(CompiledFunction):
@@ -63,21 +85,30 @@ class CompiledPath(CompiledFunction):
         home: the program that the path belongs to.
         stretch: the last stretch of its code.
         settings: how to compile.
+        spliced: what is inserted at its gates; None if it has none.
 
     Attributes:
         home: as given.
         stretch: as given.
+        key: of the splices: it serves calls with others of that key as well.
         recent: the latest calls that it was tried on: whether it served.
         window: which paths the latest calls took for which the same input guards hold.
     """
 
-    def __init__(self, home: Program, stretch: Stretch, settings: Settings) -> None:
+    def __init__(
+        self,
+        home: Program,
+        stretch: Stretch,
+        settings: Settings,
+        spliced: Spliced | None = None,
+    ) -> None:
         super().__init__(settings)
         self.home = home
         self.stretch = stretch
+        self.key: Hashable = None if spliced is None else spliced.key
         self.state = State.REFUSED
         self.recent: deque[bool] = deque(maxlen=_WINDOW)
-        self.window: deque[Stretch | None] = deque(maxlen=_WINDOW)
+        self.window: deque[Taken] = deque(maxlen=_WINDOW)
         self._admitting = home
         self._entry = home.global_state.context
         self._sizes: dict[Any, bool] = {}
@@ -91,28 +122,32 @@ class CompiledPath(CompiledFunction):
 
     # Making it
 
-    def make(self, arguments: tuple[Any, ...], output: Any) -> None:
+    def make(
+        self, arguments: tuple[Any, ...], output: Any, spliced: Spliced | None = None
+    ) -> None:
         """Write, compile and confirm the function, for a call that has just been replayed.
 
         Args:
             arguments: the bound arguments of the call.
             output: what the replay gave.
+            spliced: what is inserted at its gates.
         """
         begun = time.perf_counter()
         try:
             with warnings.catch_warnings(), Quiet():
                 warnings.simplefilter("ignore")  # what compilers have to say, and ops once more
-                self._make(arguments, output)
+                self._make(arguments, output, spliced)
         except Refusal as refusal:
             self.reason = str(refusal)
         self.seconds = time.perf_counter() - begun
 
-    def _make(self, arguments: tuple[Any, ...], output: Any) -> None:
+    def _make(self, arguments: tuple[Any, ...], output: Any, spliced: Spliced | None) -> None:
         recording, global_state = self.recording, self.home.global_state
-        reason = why_not(recording, global_state)
+        splices = {} if spliced is None else spliced.splices
+        reason = why_not(recording, global_state, splices)
         if reason is not None:
             raise Refusal(reason)
-        findings = probe(recording, arguments)
+        findings = probe(recording, arguments, splices)
         if findings is None:
             raise Refusal("its guards came out otherwise when it was looked at op by op")
         self._findings = findings
@@ -120,14 +155,16 @@ class CompiledPath(CompiledFunction):
             # Of a path that branched off, the program's check does not know all guards.
             self._admitting = Program(recording, global_state)
         try:
-            self._compile(arguments, output, exactly=False)
+            self._compile(arguments, output, spliced, exactly=False)
         except Unknown as unknown:
             try:
-                self._compile(arguments, output, exactly=True)
+                self._compile(arguments, output, spliced, exactly=True)
             except Unknown:
                 raise Refusal(str(unknown)) from None
 
-    def _compile(self, arguments: tuple[Any, ...], output: Any, exactly: bool) -> None:
+    def _compile(
+        self, arguments: tuple[Any, ...], output: Any, spliced: Spliced | None, exactly: bool
+    ) -> None:
         """Compile, or raise `Unknown` if not even the sizes that are picked by values can vary."""
         recording, findings = self.recording, self._findings
         ops = recording.tape.ops
@@ -136,11 +173,14 @@ class CompiledPath(CompiledFunction):
         made = [i for i in dict.fromkeys(roots.values()) if not ops[i].is_given]
         given = [i for i in dict.fromkeys(roots.values()) if ops[i].is_given]
         analysis = Analysis(recording.tape)
-        straight = Straight(recording, analysis, findings, self._entry, made, exactly)
+        splices = None if spliced is None else spliced.splices
+        straight = Straight(recording, analysis, findings, self._entry, made, exactly, splices)
+        self._plain, self._leaves, self._kept = straight.function, len(made), straight.kept
         gathered = straight.inputs + [i for i in given if i not in straight.inputs]
         self._count = len(straight.inputs)
         self._gather = _gatherer(recording, gathered)
-        slots = {index: slot for slot, index in enumerate(made + gathered)}
+        slots = {index: slot for slot, index in enumerate(made)}
+        slots |= {index: -1 - slot for slot, index in enumerate(reversed(gathered))}
         self._names = tuple(f"v{leaf}" for leaf in roots)
         slots_of_leaves = [slots[root] for root in roots.values()]
         # Mostly each is a result of its own, in that order.
@@ -163,7 +203,7 @@ class CompiledPath(CompiledFunction):
             self._sizes = {self._sizes_of(gathered_now): True} if self._needs_sizes else {}
             try:
                 with _capturing(self._is_dynamic):
-                    first = self.attempt(arguments, raises=True)
+                    first = self.attempt(arguments, spliced, raises=True)
                 break
             except Refusal:
                 if compiler is compilers[-1]:
@@ -198,6 +238,8 @@ class CompiledPath(CompiledFunction):
         """Use a newly compiled graph, if it gave what the replay gave."""
         is_first = self.state is State.REFUSED
         is_same = self.compare(unchecked.output, output, unchecked.made, unchecked.known)
+        if is_same and unchecked.kept[0]:  # which come from a run of their own
+            is_same = self.compare(*unchecked.kept, unchecked.made, [])
         if is_same and is_first:
             self.reason, self.is_unusable = "", False
             self.state = State.MEASURED if self.settings.drop_slower else State.USED
@@ -208,20 +250,25 @@ class CompiledPath(CompiledFunction):
         """Whether all input guards hold."""
         return self._admitting.admits(arguments)
 
-    def attempt(self, arguments: tuple[Any, ...], raises: bool = False) -> Any:
+    def attempt(
+        self, arguments: tuple[Any, ...], spliced: Spliced | None = None, raises: bool = False
+    ) -> Any:
         """Run it, for arguments for which the input guards hold.
 
         Args:
             arguments: the bound arguments.
+            spliced: what is inserted at its gates.
             raises: whether an error is raised as a `Refusal`.
 
         Returns:
-            The output; an `Unchecked` one if a graph was compiled in between; or `FAILED`.
+            The output, for a path with splices in a `Served`; an `Unchecked` one if a graph was compiled in between; or `FAILED`.
         """
         gathered = self._gather(arguments)
-        if self._needs_sizes and not self._knows_sizes(gathered, arguments):
+        if self._needs_sizes and not self._knows_sizes(gathered, arguments, spliced):
             return self._missed()
         given = gathered[: self._count] if len(gathered) > self._count else gathered
+        if spliced is not None:
+            given = (*given, *spliced.tensors)
         try:
             result = self.call(given)
             if result is None or not (result[0] is None or result[0].item()):
@@ -232,7 +279,7 @@ class CompiledPath(CompiledFunction):
                 raise Refusal(self.reason) from None
             return self._missed()
         made = self.in_order(result[1])
-        values: Sequence[Any] = made
+        values: Sequence[Any] = made if spliced is None else made[: self._leaves]
         if self._slots is not None:
             both = (*made, *gathered)
             values = [both[slot] for slot in self._slots]
@@ -242,22 +289,39 @@ class CompiledPath(CompiledFunction):
             self.reason = "for other sizes, what is picked by values would have to be checked anew"
             return self._missed()
         if self.graphs != self._confirmed:
-            return Unchecked(output, made, [item for item in gathered if isinstance(item, Tensor)])
+            known = [item for item in (*gathered, *given) if isinstance(item, Tensor)]
+            known = list({id(item): item for item in known}.values())
+            return Unchecked(output, made, known, self._both_kept(given, made))
         self.hits += 1
         self.recent.append(True)
-        return output
+        if spliced is None:
+            return output
+        end = self._leaves + self._kept
+        return Served(output, made[self._leaves : end], made[end] if len(made) > end else None)
+
+    def _both_kept(self, given: Sequence[Any], made: Sequence[Tensor]) -> tuple[Any, Any]:
+        """Return what is kept besides the output, and what would be without a compiler."""
+        if len(made) == self._leaves:
+            return (), ()
+        result = self._plain(*given)
+        if result is None:
+            raise Refusal("its guards came out otherwise when it was run without a compiler")
+        return list(made[self._leaves :]), list(result[1][self._leaves :])
 
     def _missed(self) -> _Failed:
         self.failures += 1
         self.recent.append(False)
         return FAILED
 
-    def _knows_sizes(self, gathered: tuple[Any, ...], arguments: tuple[Any, ...]) -> bool:
+    def _knows_sizes(
+        self, gathered: tuple[Any, ...], arguments: tuple[Any, ...], spliced: Spliced | None
+    ) -> bool:
         sizes = self._sizes_of(gathered)
         known = self._sizes.get(sizes)
         if known is None:
             try:
-                findings = probe(self.recording, arguments)
+                splices = {} if spliced is None else spliced.splices
+                findings = probe(self.recording, arguments, splices)
             except Refusal:
                 findings = None
             known = findings is not None and findings.first == self._findings.first

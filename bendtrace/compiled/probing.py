@@ -9,7 +9,7 @@ the mask that things were picked with: `Extents` finds that.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from bendtrace.compiled.splices import Splice, applied
 from bendtrace.recording.recorder import Recording
 from bendtrace.replay.analysis import Analysis
 from bendtrace.replay.schedule import Schedule
@@ -37,6 +38,8 @@ from bendtrace.torch_rules.functions import name_of
 from bendtrace.torch_rules.writes import storage_of, works_in_place
 
 __all__ = ["Extents", "Findings", "Refusal", "Unknown", "probe"]
+
+_NOTHING: Mapping[int, Splice] = {}
 
 
 class Refusal(Exception):
@@ -60,12 +63,15 @@ class Findings:
     writes: bool
 
 
-def probe(recording: Recording, arguments: tuple[Any, ...]) -> Findings | None:
+def probe(
+    recording: Recording, arguments: tuple[Any, ...], splices: Mapping[int, Splice] = _NOTHING
+) -> Findings | None:
     """Carry out a path and look at what its ops do. Nothing outside of it is changed.
 
     Args:
         recording: the path; none of its ops is Python's own or a user's (see `eligible`).
         arguments: the bound arguments of a call, for which the input guards hold.
+        splices: what is called at its gates.
 
     Returns:
         What was found; None if the arguments lead another way.
@@ -75,7 +81,7 @@ def probe(recording: Recording, arguments: tuple[Any, ...]) -> Findings | None:
     """
     states = random_states()
     try:
-        return _Probe(recording, arguments).run()
+        return _Probe(recording, arguments, splices).run()
     finally:
         if any(not torch.equal(generator.get_state(), state) for generator, state in states):
             restore(states)
@@ -83,9 +89,12 @@ def probe(recording: Recording, arguments: tuple[Any, ...]) -> Findings | None:
 
 
 class _Probe:
-    def __init__(self, recording: Recording, arguments: tuple[Any, ...]) -> None:
+    def __init__(
+        self, recording: Recording, arguments: tuple[Any, ...], splices: Mapping[int, Splice]
+    ) -> None:
         self._tape = recording.tape
         self._arguments = arguments
+        self._splices = splices
         self._values: dict[int, Any] = {}
         self._dynamic: set[int] = set()
         self._roots: dict[int, Any] = {}
@@ -102,6 +111,8 @@ class _Probe:
         for given in self._tape.ops:
             if given.is_given:
                 self._take(given)
+        for splice in self._splices.values():
+            self._protected.update(map(storage_of, splice.tensors))
         switch = ContextSwitch()
         mode = _Watch(self._protected)
         try:
@@ -138,8 +149,12 @@ class _Probe:
             switch.to(op.context)
         args, kwargs = self._given(op.args), self._given(op.kwargs)
         mode.dynamic = False
-        with mode:
-            value = op.target(*args, **kwargs)
+        splice = self._splices.get(op.index)
+        if splice is not None:
+            value = self._through(splice, list(args), mode)
+        else:
+            with mode:
+                value = op.target(*args, **kwargs)
         self._values[op.index] = value
         if mode.dynamic:
             self._roots[op.index] = _extent(value)
@@ -149,6 +164,29 @@ class _Probe:
             if type(value) not in _PLAIN or value.layout is not torch.strided:
                 raise Refusal("it computes with tensors that are not plain dense ones")
             self._note(op.index, value)
+
+    def _through(self, splice: Splice, values: list[Any], mode: _Watch) -> Any:
+        """Carry out a gate: nothing that is called there may write to what it is given."""
+        for step in splice.steps:
+            if step.function is None:
+                continue
+            (slot,) = step.slots
+            if step.check is not None:
+                reason = step.check(values[slot], step.tensors)
+                if reason is not None:
+                    raise Refusal(reason)
+            storage = storage_of(values[slot])
+            added = storage not in self._protected
+            self._protected.add(storage)
+            with mode:
+                values[slot], kept = applied(step, values[slot], step.tensors)
+            if added:
+                self._protected.discard(storage)
+            if any(tensor.requires_grad for tensor in kept):
+                raise Refusal("gradients may be asked for of what an insertion keeps")
+            if type(values[slot]) not in _PLAIN:
+                raise Refusal("what is inserted makes something else of a tensor")
+        return splice.given(values)
 
     def _given(self, value: Any) -> Any:
         if isinstance(value, Ref):

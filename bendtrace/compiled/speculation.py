@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import warnings
 from collections import deque
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -12,10 +13,11 @@ from weakref import WeakKeyDictionary
 import torch
 
 from bendtrace.compiled.attempts import State, now
-from bendtrace.compiled.path import FAILED, CompiledPath, Unchecked
+from bendtrace.compiled.path import FAILED, CompiledPath, Served, Taken, Unchecked
 from bendtrace.compiled.report import CompiledReport
 from bendtrace.compiled.segments import CompiledSegments
 from bendtrace.compiled.settings import Settings
+from bendtrace.compiled.splices import Inserted, Spliced
 from bendtrace.errors import CompileWarning
 from bendtrace.recording.recorder import Recording
 from bendtrace.replay.program import Program
@@ -23,6 +25,10 @@ from bendtrace.replay.stretches import Finished, Stretch
 from bendtrace.source.sites import users_level
 
 __all__ = ["Guess", "Speculation"]
+
+# What tells calls apart that other paths may lead for: names of the arguments, and what is
+# inserted where.
+_Calls = Hashable
 
 _WINDOW = 16  # calls that are looked back at
 _ENOUGH_FAILURES = 8
@@ -41,6 +47,7 @@ class Guess:
         unchecked: for a newly compiled graph, what it gave.
         began: when the call began, if its replay is to be timed.
         may_compile: whether a replay may use compiled segments.
+        inserted: what is inserted in the call; None for nothing.
     """
 
     path: CompiledPath | None = None
@@ -49,6 +56,7 @@ class Guess:
     unchecked: Unchecked | None = None
     began: float = 0.0
     may_compile: bool = False
+    inserted: Inserted | None = None
 
 
 _WATCHED = Guess()
@@ -72,49 +80,67 @@ class Speculation:
         self.settings = settings
         self._lock = threading.Lock()
         self._warned = False
-        self._paths: dict[Stretch, CompiledPath] = {}
+        self._paths: dict[Taken, CompiledPath] = {}
         # Exchanged, never changed, so that threads can read them without the lock.
-        self._leaders: dict[tuple[str, ...], tuple[CompiledPath, ...]] = {}
+        self._leaders: dict[_Calls, tuple[CompiledPath, ...]] = {}
         # Programs come and go with the paths that the trace tree keeps.
-        self._windows: WeakKeyDictionary[Program, deque[Stretch | None]] = WeakKeyDictionary()
+        self._windows: WeakKeyDictionary[Program, deque[Taken]] = WeakKeyDictionary()
         self._segments = CompiledSegments(settings)
         self._calls = 0  # that were no path
 
-    def guess(self, names: tuple[str, ...], arguments: tuple[Any, ...]) -> Guess:
+    def guess(
+        self,
+        names: tuple[str, ...],
+        arguments: tuple[Any, ...],
+        inserted: Inserted | None = None,
+    ) -> Guess:
         """Try a call on the compiled path that leads, if there is one for its input guards.
 
         Args:
             names: names of the arguments.
             arguments: the arguments.
+            inserted: what is inserted in the call; None for nothing.
         """
         if _is_watched():
             return _WATCHED
-        leaders = self._leaders.get(names)
+        calls = names if inserted is None else (names, inserted.places)
+        leaders = self._leaders.get(calls)
+        nothing = _NONE if inserted is None else Guess(inserted=inserted)
         if not leaders:
-            return _NONE
+            return nothing
         began = 0.0
+        spliced: Spliced | None = None
         for path in leaders:
             timed = path.state is State.MEASURED
             if timed:
                 began = now(arguments)
+            if inserted is not None:
+                along = inserted.along(path.recording)
+                if isinstance(along, str) or along.key != path.key:
+                    continue
+                spliced = along
             if path.admits(arguments):
                 break
         else:
-            return _NONE
-        guess = Guess(path)
+            return nothing
+        guess = Guess(path, inserted=inserted)
         if timed and len(path.replayed) < len(path.served):
             guess.began = began
             return guess
-        output = path.attempt(arguments)
+        output = path.attempt(arguments, spliced)
         if output is FAILED:
-            guess.path, guess.may_compile = None, True
-            self._look_at(names, path)
+            guess.path, guess.may_compile = None, inserted is None
+            self._look_at(calls, path)
         elif type(output) is Unchecked:
             guess.unchecked = output
         else:
             guess.recording, guess.output = path.recording, output
             path.stretch.hits += 1
-            path.window.append(path.stretch)
+            path.window.append((path.stretch, path.key))
+            if type(output) is Served and inserted is not None and spliced is not None:
+                guess.output = output.output
+                inserted.ran(path.recording)
+                spliced.served(output.kept, output.changed)
             if timed:
                 path.was_served(now(arguments) - began)
         return guess
@@ -136,31 +162,41 @@ class Speculation:
             finished: how it ended.
             arguments: the arguments.
         """
-        took = program.taken(finished)
+        stretch, inserted = program.taken(finished), guess.inserted
+        calls = names if inserted is None else (names, inserted.places)
         window = self._window(program)
-        window.append(took)
         path = guess.path
-        if path is not None and path.stretch is took:
+        spliced: Spliced | str | None = None
+        if inserted is not None and stretch is not None:
+            # After the run, which may have been the first to come by a node.
+            spliced = inserted.along(stretch.recording)
+        key = spliced if spliced is None or isinstance(spliced, str) else spliced.key
+        took = stretch, key
+        window.append(took)
+        if path is not None and (path.stretch, path.key) == took:
             if guess.unchecked is not None:
                 path.confirm(guess.unchecked, finished.output)
-                self._look_at(names, path)
+                self._look_at(calls, path)
             elif guess.began:
                 path.was_replayed(now(arguments) - guess.began)
-                self._look_at(names, path)
-        share = sum(stretch is took for stretch in window) / len(window)
-        if took is None or share < 0.5 or self._is_refused(took):
+                self._look_at(calls, path)
+        times = window.count(took)
+        share = times / len(window)
+        if stretch is None or share < 0.5 or self._is_refused(took):
             self._look_at_segments(program, guess)
-        if took is None:  # segments in a combination that no run has gone, which is no path
+        if stretch is None:  # segments in a combination that no run has gone, which is no path
             return
-        if took.hits < 2 or _is_watched() or any(p.home is program for p in self._led(names)):
+        often = stretch.hits if inserted is None else times + (stretch.hits == times + 1)
+        led = (p for p in self._led(calls) if p.home is program and p.key == key)
+        if often < 2 or _is_watched() or any(led):
             return
         known = self._paths.get(took)
         if known is None and share >= 0.5:
-            self._compile(names, program, took, finished, arguments)
+            self._compile(calls, program, took, spliced, finished, arguments)
         elif known is not None and known.state is State.DEMOTED and share >= 0.75:
             known.recent.clear()
             known.state = State.USED
-            self._lead(names, known)
+            self._lead(calls, known)
 
     def report(self) -> CompiledReport:
         """Return what became of the paths."""
@@ -168,7 +204,7 @@ class Speculation:
             self.settings.name, tuple(self._paths.values()), self._segments.bodies
         )
 
-    def _is_refused(self, took: Stretch) -> bool:
+    def _is_refused(self, took: Taken) -> bool:
         known = self._paths.get(took)
         return known is not None and known.state is State.REFUSED
 
@@ -186,37 +222,44 @@ class Speculation:
                     for body in filter(lambda body: body.is_unusable, bodies):
                         self._warn(body.reason)
 
-    def _window(self, program: Program) -> deque[Stretch | None]:
+    def _window(self, program: Program) -> deque[Taken]:
         window = self._windows.get(program)
         if window is None:
             window = self._windows.setdefault(program, deque(maxlen=_WINDOW))
         return window
 
-    def _led(self, names: tuple[str, ...]) -> tuple[CompiledPath, ...]:
-        return self._leaders.get(names, ())
+    def _led(self, calls: _Calls) -> tuple[CompiledPath, ...]:
+        return self._leaders.get(calls, ())
 
     def _compile(
         self,
-        names: tuple[str, ...],
+        calls: _Calls,
         program: Program,
-        took: Stretch,
+        took: Taken,
+        spliced: Spliced | str | None,
         finished: Finished,
         arguments: tuple[Any, ...],
     ) -> None:
+        stretch = took[0]
+        assert stretch is not None
         if not self._lock.acquire(blocking=False):
             return  # another thread compiles
         try:
             usable = [p for p in self._paths.values() if p.state is not State.REFUSED]
             if took in self._paths or len(usable) >= self.settings.max_paths:
                 return
-            path = CompiledPath(program, took, self.settings)
-            path.make(arguments, finished.output)
+            if isinstance(spliced, str):
+                path = CompiledPath(program, stretch, self.settings)
+                path.key, path.reason = spliced, spliced
+            else:
+                path = CompiledPath(program, stretch, self.settings, spliced)
+                path.make(arguments, finished.output, spliced)
             while len(self._paths) >= _MOST:
                 del self._paths[next(p for p in self._paths if self._paths[p] not in usable)]
             path.window = self._window(program)
             self._paths[took] = path
             if path.state is not State.REFUSED:
-                self._leaders[names] = (path, *self._led(names))
+                self._leaders[calls] = (path, *self._led(calls))
         finally:
             self._lock.release()
         if path.is_unusable:
@@ -234,19 +277,19 @@ class Speculation:
                 stacklevel=users_level(),
             )
 
-    def _lead(self, names: tuple[str, ...], path: CompiledPath) -> None:
+    def _lead(self, calls: _Calls, path: CompiledPath) -> None:
         with self._lock:
-            if path not in self._led(names):
-                self._leaders[names] = (path, *self._led(names))
+            if path not in self._led(calls):
+                self._leaders[calls] = (path, *self._led(calls))
 
-    def _look_at(self, names: tuple[str, ...], path: CompiledPath) -> None:
+    def _look_at(self, calls: _Calls, path: CompiledPath) -> None:
         """Let a path lead no more that cannot be used, or that fails too often."""
         failures = sum(not served for served in path.recent)
         if failures >= _ENOUGH_FAILURES and failures > (len(path.recent) - failures) / 2:
             path.state = State.DEMOTED
         if path.state in (State.REFUSED, State.DEMOTED, State.SLOWER):
             with self._lock:
-                self._leaders[names] = tuple(p for p in self._led(names) if p is not path)
+                self._leaders[calls] = tuple(p for p in self._led(calls) if p is not path)
 
 
 def _is_watched() -> bool:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from enum import Enum
 from typing import Any
 
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from bendtrace.compiled.expressions import Expressions
 from bendtrace.compiled.probing import Extents, Findings, Refusal, Unknown
+from bendtrace.compiled.splices import Splice, differs
 from bendtrace.recording.recorder import Recording
 from bendtrace.replay.analysis import Analysis, GuardKind
 from bendtrace.replay.schedule import Schedule
@@ -67,6 +68,7 @@ class Straight(Expressions):
         entry: grad mode and so on when it begins.
         leaves: ops that gave the tensors which the output is made of.
         exactly: whether all that is picked by values has to be as much as it was recorded.
+        splices: what is called at its gates.
 
     Attributes:
         text: the source of the function.
@@ -75,6 +77,8 @@ class Straight(Expressions):
         tested: the numbers of the guards that it tests with a tensor, in order.
         picked: what it tests to be as much as it was, and how much that is, by op.
         is_dynamic: whether it has sizes or numbers in it that depend on values.
+        kept: how many tensors it gives behind the leaves, for steps of gates to look at; after
+            these comes whether functions at gates have changed their values, if there are any.
 
     Raises:
         Refusal: something cannot be tested with a tensor.
@@ -89,8 +93,13 @@ class Straight(Expressions):
         entry: Context,
         leaves: Iterable[int],
         exactly: bool = False,
+        splices: Mapping[int, Splice] | None = None,
     ) -> None:
         super().__init__()
+        self._splices = splices or {}
+        self._kept: list[str] = []
+        self._changed: list[str] = []
+        self._given = 0  # tensors of splices so far
         self._exactly = exactly
         self._extents = Extents(recording, findings)
         self._tape = recording.tape
@@ -119,6 +128,7 @@ class Straight(Expressions):
         self._write()
         self.text = "\n".join(self.lines) + "\n"
         # By file and name torch.compile remembers which sizes of a function were seen to change.
+        self.kept = len(self._kept)
         exec(compile(self.text, f"<bendtrace straight {next(_serials)}>", "exec"), self.names)
         self.function: Callable[..., Any] = self.names["straight"]
 
@@ -138,6 +148,8 @@ class Straight(Expressions):
             self._kinds[op.index] = _Kind.VALUE
         elif op.kind is OpKind.CALL and type(op.meta) in (bool, int, float):
             self._kinds[op.index] = _Kind.VALUE  # `item`, `equal`, ...
+        elif op.kind is OpKind.SCALAR and type(op.meta) is bool and op.operands[0] in self._splices:
+            self._kinds[op.index] = _Kind.STATIC  # whether containers were changed themselves
         elif op.kind is OpKind.SCALAR and not _is_tensor(op):
             kinds = [self._kinds[index] for index in refs if index in self._kinds]
             if len(kinds) == len(refs):
@@ -172,7 +184,9 @@ class Straight(Expressions):
     # Writing
 
     def _write(self) -> None:
-        self.begin(f"straight({', '.join(f'v{index}' for index in self.inputs)})")
+        count = sum(len(splice.tensors) for splice in self._splices.values())
+        names = [*(f"v{index}" for index in self.inputs), *(f"p{slot}" for slot in range(count))]
+        self.begin(f"straight({', '.join(names)})")
         grad = self._entry.grad
         for _, guards, op in self._schedule.steps():
             for number, guard in guards:
@@ -187,8 +201,10 @@ class Straight(Expressions):
             self.line(f"torch._C._set_grad_enabled({self._entry.grad})")
         if self._exactly:
             self._test_roots()
-        given = "".join(f"v{index}, " for index in self._leaves)
-        self.line(f"return {self._conjunction()}, ({given})")
+        given = [*(f"v{index}" for index in self._leaves), *self._kept]
+        if self._changed:
+            given.append(self._new(f"torch.stack([{', '.join(self._changed)}])"))
+        self.line(f"return {self._conjunction()}, ({''.join(f'{name}, ' for name in given)})")
 
     def _conjunction(self) -> str:
         if not self._conditions:
@@ -198,6 +214,9 @@ class Straight(Expressions):
         return f"torch.stack([{', '.join(self._conditions)}]).all()"
 
     def _carry_out(self, op: Op) -> None:
+        if op.index in self._splices:
+            self._through(op, self._splices[op.index])
+            return
         if self._kinds.get(op.index) is not None and self._kinds[op.index] is not _Kind.STATIC:
             self.is_dynamic = True
         if op.index in self._extents.varying and op.target in (Tensor.unbind, torch.unbind):
@@ -212,6 +231,37 @@ class Straight(Expressions):
         call = self.call(op)
         is_statement = op.target is Tensor.__setitem__
         self.line(call if is_statement else f"v{op.index} = {call}")
+
+    def _through(self, op: Op, splice: Splice) -> None:
+        """Carry out what is called at a gate."""
+        values = [self.value(value) for value in op.args]
+        for step in splice.steps:
+            if step.function is None:
+                self._kept += [self._to_keep(values[slot], op) for slot in step.slots]
+                continue
+            (slot,) = step.slots
+            before = values[slot]
+            tensors = [f"p{self._given + number}" for number in range(len(step.tensors))]
+            self._given += len(tensors)
+            made = self._new(f"{self.constant(step.function)}({', '.join([before, *tensors])})")
+            if step.kept:
+                self._kept += [self._new(f"{made}[{1 + n}]") for n in range(step.kept)]
+                made = f"{made}[0]"
+            values[slot] = self._new(f"{before} if {made} is None else {made}")
+            self._changed.append(
+                self._new(f"{self.constant(differs)}({before}, {values[slot]})")
+            )
+        result = splice.given(values)
+        items = [item if type(item) is str else repr(item) for item in result] \
+            if type(result) is tuple else None
+        given = result if items is None else f"({''.join(f'{item}, ' for item in items)})"
+        self.line(f"v{op.index} = {given}")
+
+    def _to_keep(self, value: str, op: Op) -> str:
+        """Return the name of a value as it is now, without a graph of autograd."""
+        if op.context.grad:
+            value = self._new(f"{value}.detach()")
+        return self._new(f"{value}.clone()") if self._findings.writes else value
 
     # Guards
 

@@ -39,8 +39,11 @@ __all__ = [
     "Gate",
     "InsteadGate",
     "StateGate",
+    "as_inputs",
+    "leaves_of_shape",
     "noted",
     "of_this_run",
+    "part_of",
     "running",
 ]
 
@@ -201,6 +204,10 @@ class Gate:
                 f"what was inserted at {self.at.path or '<root>'} when this was recorded is gone",
                 self.at.path,
             )
+        return self.entries_in(plan)
+
+    def entries_in(self, plan: Plan) -> tuple[Entry, ...]:
+        """Return the insertions of a plan that are called in this pass, in order."""
         known = plan.called_at.get(id(self))
         if known is None:
             total = plan.totals.get(self.at.path)
@@ -241,7 +248,7 @@ class AfterGate(Gate):
     ) -> None:
         super().__init__(at, slots, shape, plan)
         self._given = given
-        self._writes = writes
+        self.writes = writes
         self._count = count_of(shape)
         self.exchanged = exchangeable(shape)
         self._is_simple = shape == Leaf(Tensor, 0) and given is None and not writes
@@ -269,13 +276,13 @@ class AfterGate(Gate):
                 inputs = _NOTHING
                 if self._given is not None:
                     inputs = as_inputs(assemble(self._given, list(values[self._count :])))
-            shape, at = _part(self.shape, entry.dig), _dug(self.at, entry)
+            shape, at = part_of(self.shape, entry.dig), _dug(self.at, entry)
             if shape is not None:
                 self._call(entry, shape, at, inputs, found)
         if of_hooks is not None:  # their gradients are those of what forward hooks returned
             _exchange_tensors(found, of_hooks.leave)
         given = [found[number] for number in self.exchanged]
-        if self._writes:
+        if self.writes:
             return self._written(values[-1], given[0])
         return given[0] if len(given) == 1 else tuple(given)
 
@@ -371,8 +378,8 @@ class BeforeGate(Gate):
         written: int | None = None,
     ) -> None:
         super().__init__(at, slots, shape, plan)
-        self._places = places
-        self._written = written
+        self.places = places
+        self.written = written
         self.exchanged = exchangeable(shape)
 
     def _through(self, values: tuple[Any, ...]) -> Any:
@@ -380,8 +387,8 @@ class BeforeGate(Gate):
         found = list(values)
         entries = self._entries()
         for entry in reversed(entries):
-            if entry.slot in self._places:
-                shape = _part(self.shape, self._places[entry.slot])
+            if entry.slot in self.places:
+                shape = part_of(self.shape, self.places[entry.slot])
                 if shape is not None:
                     self._call(entry, shape, found)
             elif entry.before:
@@ -389,10 +396,10 @@ class BeforeGate(Gate):
         backward = [entry for entry in entries if entry.backward]
         if backward and torch.is_grad_enabled():
             _exchange_tensors(found, lambda tensors: self._watched(backward, tensors))
-        if self._written is not None:
+        if self.written is not None:
             # The original gets the value at the end: what autograd keeps for the op, and the
             # aliases, must not be written to.
-            found[self._written] = found[self._written].clone()
+            found[self.written] = found[self.written].clone()
         given = [found[number] for number in self.exchanged]
         return given[0] if len(given) == 1 else tuple(given)
 
@@ -416,7 +423,7 @@ class BeforeGate(Gate):
     def _call(self, entry: Entry, shape: Any, found: list[Any]) -> None:
         before, versions = list(found), [_version(value) for value in found]
         value = assemble(shape, found)
-        if entry.slot in self._places:
+        if entry.slot in self.places:
             at = replace(self.at, path=entry.place.shown, module=None)
             result = entry.what.after(at, _NOTHING, value)
         else:
@@ -558,17 +565,18 @@ def as_inputs(value: Any) -> Inputs:
     return Inputs(tuple(args), kwargs)
 
 
-def _leaves(shape: Any) -> Iterator[Leaf]:
+def leaves_of_shape(shape: Any) -> Iterator[Leaf]:
+    """Yield what is in a shape."""
     if type(shape) is Leaf:
         yield shape
     elif type(shape) is Shape:
         for item in (*shape.items, *shape.attributes):
-            yield from _leaves(item)
+            yield from leaves_of_shape(item)
 
 
 def count_of(shape: Any) -> int:
     """How many values are handed over for a shape."""
-    return sum(leaf.number >= 0 for leaf in _leaves(shape))
+    return sum(leaf.number >= 0 for leaf in leaves_of_shape(shape))
 
 
 def has_mutable(shapes: Any) -> bool:
@@ -583,10 +591,10 @@ def has_mutable(shapes: Any) -> bool:
 def exchangeable(shape: Any) -> tuple[int, ...]:
     """Which of the values of a shape can be exchanged: tensors and numbers."""
     kinds = (Tensor, int, float, bool)
-    return tuple(leaf.number for leaf in _leaves(shape) if leaf.number >= 0 and leaf.kind in kinds)
+    return tuple(leaf.number for leaf in leaves_of_shape(shape) if leaf.number >= 0 and leaf.kind in kinds)
 
 
-def _part(shape: Any, dig: tuple[Any, ...]) -> Any:
+def part_of(shape: Any, dig: tuple[Any, ...]) -> Any:
     """Return the shape of what some keys lead to; None if there is no such thing."""
     for key in dig:
         if type(shape) is not Shape:

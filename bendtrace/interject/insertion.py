@@ -11,12 +11,15 @@ from typing import Any, Protocol, Self
 from torch import nn
 
 from bendtrace.errors import InputError, NeverFiredWarning
+from bendtrace.interject.effects import Effect
 from bendtrace.interject.interjection import Inputs, Interjection, NodePass
 from bendtrace.interject.passes import Passes
+from bendtrace.interject.purity import effect_of_function
 from bendtrace.interject.report import Report, Tally
 from bendtrace.interject.resolver import describe_where
 from bendtrace.interject.where import Want
 from bendtrace.recording.recorder import Recording
+from bendtrace.tape.tape import TensorMeta
 
 __all__ = ["Function", "Insertion", "as_interjection"]
 
@@ -57,6 +60,12 @@ class Function(Interjection):
     def after(self, at: NodePass, inputs: Inputs, output: Any) -> Any:
         """Call the function."""
         return self.function(output, at) if self._takes_pass else self.function(output)
+
+    def effect(self, at: NodePass, like: TensorMeta) -> Effect | str | None:
+        """Return what the function does, if a check finds that it does nothing else."""
+        if self._takes_pass:
+            return "it is given the pass as well"
+        return effect_of_function(self.function)
 
 
 def _takes_two(function: Callable[..., Any]) -> bool:

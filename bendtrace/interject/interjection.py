@@ -8,6 +8,9 @@ from typing import Any
 
 from torch import nn
 
+from bendtrace.interject.effects import Effect
+from bendtrace.tape.tape import TensorMeta
+
 __all__ = ["Inputs", "Interjection", "NodePass"]
 
 
@@ -95,6 +98,12 @@ class Interjection:
         self_contained: whether it promises to look at nothing of the model but what it is handed.
             Otherwise, where the model's forward assigns attributes whose names are in its code,
             calls are run live, since a replay assigns them at its end.
+        deferrable: whether an observer may be called after the run as well, with what the nodes
+            gave: it keeps no more than copies, and asks for no gradients. With a `backend`, calls
+            with such observers are compiled.
+        pure: whether it promises that `after` returns a new tensor that depends on nothing but the
+            node's tensor and its own attributes, and does nothing else. With a `backend`, it is
+            compiled with the model.
         label: what reports and graphs call it.
 
     Example:
@@ -118,12 +127,19 @@ class Interjection:
     blind: bool = False
     late: bool = False
     self_contained: bool = False
+    deferrable: bool = False
+    pure: bool = False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         # What a class of ours promises need not hold for what others make of it.
         if "self_contained" not in vars(cls) and not cls.__module__.startswith(_OURS):
             cls.self_contained = False
+        if not cls.__module__.startswith(_PACKAGE):
+            if "deferrable" not in vars(cls):
+                cls.deferrable = False
+            if "effect" not in vars(cls):
+                cls.effect = Interjection.effect  # type: ignore[method-assign]
 
     @property
     def label(self) -> str:
@@ -154,6 +170,17 @@ class Interjection:
         May return other gradients for the inputs.
         """
 
+    def effect(self, at: NodePass, like: TensorMeta) -> Effect | str | None:
+        """Return what `after` does to a tensor now, as a function that can be compiled.
+
+        Args:
+            at: the pass.
+            like: what the tensor is like.
+
+        Returns:
+            The effect; why there is none; or None if that is not known.
+        """
+
     @classmethod
     def _overrides(cls, name: str) -> bool:
         return getattr(cls, name) is not getattr(Interjection, name)
@@ -165,3 +192,4 @@ class Interjection:
 
 
 _OURS = __name__.rpartition(".")[0]
+_PACKAGE = __name__.partition(".")[0] + "."

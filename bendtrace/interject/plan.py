@@ -165,6 +165,7 @@ class Plan:
         slots: their slots, without repetitions.
         key: what makes the traces of two plans interchangeable.
         called_at: which entries the gates of traces call, as far as they were asked.
+        compiled: what compiled paths know of it (see `compiling.py`).
     """
 
     def __init__(self, entries: Sequence[Entry], totals: dict[str, int] | None = None) -> None:
@@ -174,6 +175,7 @@ class Plan:
         self.key = frozenset(self.slots)
         # By the identity of gates, with the gate itself so that no identity is used twice.
         self.called_at: dict[int, tuple[Any, tuple[Entry, ...]]] = {}
+        self.compiled: object = None
         self._looked: dict[int, tuple[Recording, bool]] = {}
         self._entries_of: dict[tuple[Slot, ...], tuple[Entry, ...]] = {}
 

@@ -42,7 +42,7 @@ class Patch(Interjection, Generic[Target]):
         super().__init_subclass__(**kwargs)
         # An `op` of its own does not keep what its parent class promised of another one.
         if "op" in vars(cls):
-            for promise in ("requires_clone", "observes", "self_contained"):
+            for promise in ("requires_clone", "observes", "self_contained", "deferrable", "effect"):
                 if promise not in vars(cls):
                     setattr(cls, promise, getattr(Patch, promise))
 

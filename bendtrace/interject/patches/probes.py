@@ -39,6 +39,11 @@ class ProbePatch(Patch[Any]):
     observes = True
     self_contained = True
 
+    @property
+    def deferrable(self) -> bool:  # type: ignore[override]
+        """Whether it can look after the run: unless gradients can be asked for of what it keeps."""
+        return self.detach
+
     def op(self, original_output: Any) -> Any:
         """Keep a copy of the value."""
         self.activation = _snapshot(original_output, self.detach)
@@ -71,6 +76,11 @@ class RecordPatch(Patch[Any]):
     requires_clone = False
     observes = True
     self_contained = True
+
+    @property
+    def deferrable(self) -> bool:  # type: ignore[override]
+        """Whether it can look after the run: unless gradients can be asked for of what it keeps."""
+        return self.detach
 
     def op(self, original_output: Any) -> Any:
         """Keep a copy of the value."""

@@ -13,7 +13,16 @@ from torch import Tensor
 from bendtrace.errors import InputError, PatchError
 from bendtrace.interject.patches.copies import described
 
-__all__ = ["Index", "Number", "added", "check_index", "check_value", "edited", "replaced"]
+__all__ = [
+    "Index",
+    "Number",
+    "added",
+    "check_index",
+    "check_value",
+    "edited",
+    "is_constant_index",
+    "replaced",
+]
 
 Number = bool | int | float | complex
 IndexItem = int | slice | EllipsisType | Tensor | list[Any] | tuple[Any, ...] | None
@@ -40,6 +49,15 @@ def check_index(index: Any) -> None:
                 f"slice={described(index)}: {item!r} cannot stand in brackets behind a tensor; "
                 "write x[:, 2] as slice=(slice(None), 2)"
             )
+
+
+def is_constant_index(index: Any) -> bool:
+    """Whether an index is made of plain numbers alone, which its text shows in full."""
+    if isinstance(index, (list, tuple)):
+        return all(map(is_constant_index, index))
+    if type(index) is slice:
+        return all(map(is_constant_index, (index.start, index.stop, index.step)))
+    return index is None or index is ... or type(index) in (bool, int, range)
 
 
 def _indexes(item: Any) -> bool:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor
 
+from bendtrace.interject.effects import Effect, effect_of_value
+from bendtrace.interject.interjection import NodePass
 from bendtrace.interject.patches.base import Patch
 from bendtrace.interject.patches.regions import (
     Index,
@@ -13,8 +17,10 @@ from bendtrace.interject.patches.regions import (
     added,
     check_index,
     check_value,
+    is_constant_index,
     replaced,
 )
+from bendtrace.tape.tape import TensorMeta
 
 __all__ = ["AddPatch", "ReplacePatch", "ZeroPatch"]
 
@@ -51,6 +57,10 @@ class ZeroPatch(Patch[Patchable]):
         made: Patchable = replaced(original_output, self.slice, 0)
         return made
 
+    def effect(self, at: NodePass, like: TensorMeta) -> Effect | str | None:
+        """Return what it does to a tensor."""
+        return _effect(replaced, self.slice, 0, like)
+
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class AddPatch(Patch[Patchable]):
@@ -83,6 +93,10 @@ class AddPatch(Patch[Patchable]):
         """Return the sum."""
         made: Patchable = added(original_output, self.slice, self.value)
         return made
+
+    def effect(self, at: NodePass, like: TensorMeta) -> Effect | str | None:
+        """Return what it does to a tensor."""
+        return _effect(added, self.slice, self.value, like)
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -118,3 +132,17 @@ class ReplacePatch(Patch[Patchable]):
         """Return a copy with the value."""
         made: Patchable = replaced(original_output, self.slice, self.value)
         return made
+
+    def effect(self, at: NodePass, like: TensorMeta) -> Effect | str | None:
+        """Return what it does to a tensor."""
+        return _effect(replaced, self.slice, self.value, like)
+
+
+def _effect(
+    edit: Callable[[Any, Any, Any], Any], index: Index, value: Any, like: TensorMeta
+) -> Effect | str:
+    if not is_constant_index(index):
+        return "its slice has tensors in it"
+    return effect_of_value(
+        lambda tensor, value: edit(tensor, index, value), value, like, edit, repr(index)
+    )

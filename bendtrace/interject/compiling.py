@@ -1,0 +1,319 @@
+"""What is inserted in a call, as compiled paths take it.
+
+For each gate of a path it is found out what its insertions do: those that compute something of a
+tensor have an *effect* (`effects.py`), which is compiled with the path; those that only look, and
+keep copies, are called after the run. If there is another one, the call is replayed.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from bendtrace.compiled.splices import Splice, Step
+from bendtrace.interject.effects import Effect
+from bendtrace.interject.gates import (
+    AfterGate,
+    BeforeGate,
+    CountGate,
+    Gate,
+    StateGate,
+    as_inputs,
+    leaves_of_shape,
+    noted,
+    part_of,
+)
+from bendtrace.interject.interjection import Inputs, Interjection, NodePass
+from bendtrace.interject.plan import Entry, Plan
+from bendtrace.interject.purity import effect_of_pure
+from bendtrace.interject.structure import Leaf, Shape, assemble
+from bendtrace.recording.recorder import Recording
+from bendtrace.tape.captured import PLAIN_TYPES
+from bendtrace.tape.tape import Ref, TensorMeta
+
+__all__ = ["inserted_by"]
+
+_NOTHING = Inputs(())
+
+
+class _Turn(NamedTuple):
+    """The turn of one insertion at a gate, which is the same in all calls.
+
+    Attributes:
+        entry: the insertion.
+        at: what it is told of the pass.
+        slot: the value that it computes with; -1 for one that looks.
+        like: what that is like.
+        shape: of what it looks at.
+        slots: the tensors of that.
+        values: all values of the gate, as far as they are constants.
+        look: called with what it looks at.
+    """
+
+    entry: Entry
+    at: NodePass
+    slot: int = -1
+    like: TensorMeta | None = None
+    shape: Any = None
+    slots: tuple[int, ...] = ()
+    values: tuple[Any, ...] = ()
+    look: Callable[[Any], Any] | None = None
+
+
+# A gate with the number of its op, and whose turn it is there.
+_GateTurns = tuple[int, Gate, list[_Turn]]
+
+
+class _Refused(Exception):
+    """Why something that is inserted cannot be compiled."""
+
+
+def inserted_by(plan: Plan) -> PlannedInsertions:
+    """Return what a plan inserts, as compiled paths take it."""
+    known = plan.compiled
+    if known is None:
+        known = plan.compiled = PlannedInsertions(plan)
+    assert isinstance(known, PlannedInsertions)
+    return known
+
+
+class PlannedInsertions:
+    """The insertions of a plan (see `compiled.splices.Inserted`).
+
+    Args:
+        plan: the insertions.
+
+    Attributes:
+        places: where they are.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self.places: Hashable = plan.key
+        self._plan = plan
+        self._turns: dict[int, tuple[Recording, list[_GateTurns] | str]] = {}
+
+    def along(self, recording: Recording) -> SplicedTurns | str:
+        """Return the splices of a path, or why there is a gate that cannot be compiled."""
+        known = self._turns.get(id(recording))
+        if known is None:
+            try:
+                found: list[_GateTurns] | str = [
+                    (op.index, op.target, _turns(op.target, op.args, recording, self._plan))
+                    for op in recording.tape.ops
+                    if isinstance(op.target, Gate)
+                ]
+            except _Refused as refused:
+                found = str(refused)
+            known = self._turns[id(recording)] = recording, found
+        if isinstance(known[1], str):
+            return known[1]
+        effects: list[list[Effect | None]] = []
+        for _, _, turns in known[1]:
+            row: list[Effect | None] = []
+            for turn in turns:
+                effect = None
+                if turn.look is None:
+                    found_now = _effect(turn)
+                    if isinstance(found_now, str):
+                        return found_now
+                    effect = found_now
+                row.append(effect)
+            effects.append(row)
+        return SplicedTurns(known[1], effects)
+
+    def ran(self, recording: Recording) -> None:
+        """Note that a call took a path."""
+        self._plan.ran(recording)
+
+
+class SplicedTurns:
+    """The splices of one path in one call (see `compiled.splices.Spliced`).
+
+    Args:
+        gates: for the op of each gate, whose turn it is there.
+        effects: for each gate, what each of them does; None for those that look.
+
+    Attributes:
+        key: what two calls have in common that the same graph serves.
+        tensors: what the effects need, in order.
+    """
+
+    def __init__(
+        self, gates: list[_GateTurns], effects: list[list[Effect | None]]
+    ) -> None:
+        self._gates = gates
+        self._effects = effects
+        found = [effect for row in effects for effect in row if effect is not None]
+        self.key: Hashable = tuple(
+            tuple(None if effect is None else effect.key for effect in row) for row in effects
+        )
+        self.tensors = tuple(tensor for effect in found for tensor in effect.tensors)
+        self._splices: dict[int, Splice] | None = None
+
+    @property
+    def splices(self) -> dict[int, Splice]:
+        """The splices, by the numbers of the gates' ops."""
+        if self._splices is None:
+            self._splices = {
+                index: _splice(gate, turns, row)
+                for (index, gate, turns), row in zip(self._gates, self._effects, strict=True)
+            }
+        return self._splices
+
+    def served(self, kept: Sequence[Any], changed: Tensor | None) -> None:
+        """Have the insertions take note of what a graph did in their place."""
+        left, flags, number = list(reversed(kept)), None, -1
+        for (_, _, turns), row in zip(self._gates, self._effects, strict=True):
+            for turn, effect in zip(turns, row, strict=True):
+                insertion, at = turn.entry.insertion, turn.at
+                try:
+                    if effect is None:
+                        assert turn.look is not None
+                        values = list(turn.values)
+                        for slot in turn.slots:
+                            values[slot] = left.pop()
+                        turn.look(assemble(turn.shape, values))
+                        insertion.fired(at, False)
+                        continue
+                    number += 1
+                    has_changed = insertion.is_known_to_change(at.path)
+                    if not has_changed:
+                        if flags is None:
+                            assert changed is not None
+                            flags = changed.tolist()
+                        has_changed = flags[number]
+                    if effect.keep is not None:
+                        effect.keep(tuple(left.pop() for _ in range(effect.kept)))
+                    insertion.fired(at, has_changed)
+                except Exception as error:
+                    noted(error)
+                    for other in turns:
+                        other.entry.insertion.failed()
+                    raise
+
+
+def _splice(gate: Gate, turns: list[_Turn], effects: list[Effect | None]) -> Splice:
+    steps: list[Step] = []
+    for turn, effect in zip(turns, effects, strict=True):
+        if effect is None:
+            steps.append(Step(turn.slots))
+        else:
+            steps.append(
+                Step((turn.slot,), effect.function, effect.tensors, effect.kept, effect.check)
+            )
+    in_place = None
+    if gate.tells_in_place:  # for all that an observer can say
+        in_place = any(type(turn.shape) is Shape for turn in turns)
+    exchanged = gate.exchanged if isinstance(gate, (AfterGate, BeforeGate)) else ()
+    return Splice(tuple(steps), exchanged, in_place)
+
+
+def _turns(gate: Gate, args: Any, recording: Recording, plan: Plan) -> list[_Turn]:
+    """Return whose turn it is at a gate, in order.
+
+    Raises:
+        _Refused: something there cannot be compiled.
+    """
+    entries = gate.entries_in(plan)
+    if isinstance(gate, CountGate):
+        return [_counted(gate, entry) for entry in reversed(entries)]
+    if isinstance(gate, BeforeGate):
+        in_place, entries = gate.written is not None, tuple(reversed(entries))
+    elif isinstance(gate, AfterGate):
+        in_place = gate.writes
+    else:
+        raise _Refused(f"{gate.described} is called in the place of what stands there")
+    if in_place:
+        raise _Refused(f"{gate.described} is called at a node that works in place")
+    found: list[_Turn] = []
+    for entry in entries:
+        turn = _turn(gate, entry, args, recording)
+        if turn is not None:
+            found.append(turn)
+    return found
+
+
+def _turn(gate: AfterGate | BeforeGate, entry: Entry, args: Any, recording: Recording) -> Any:
+    what = entry.what
+    said = f"{what.label} at {gate.at.path or 'the whole model'}"
+    if entry.backward:
+        raise _Refused(f"{said} is told of gradients")
+    if entry.insertion.passes.is_asked:
+        raise _Refused(f"of {said} a function says which passes count")
+    at = gate.at
+    if isinstance(gate, AfterGate):
+        if not entry.after:
+            return None
+        if entry.wants_inputs:
+            raise _Refused(f"{said} is given the inputs of the node as well")
+        shape = part_of(gate.shape, entry.dig)
+        if entry.dig or isinstance(gate, StateGate):
+            at = replace(at, path=entry.place.shown or at.path)
+    elif entry.slot in gate.places:
+        shape = part_of(gate.shape, gate.places[entry.slot])
+        at = replace(at, path=entry.place.shown, module=None)
+    else:
+        if not entry.before:
+            return None
+        return _looking(_Turn(entry, at, shape=gate.shape, look=_of_inputs(what, at)), args, said,
+                        recording)  # fmt: skip
+    if shape is None:
+        return None
+    if what.observes:
+        look = functools.partial(what.after, at, _NOTHING)
+        return _looking(_Turn(entry, at, shape=shape, look=look), args, said, recording)
+    if type(shape) is not Leaf or shape.kind is not Tensor:
+        raise _Refused(f"{said} changes a value that is no single tensor")
+    like = recording.tape.ops[args[shape.number].index].meta
+    return _Turn(entry, at, shape.number, like, shape)
+
+
+def _looking(turn: _Turn, args: Any, said: str, recording: Recording) -> _Turn:
+    """Say which tensors are looked at."""
+    if not (turn.entry.what.observes and turn.entry.what.deferrable):
+        raise _Refused(f"{said} is not known to do without being called while the model runs")
+    slots: list[int] = []
+    for leaf in leaves_of_shape(turn.shape):
+        if leaf.number < 0:
+            continue
+        given = args[leaf.number]
+        if isinstance(given, Ref):
+            if not isinstance(recording.tape.ops[given.index].meta, TensorMeta):
+                raise _Refused(f"{said} looks at numbers that depend on values or sizes")
+            slots.append(leaf.number)
+        elif type(given) not in PLAIN_TYPES:
+            raise _Refused(f"{said} looks at objects that are no tensors")
+    return turn._replace(slots=tuple(slots), values=tuple(args))
+
+
+def _counted(gate: CountGate, entry: Entry) -> _Turn:
+    if not (entry.what.observes and entry.what.deferrable):
+        raise _Refused(
+            f"{entry.what.label} is not known to do without being called while the model runs"
+        )
+    look = functools.partial(_told, entry.what, gate.at)
+    return _Turn(entry, gate.at, shape=Leaf(Tensor, -1), look=look)
+
+
+def _told(what: Interjection, at: NodePass, _: Any) -> None:
+    what.before(at, _NOTHING)
+
+
+def _of_inputs(what: Interjection, at: NodePass) -> Callable[[Any], Any]:
+    return lambda value: what.before(at, as_inputs(value))
+
+
+def _effect(turn: _Turn) -> Effect | str:
+    assert turn.like is not None
+    what = turn.entry.what
+    found = what.effect(turn.at, turn.like)
+    if found is None:
+        found = effect_of_pure(what, turn.at)
+    if isinstance(found, str):
+        where = f" at {turn.at.path}" if turn.at.path else ""
+        return f"{what.label}{where} cannot be compiled: {found}"
+    return found

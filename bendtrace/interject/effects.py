@@ -1,0 +1,93 @@
+"""Effects: what an insertion does to a tensor, as a function of tensors that can be compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from bendtrace.tape.tape import TensorMeta
+
+__all__ = ["Effect", "as_given", "chained", "effect_of_value", "number_or_tensor"]
+
+
+class Effect(NamedTuple):
+    """What an insertion does to a tensor now.
+
+    Attributes:
+        function: given the tensor and `tensors`, returns the new one; None keeps the one there is.
+            With `keep` it returns a tuple of that and of what is to be kept.
+        tensors: what it needs besides: inputs of compiled graphs, so that other ones are served by
+            the same graph.
+        key: all that the function depends on besides, so that two with equal keys do the same.
+        keep: called after the run with what is to be kept.
+        kept: how many tensors that is.
+        check: see `compiled.splices.Step`.
+    """
+
+    function: Callable[..., Any]
+    tensors: tuple[Tensor, ...]
+    key: Hashable
+    keep: Callable[[tuple[Tensor, ...]], None] | None = None
+    kept: int = 0
+    check: Callable[..., str | None] | None = None
+
+
+def number_or_tensor(value: Any, like: TensorMeta) -> Tensor | str | None:
+    """Return a value as a tensor that computes the same; None for one that is a constant.
+
+    Args:
+        value: a number or tensor that something is computed of together with a tensor.
+        like: what that tensor is like.
+
+    Returns:
+        The tensor, None, or why it is neither.
+    """
+    if isinstance(value, Tensor):
+        if type(value) not in (Tensor, nn.Parameter) or value.layout is not torch.strided:
+            return "it computes with a tensor that is no plain dense one"
+        return value
+    if type(value) is float and like.dtype.is_floating_point and like.shape:
+        # What torch makes of a number next to a tensor that has dimensions.
+        return torch.tensor(value, dtype=torch.float64)
+    if type(value) in (bool, int, float, complex):
+        return None
+    return f"it computes with {value!r}"
+
+
+def effect_of_value(
+    compute: Callable[[Any, Any], Any], value: Any, like: TensorMeta, *key: Hashable
+) -> Effect | str:
+    """Return the effect of computing something of a tensor and one value.
+
+    Args:
+        compute: given both, returns the new tensor.
+        value: the value: a number or tensor.
+        like: what the tensor is like.
+        key: what `compute` depends on.
+    """
+    given = number_or_tensor(value, like)
+    if isinstance(given, str):
+        return given
+    if given is None:
+        return Effect(lambda tensor: compute(tensor, value), (), (*key, type(value), value))
+    return Effect(compute, (given,), key)
+
+
+def chained(first: Effect, second: Effect) -> Effect:
+    """Return the effect of two, one after the other."""
+    count, one, two = len(first.tensors), first.function, second.function
+
+    def both(tensor: Tensor, *tensors: Tensor) -> Any:
+        made = one(tensor, *tensors[:count])
+        tensor = tensor if made is None else made
+        made = two(tensor, *tensors[count:])
+        return tensor if made is None else made
+
+    return Effect(both, first.tensors + second.tensors, (first.key, second.key))
+
+
+def as_given(tensor: Tensor) -> None:
+    """Keep a tensor as it is."""

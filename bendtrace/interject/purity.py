@@ -1,0 +1,411 @@
+"""Functions of the user's that only compute something of a tensor: their effects.
+
+A function qualifies if all that it can read is known - tensors and plain values in closures,
+defaults and globals, modules, functions of torch, and other such functions - and if it writes to
+nothing of that. This is told from its bytecode whenever the effect is asked for, and confirmed by
+a recording before it is compiled. The tensors in its closure become inputs: another function with
+the same code, and other tensors in the same places, has an effect with the same key.
+"""
+
+from __future__ import annotations
+
+import builtins
+import dis
+import functools
+import math
+import types
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from bendtrace.compiled.eligible import why_not_op
+from bendtrace.interject.effects import Effect
+from bendtrace.interject.interjection import Inputs, Interjection, NodePass
+from bendtrace.recording.run import Signature, record
+from bendtrace.tape.contexts import current_context
+from bendtrace.torch_rules.functions import is_torchs_function
+
+__all__ = ["Lifted", "built", "effect_of_function", "effect_of_pure", "lifted"]
+
+
+class _Impure(Exception):
+    """Why something is not known to be a function of tensors."""
+
+
+class Lifted(NamedTuple):
+    """Something that can be called, taken apart into tensors and all else.
+
+    Attributes:
+        spec: what `built` makes it of again, with the tensors, or others.
+        tensors: the tensors.
+        key: all that it depends on besides.
+    """
+
+    spec: Any
+    tensors: tuple[Tensor, ...]
+    key: Hashable
+
+
+def effect_of_function(function: Callable[..., Any]) -> Effect | str:
+    """Return the effect of a function of a tensor, or why it is not known to have one."""
+    found = lifted(function)
+    if isinstance(found, str):
+        return found
+    return Effect(_called(found.spec), found.tensors, found.key, check=_check_of(function))
+
+
+def effect_of_pure(what: Interjection, at: NodePass) -> Effect | str:
+    """Return the effect of an interjection that promises to have one."""
+    if not what.pure:
+        return (
+            "it is not known whether it only computes a tensor from the one there is; mark its "
+            "class with pure = True if so"
+        )
+    lifting = _Lifting(trusted=True)
+    cls = type(what)
+    try:
+        specs = [(name, *lifting.of(value)) for name, value in vars(what).items()]
+    except _Impure as reason:
+        return str(reason)
+    own = tuple((name, spec) for name, spec, _ in specs)
+    key = cls, at.path, at.number, tuple((name, key) for name, _, key in specs)
+
+    def after(value: Tensor, *tensors: Tensor) -> Any:
+        self = object.__new__(cls)
+        for name, spec in own:
+            setattr(self, name, built(spec, tensors))
+        return self.after(at, _NOTHING, value)
+
+    return Effect(after, tuple(lifting.tensors), key)
+
+
+def lifted(function: Any, trusted: bool = False) -> Lifted | str:
+    """Take something that can be called apart, or say why it cannot be.
+
+    Args:
+        function: a function, method, partial or module.
+        trusted: whether it is promised that it only computes something of tensors.
+    """
+    lifting = _Lifting(trusted)
+    try:
+        spec, key = lifting.of(function)
+    except _Impure as reason:
+        return str(reason)
+    return Lifted(spec, tuple(lifting.tensors), key)
+
+
+def built(spec: Any, tensors: Sequence[Tensor]) -> Any:
+    """Put what was lifted together again, with some tensors."""
+    kind = spec[0]
+    if kind == "tensor":
+        return tensors[spec[1]]
+    if kind == "tuple":
+        return tuple([built(item, tensors) for item in spec[1]])
+    if kind == "function":
+        return spec[1](*[built(item, tensors) for item in spec[2]])
+    if kind == "partial":
+        given = [built(item, tensors) for item in spec[1]]
+        named = {name: built(item, tensors) for name, item in spec[2]}
+        return functools.partial(*given, **named)
+    return spec[1]
+
+
+def _called(spec: Any) -> Callable[..., Any]:
+    if spec[0] == "constant":
+        function = spec[1]
+        return lambda value, *tensors: function(value)
+    return lambda value, *tensors: built(spec, tensors)(value)
+
+
+_NOTHING = Inputs(())
+
+
+class _Lifting:
+    """Takes things apart.
+
+    Args:
+        trusted: whether code is not looked at.
+
+    Attributes:
+        tensors: those that were found.
+    """
+
+    def __init__(self, trusted: bool) -> None:
+        self.tensors: list[Tensor] = []
+        self._trusted = trusted
+        self._inside: list[Any] = []
+
+    def of(self, thing: Any) -> tuple[Any, Hashable]:
+        """Return the spec of a thing, and its key.
+
+        Raises:
+            _Impure: it is not known what may be read through it, or written.
+        """
+        kind = type(thing)
+        if kind in _PLAIN:
+            return ("constant", thing), (kind, repr(thing) if kind in _INEXACT else thing)
+        if isinstance(thing, Tensor):
+            if kind not in (Tensor, nn.Parameter) or thing.layout is not torch.strided:
+                raise _Impure("it reads a tensor that is no plain dense one")
+            self.tensors.append(thing)
+            return ("tensor", len(self.tensors) - 1), "tensor"
+        if kind is tuple:
+            items = [self.of(item) for item in thing]
+            return ("tuple", tuple(s for s, _ in items)), ("tuple", tuple(k for _, k in items))
+        if any(thing is outer for outer in self._inside):
+            return ("constant", thing), "itself"
+        self._inside.append(thing)
+        try:
+            return self._of_object(thing, kind)
+        finally:
+            self._inside.pop()
+
+    def _of_object(self, thing: Any, kind: type) -> tuple[Any, Hashable]:
+        if _is_known(thing):
+            return ("constant", thing), thing
+        if kind is types.FunctionType:
+            return self._of_function(thing)
+        if isinstance(thing, nn.Module):
+            return ("constant", thing), self._of_module(thing)
+        if kind is types.MethodType and isinstance(thing.__self__, nn.Module):
+            own = self._of_module(thing.__self__)
+            return ("constant", thing), (own, self._of_code(thing.__func__))
+        if kind is functools.partial:
+            given = [self.of(item) for item in (thing.func, *thing.args)]
+            named = [(name, *self.of(item)) for name, item in thing.keywords.items()]
+            spec = "partial", tuple(s for s, _ in given), tuple((n, s) for n, s, _ in named)
+            return spec, ("partial", tuple(k for _, k in given), tuple((n, k) for n, _, k in named))
+        if kind in (list, dict) and self._trusted:
+            items = list(thing.items()) if kind is dict else list(enumerate(thing))
+            if not any(isinstance(item, Tensor) for _, item in items):
+                keys = tuple((self.of(name)[1], self.of(item)[1]) for name, item in items)
+                return ("constant", thing), (kind, keys)
+        if self._trusted:
+            return ("constant", thing), _ById(thing)
+        raise _Impure(f"it reads a {kind.__name__}, which may change")
+
+    def _of_function(self, function: types.FunctionType) -> tuple[Any, Hashable]:
+        before = len(self.tensors)
+        cells = [self.of(_content(cell)) for cell in function.__closure__ or ()]
+        inside = len(self.tensors) > before
+        defaults = [self.of(value) for value in function.__defaults__ or ()]
+        named = [(n, *self.of(value)) for n, value in (function.__kwdefaults__ or {}).items()]
+        key = (
+            self._of_code(function), tuple(k for _, k in cells), tuple(k for _, k in defaults),
+            tuple((n, k) for n, _, k in named),
+        )  # fmt: skip
+        if len(self.tensors) == before or (not inside and not (defaults or named)):
+            return ("constant", function), key
+        make = _maker(function.__code__, len(defaults), tuple(n for n, _, _ in named))
+        made = types.FunctionType(make, function.__globals__)
+        given = (*(s for s, _ in cells), *(s for s, _ in defaults), *(s for _, s, _ in named))
+        return ("function", made, given), key
+
+    def _of_code(self, function: types.FunctionType) -> Hashable:
+        """Return the key of what a function does and reads besides its closure."""
+        code, space = function.__code__, function.__globals__
+        if self._trusted:
+            return code, _ById(space)
+        reads = _reads(code)
+        if isinstance(reads, str):
+            raise _Impure(reads)
+        keys: list[Hashable] = []
+        for name in reads:
+            if name in space:
+                keys.append((name, self.of(space[name])[1]))
+            elif name not in _BUILTINS:
+                raise _Impure(f"it uses {name}, which may do more than it returns")
+        return code, tuple(keys)
+
+    def _of_module(self, module: nn.Module) -> Hashable:
+        """Return the key of a module, whose tensors become inputs."""
+        keys: list[Hashable] = []
+        for inner in module.modules():
+            if inner._forward_hooks or inner._forward_pre_hooks or inner._backward_hooks:
+                raise _Impure(f"it calls a {type(inner).__name__} with hooks")
+            plain: list[Hashable] = []
+            for name, value in vars(inner).items():
+                if name in _TABLES:
+                    continue
+                if type(value) in _PLAIN or (type(value) is tuple and all(map(_is_plain, value))):
+                    plain.append((name, repr(value)))
+                elif not self._trusted and not type(inner).__module__.startswith("torch.nn."):
+                    raise _Impure(f"{type(inner).__name__}.{name} is a {type(value).__name__}")
+                else:
+                    plain.append((name, _ById(value)))
+            keys.append((_ById(inner), type(inner), tuple(plain)))
+            if not self._trusted and not type(inner).__module__.startswith("torch.nn."):
+                self._of_class(type(inner))
+        found = {id(t): t for t in (*module.parameters(), *module.buffers())}
+        for tensor in found.values():
+            self.of(tensor)
+        return tuple(keys)
+
+    def _of_class(self, cls: type) -> None:
+        """Look at the methods of a module of the user's."""
+        for base in cls.__mro__:
+            if base.__module__.split(".")[0] in _KNOWN:
+                continue
+            for name, member in vars(base).items():
+                if name in _UNCALLED:
+                    continue
+                function = getattr(member, "__func__", member)
+                if isinstance(function, types.FunctionType):
+                    self._of_function(function)
+                elif not (_is_plain(member) or _is_known(member)):
+                    raise _Impure(f"{base.__name__}.{name} is a {type(member).__name__}")
+
+
+class _ById:
+    """Stands in a key for a thing that is compared by its identity, and kept alive."""
+
+    __slots__ = ("_thing",)
+
+    def __init__(self, thing: Any) -> None:
+        self._thing = thing
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _ById) and other._thing is self._thing
+
+    def __hash__(self) -> int:
+        return id(self._thing)
+
+
+def _content(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:
+        raise _Impure("it reads a name that is assigned only later") from None
+
+
+def _is_plain(value: Any) -> bool:
+    return type(value) in _PLAIN
+
+
+def _is_known(thing: Any) -> bool:
+    """Whether something is torch's, or Python's, and does nothing but compute."""
+    if isinstance(thing, types.ModuleType):
+        return thing in _MODULES
+    if isinstance(thing, type):
+        return thing in _TYPES
+    if isinstance(thing, (types.FunctionType, types.BuiltinFunctionType)):
+        if thing.__module__ in ("math", "_operator"):
+            return True
+        return is_torchs_function(thing) and thing.__name__ not in _EFFECTS
+    return False
+
+
+@functools.lru_cache(1024)
+def _reads(code: types.CodeType) -> tuple[str, ...] | str:
+    """Return the globals that code reads, or why it may do more than compute."""
+    found: dict[str, None] = {}
+    for step in dis.get_instructions(code):
+        name = step.argval if isinstance(step.argval, str) else ""
+        if step.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+            found[name] = None
+        elif step.opname in _WRITING:
+            return f"it assigns or imports {name or 'something'}"
+        elif step.opname == "STORE_DEREF" and name in code.co_freevars:
+            return f"it assigns {name}"
+        elif step.opname in ("LOAD_ATTR", "LOAD_METHOD") and name in _EFFECTS:
+            return f"it uses {name}"
+    for value in code.co_consts:
+        if isinstance(value, types.CodeType):
+            inner = _reads(value)
+            if isinstance(inner, str):
+                return inner
+            found.update(dict.fromkeys(inner))
+    return tuple(found)
+
+
+@functools.lru_cache(1024)
+def _maker(code: types.CodeType, defaults: int, named: tuple[str, ...]) -> types.CodeType:
+    """Return the code of a function of what is in a closure that makes a function with it.
+
+    Its inner function is the given one: torch.compile follows functions that are made like that.
+    """
+    names = [*code.co_freevars]
+    given = [*(f"_given_{i}" for i in range(defaults)), *(f"_named_{i}" for i in range(len(named)))]
+    heads = [f"_own_{i}=_given_{i}" for i in range(defaults)]
+    if named:
+        heads += ["*", *(f"{name}=_named_{i}" for i, name in enumerate(named))]
+    text = (
+        f"def make({', '.join([*names, *given])}):\n"
+        f"    def made({', '.join(heads)}): return ({''.join(f'{n}, ' for n in names)})\n"
+        "    return made\n"
+    )
+    outer = next(c for c in compile(text, "<effect>", "exec").co_consts if type(c) is type(code))
+    inner = next(c for c in outer.co_consts if type(c) is type(code))
+    if inner.co_freevars != code.co_freevars:
+        raise _Impure("its closure is laid out in another way")
+    consts = tuple(code if c is inner else c for c in outer.co_consts)
+    return outer.replace(co_consts=consts)
+
+
+def _check_of(function: Callable[..., Any]) -> Callable[..., str | None]:
+    """Return what looks at one run of a function, given a value and the tensors."""
+
+    def check(value: Tensor, tensors: tuple[Tensor, ...]) -> str | None:
+        given = value.detach().clone().requires_grad_(value.requires_grad)
+        try:
+            recording = record(function, (given,), {}, Signature(function))
+        except Exception as error:
+            return f"what is inserted raised {type(error).__name__}"
+        if recording.tape.blockers:
+            return f"what is inserted can only be run live: {recording.tape.blockers[0]}"
+        if recording.changes:
+            return f"what is inserted sets {recording.changes[0].label}"
+        entry = current_context()
+        for op in recording.tape.ops:
+            reason = why_not_op(op, entry)
+            if reason is None and any(recording.tape.ops[i].is_given for i in op.writes):
+                reason = "it writes to what it is given"
+            if reason is not None:
+                return f"in what is inserted, {reason}"
+        return None
+
+    return check
+
+
+_INEXACT = (float, complex)  # of which some are equal that are not the same
+_PLAIN = frozenset(
+    {
+        type(None), bool, int, float, complex, str, bytes, type(...), torch.dtype, torch.device,
+        torch.Size, torch.memory_format, torch.layout,
+    }
+)  # fmt: skip
+_KNOWN = frozenset({"torch", "builtins"})
+_MODULES = (torch, torch.nn, torch.nn.functional, torch.linalg, torch.fft, torch.special, math)
+_TYPES = (Tensor, bool, int, float, tuple, list, dict, slice, type(None))
+_BUILTINS = frozenset(
+    {
+        "abs", "all", "any", "bool", "dict", "divmod", "enumerate", "float", "int", "isinstance",
+        "len", "list", "max", "min", "pow", "range", "reversed", "round", "slice", "sorted", "sum",
+        "super", "tuple", "zip",
+    }
+) & frozenset(vars(builtins))  # fmt: skip
+_WRITING = frozenset(
+    {
+        "DELETE_ATTR", "DELETE_GLOBAL", "IMPORT_NAME", "STORE_ATTR", "STORE_GLOBAL", "YIELD_VALUE",
+        "SEND", "LOAD_CLASSDEREF", "LOAD_BUILD_CLASS",
+    }
+)  # fmt: skip
+# What has effects besides what it returns, or depends on more than what it is given.
+_EFFECTS = frozenset(
+    {
+        "apply_", "backward", "compile", "compiled", "data_ptr", "grad", "grad_fn", "load",
+        "manual_seed", "map_", "numpy", "pin_memory", "register_hook", "requires_grad_",
+        "retain_grad", "save", "seed", "set_default_device", "set_default_dtype",
+        "set_grad_enabled", "set_num_threads", "set_rng_state", "share_memory_", "untyped_storage",
+        "use_deterministic_algorithms", "_version",
+    }
+)  # fmt: skip
+_TABLES = frozenset(vars(nn.Module()))  - {"training"}
+_UNCALLED = frozenset(
+    {
+        "__annotations__", "__dict__", "__doc__", "__firstlineno__", "__init__", "__module__",
+        "__static_attributes__", "__weakref__", "__annotate_func__", "__annotations_cache__",
+    }
+)  # fmt: skip
