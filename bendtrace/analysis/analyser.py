@@ -103,6 +103,7 @@ class Analyser(Interjection):
 
     observes = True
     self_contained = True
+    deferrable = True
     needs_targets: ClassVar[bool] = False
 
     def __init__(self, *, per_pass: bool = False) -> None:

@@ -48,6 +48,7 @@ class AnalyserList(Analyser):
         self.analysers = _named(analysers)
         members = self.analysers.values()
         self.self_contained = all(item.self_contained for item in members)
+        self.deferrable = all(item.deferrable for item in members)
         self.wants_inputs = any(item.wants_inputs for item in members)
         self._looking = {
             form: [item for item in members if form in item._forms()]
@@ -288,6 +289,7 @@ class PerClassAnalyser(Analyser):
         super().__init__(per_pass=_per_pass(analyser))
         self.analyser = analyser
         self.self_contained = analyser.self_contained
+        self.deferrable = analyser.deferrable
 
     backward = see_gradients
 

@@ -10,7 +10,6 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from bendtrace.compiled.attempts import CompiledFunction, Quiet, State
@@ -122,9 +121,7 @@ class CompiledPath(CompiledFunction):
 
     # Making it
 
-    def make(
-        self, arguments: tuple[Any, ...], output: Any, spliced: Spliced | None = None
-    ) -> None:
+    def make(self, arguments: tuple[Any, ...], output: Any, spliced: Spliced | None = None) -> None:
         """Write, compile and confirm the function, for a call that has just been replayed.
 
         Args:
@@ -261,7 +258,8 @@ class CompiledPath(CompiledFunction):
             raises: whether an error is raised as a `Refusal`.
 
         Returns:
-            The output, for a path with splices in a `Served`; an `Unchecked` one if a graph was compiled in between; or `FAILED`.
+            The output, for a path with splices in a `Served`; an `Unchecked` one if a graph was
+            compiled in between; or `FAILED`.
         """
         gathered = self._gather(arguments)
         if self._needs_sizes and not self._knows_sizes(gathered, arguments, spliced):

@@ -21,7 +21,7 @@ from bendtrace.compiled.splices import Inserted, Spliced
 from bendtrace.errors import CompileWarning
 from bendtrace.recording.recorder import Recording
 from bendtrace.replay.program import Program
-from bendtrace.replay.stretches import Finished, Stretch
+from bendtrace.replay.stretches import Finished
 from bendtrace.source.sites import users_level
 
 __all__ = ["Guess", "Speculation"]
@@ -181,7 +181,8 @@ class Speculation:
                 path.was_replayed(now(arguments) - guess.began)
                 self._look_at(calls, path)
         times = window.count(took)
-        share = times / len(window)
+        # What is inserted says nothing of which way a call goes, other than its inputs.
+        share = times / sum(known == key for _, known in window)
         if stretch is None or share < 0.5 or self._is_refused(took):
             self._look_at_segments(program, guess)
         if stretch is None:  # segments in a combination that no run has gone, which is no path
@@ -246,7 +247,9 @@ class Speculation:
             return  # another thread compiles
         try:
             usable = [p for p in self._paths.values() if p.state is not State.REFUSED]
-            if took in self._paths or len(usable) >= self.settings.max_paths:
+            # Those with insertions come besides the others.
+            alike = sum((path.key is None) == (spliced is None) for path in usable)
+            if took in self._paths or alike >= self.settings.max_paths:
                 return
             if isinstance(spliced, str):
                 path = CompiledPath(program, stretch, self.settings)

@@ -69,17 +69,19 @@ class Splice:
 
 
 class Spliced(Protocol):
-    """The splices of one path for the insertions of one call.
+    """The splices of one path for the insertions of one call."""
 
-    Attributes:
-        key: what two calls have in common that the same graph serves.
-        splices: the splices, by the numbers of the gates' ops.
-        tensors: what their functions need, in order.
-    """
+    @property
+    def key(self) -> Hashable:
+        """What two calls have in common that the same graph serves."""
 
-    key: Hashable
-    splices: dict[int, Splice]
-    tensors: tuple[Tensor, ...]
+    @property
+    def splices(self) -> dict[int, Splice]:
+        """The splices, by the numbers of the gates' ops."""
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """What their functions need, in order."""
 
     def served(self, kept: Sequence[Any], changed: Tensor | None) -> None:
         """Have the insertions take note of what a graph did in their place.
@@ -91,13 +93,11 @@ class Spliced(Protocol):
 
 
 class Inserted(Protocol):
-    """What is inserted in a call.
+    """What is inserted in a call."""
 
-    Attributes:
-        places: where; what two calls have in common that can take the same paths.
-    """
-
-    places: Hashable
+    @property
+    def places(self) -> Hashable:
+        """Where: what two calls have in common that can take the same paths."""
 
     def along(self, recording: Recording) -> Spliced | str:
         """Return the splices of a path, or why there is a gate that cannot be compiled."""

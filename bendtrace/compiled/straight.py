@@ -248,12 +248,13 @@ class Straight(Expressions):
                 self._kept += [self._new(f"{made}[{1 + n}]") for n in range(step.kept)]
                 made = f"{made}[0]"
             values[slot] = self._new(f"{before} if {made} is None else {made}")
-            self._changed.append(
-                self._new(f"{self.constant(differs)}({before}, {values[slot]})")
-            )
+            self._changed.append(self._new(f"{self.constant(differs)}({before}, {values[slot]})"))
         result = splice.given(values)
-        items = [item if type(item) is str else repr(item) for item in result] \
-            if type(result) is tuple else None
+        items = (
+            [item if type(item) is str else repr(item) for item in result]
+            if type(result) is tuple
+            else None
+        )
         given = result if items is None else f"({''.join(f'{item}, ' for item in items)})"
         self.line(f"v{op.index} = {given}")
 

@@ -36,6 +36,7 @@ class _Watch(Interjection):
     label = "harvest"
     # The functions that it calls work on the value alone.
     self_contained = True
+    deferrable = True
 
     def __init__(self, collector: Collector, rule: _Rule | None) -> None:
         self._collector = collector

@@ -123,6 +123,8 @@ class _Observer(Interjection):
         self.late = late
         self.kept: dict[tuple[str, int], Any] = {}
         self.counts: dict[str, int] = {}
+        # Of the tensors themselves gradients may be asked for.
+        self.deferrable = detach
         self._passes = passes
         self._detach = detach
         self._thread = threading.get_ident()

@@ -142,9 +142,7 @@ class SplicedTurns:
         tensors: what the effects need, in order.
     """
 
-    def __init__(
-        self, gates: list[_GateTurns], effects: list[list[Effect | None]]
-    ) -> None:
+    def __init__(self, gates: list[_GateTurns], effects: list[list[Effect | None]]) -> None:
         self._gates = gates
         self._effects = effects
         found = [effect for row in effects for effect in row if effect is not None]

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from bendtrace.tape.tape import TensorMeta
 
-__all__ = ["Effect", "as_given", "chained", "effect_of_value", "number_or_tensor"]
+__all__ = ["Effect", "as_given", "can_cast", "chained", "effect_of_value", "number_or_tensor"]
 
 
 class Effect(NamedTuple):
@@ -87,6 +87,15 @@ def chained(first: Effect, second: Effect) -> Effect:
         return tensor if made is None else made
 
     return Effect(both, first.tensors + second.tensors, (first.key, second.key))
+
+
+def can_cast(source: torch.dtype, target: torch.dtype) -> bool:
+    """Whether torch casts one dtype to another: `torch.can_cast`, which compilers do not follow."""
+    if source.is_complex and not target.is_complex:
+        return False
+    if source.is_floating_point and not (target.is_floating_point or target.is_complex):
+        return False
+    return source is torch.bool or target is not torch.bool
 
 
 def as_given(tensor: Tensor) -> None:

@@ -591,7 +591,9 @@ def has_mutable(shapes: Any) -> bool:
 def exchangeable(shape: Any) -> tuple[int, ...]:
     """Which of the values of a shape can be exchanged: tensors and numbers."""
     kinds = (Tensor, int, float, bool)
-    return tuple(leaf.number for leaf in leaves_of_shape(shape) if leaf.number >= 0 and leaf.kind in kinds)
+    return tuple(
+        leaf.number for leaf in leaves_of_shape(shape) if leaf.number >= 0 and leaf.kind in kinds
+    )
 
 
 def part_of(shape: Any, dig: tuple[Any, ...]) -> Any:

@@ -27,7 +27,7 @@ from bendtrace.recording.run import Signature, record
 from bendtrace.tape.contexts import current_context
 from bendtrace.torch_rules.functions import is_torchs_function
 
-__all__ = ["Lifted", "built", "effect_of_function", "effect_of_pure", "lifted"]
+__all__ = ["Lifted", "built", "effect_of_function", "effect_of_pure", "lifted", "why_not_pure"]
 
 
 class _Impure(Exception):
@@ -53,11 +53,16 @@ def effect_of_function(function: Callable[..., Any]) -> Effect | str:
     found = lifted(function)
     if isinstance(found, str):
         return found
-    return Effect(_called(found.spec), found.tensors, found.key, check=_check_of(function))
+    return Effect(
+        _called(found.spec), found.tensors, found.key,
+        check=lambda value, tensors: why_not_pure(function, value),
+    )  # fmt: skip
 
 
 def effect_of_pure(what: Interjection, at: NodePass) -> Effect | str:
     """Return the effect of an interjection that promises to have one."""
+    if not what.pure and type(what).__module__.startswith("bendtrace."):
+        return "it may do more than compute one tensor from another"
     if not what.pure:
         return (
             "it is not known whether it only computes a tensor from the one there is; mark its "
@@ -108,7 +113,7 @@ def built(spec: Any, tensors: Sequence[Tensor]) -> Any:
     if kind == "partial":
         given = [built(item, tensors) for item in spec[1]]
         named = {name: built(item, tensors) for name, item in spec[2]}
-        return functools.partial(*given, **named)
+        return functools.partial(given[0], *given[1:], **named)
     return spec[1]
 
 
@@ -344,29 +349,25 @@ def _maker(code: types.CodeType, defaults: int, named: tuple[str, ...]) -> types
     return outer.replace(co_consts=consts)
 
 
-def _check_of(function: Callable[..., Any]) -> Callable[..., str | None]:
-    """Return what looks at one run of a function, given a value and the tensors."""
-
-    def check(value: Tensor, tensors: tuple[Tensor, ...]) -> str | None:
-        given = value.detach().clone().requires_grad_(value.requires_grad)
-        try:
-            recording = record(function, (given,), {}, Signature(function))
-        except Exception as error:
-            return f"what is inserted raised {type(error).__name__}"
-        if recording.tape.blockers:
-            return f"what is inserted can only be run live: {recording.tape.blockers[0]}"
-        if recording.changes:
-            return f"what is inserted sets {recording.changes[0].label}"
-        entry = current_context()
-        for op in recording.tape.ops:
-            reason = why_not_op(op, entry)
-            if reason is None and any(recording.tape.ops[i].is_given for i in op.writes):
-                reason = "it writes to what it is given"
-            if reason is not None:
-                return f"in what is inserted, {reason}"
-        return None
-
-    return check
+def why_not_pure(function: Callable[..., Any], value: Tensor) -> str | None:
+    """Say what a function does, in one run, besides computing something of a tensor."""
+    given = value.detach().clone().requires_grad_(value.requires_grad)
+    try:
+        recording = record(function, (given,), {}, Signature(function))
+    except Exception as error:
+        return f"what is inserted raised {type(error).__name__}"
+    if recording.tape.blockers:
+        return f"what is inserted can only be run live: {recording.tape.blockers[0]}"
+    if recording.changes:
+        return f"what is inserted sets {recording.changes[0].label}"
+    entry = current_context()
+    for op in recording.tape.ops:
+        reason = why_not_op(op, entry)
+        if reason is None and any(recording.tape.ops[i].is_given for i in op.writes):
+            reason = "it writes to what it is given"
+        if reason is not None:
+            return f"in what is inserted, {reason}"
+    return None
 
 
 _INEXACT = (float, complex)  # of which some are equal that are not the same
@@ -402,7 +403,7 @@ _EFFECTS = frozenset(
         "use_deterministic_algorithms", "_version",
     }
 )  # fmt: skip
-_TABLES = frozenset(vars(nn.Module()))  - {"training"}
+_TABLES = frozenset(vars(nn.Module())) - {"training"}
 _UNCALLED = frozenset(
     {
         "__annotations__", "__dict__", "__doc__", "__firstlineno__", "__init__", "__module__",

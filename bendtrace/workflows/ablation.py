@@ -15,11 +15,14 @@ from torch import Tensor
 from bendtrace._checks import required_choice, required_int
 from bendtrace.calls import Call, are_several, bended_of, calls_of, required_bended
 from bendtrace.errors import InputError, SiteError
+from bendtrace.interject.effects import Effect, can_cast, effect_of_value
 from bendtrace.interject.insertion import Insertion
 from bendtrace.interject.interjection import Inputs, Interjection, NodePass
+from bendtrace.interject.purity import effect_of_function
 from bendtrace.interject.reading import is_contained
 from bendtrace.interject.resolver import describe_where
 from bendtrace.module import BendedModule
+from bendtrace.tape.tape import TensorMeta
 from bendtrace.workflows._grids import (
     Beyond,
     Columns,
@@ -151,6 +154,20 @@ class _Ablation(Interjection):
 
     def after(self, at: NodePass, inputs: Inputs, output: Any) -> Any:
         return replaced(output, at.path, self._said, lambda value: self._without(at, value))
+
+    def effect(self, at: NodePass, like: TensorMeta) -> Effect | str | None:
+        """Return what it does to a tensor."""
+        source = self._substitute.effect(at.path or "output", at.number, like)
+        if isinstance(source, str):
+            return source
+        if any(isinstance(part.position, Tensor) for part in self._parts):
+            return "its channels are given by a tensor"
+        put, parts, compute, path = self._substitute.put_in, self._parts, source.function, at.path
+
+        def ablated(value: Tensor, *tensors: Tensor) -> Tensor:
+            return put(path, value, compute(value, *tensors), parts)
+
+        return source._replace(function=ablated, key=(_Ablation, repr(parts), source.key))
 
     def _without(self, at: NodePass, value: Tensor) -> Tensor:
         try:
@@ -310,11 +327,19 @@ class _Substitute:
         name: what reports call it.
         source: returns it.
         is_contained: whether it depends on nothing but the value.
+        compiled: gives it as the effect on a value, or says why it cannot be compiled.
     """
 
     name: str
     source: Source
     is_contained: bool = True
+    compiled: Callable[[str, int, TensorMeta], Effect | str] | None = None
+
+    def effect(self, path: str, number: int, like: TensorMeta) -> Effect | str:
+        """Return the replacement of a value as an effect on it, or why it has none."""
+        if self.compiled is None:
+            return f"a replacement by {self.name} draws samples"
+        return self.compiled(path, number, like)
 
     def put(self, path: str, number: int, value: Tensor, parts: Sequence[Part]) -> Tensor:
         """Return a value with parts of it replaced.
@@ -323,9 +348,12 @@ class _Substitute:
             NoPart: the value has no such part.
             SiteError: the replacement does not fit.
         """
+        return self.put_in(path, value, self.source(path, number, value), parts)
+
+    def put_in(self, path: str, value: Tensor, other: Tensor, parts: Sequence[Part]) -> Tensor:
+        """Return a value with parts of it replaced by those of another one."""
         indices = [part.index(value) for part in parts]
-        other = self.source(path, number, value)
-        if not torch.can_cast(other.dtype, value.dtype):
+        if not can_cast(other.dtype, value.dtype):
             raise SiteError(
                 f"cannot put {other.dtype} into the value of {path!r}, which is {value.dtype}", path
             )
@@ -364,16 +392,40 @@ def _substitute_of(
     if reference is not None and named not in ("mean", "resample"):
         raise InputError('reference= is for how="mean" and how="resample"')
     if named == "zero":
-        return _Substitute("zero", lambda path, number, value: value.new_zeros(()))
+        return _Substitute(
+            "zero",
+            _zeros,
+            compiled=lambda *_: Effect(lambda value: value.new_zeros(()), (), "zero"),
+        )
     if named is not None:
         if reference is not None:
-            run = _mean_over if named == "mean" else _samples_of
-            return _Substitute(named, run(bended, items, at, reference, axes, seed))
-        return _Substitute(named, _own_mean(axes) if named == "mean" else _shuffled(seed))
+            if named == "mean":
+                source, mean = _mean_over(bended, items, at, reference, axes, seed)
+                return _Substitute(named, source, compiled=mean)
+            return _Substitute(named, _samples_of(bended, items, at, reference, axes, seed))
+        if named == "mean":
+            own = _own_mean(axes)
+            return _Substitute(
+                named, own,
+                compiled=lambda path, number, like: Effect(
+                    lambda value: own(path, number, value), (), ("mean", axes)
+                ),
+            )  # fmt: skip
+        return _Substitute(named, _shuffled(seed))
     if _is_number(how):
-        return _Substitute("value", _constant(how))
+        return _Substitute(
+            "value", _constant(how),
+            compiled=lambda path, number, like: effect_of_value(
+                lambda value, held: _constant(held)(path, number, value), how, like, "value"
+            ),
+        )  # fmt: skip
     name = str(getattr(how, "__name__", type(how).__name__))
-    return _Substitute(name, _result_of(how), is_contained(how))
+    result = _result_of(how)
+    return _Substitute(name, result, is_contained(how), lambda *_: effect_of_function(how))
+
+
+def _zeros(path: str, number: int, value: Tensor) -> Tensor:
+    return value.new_zeros(())
 
 
 def _is_number(how: Any) -> bool:
@@ -446,7 +498,7 @@ def _shuffled(seed: int) -> Source:
 
 def _mean_over(
     bended: BendedModule, items: Sequence[Any], at: At, reference: Any, over: Any, seed: int
-) -> Source:
+) -> tuple[Source, Callable[[str, int, TensorMeta], Effect | str]]:
     """Run a reference, and take the means over all of its batches, of sums in float64."""
     sums: dict[tuple[str, int], Tensor] = {}
     counts: dict[tuple[str, int], int] = {}
@@ -492,7 +544,17 @@ def _mean_over(
                 path,
             ) from None
 
-    return source
+    def compiled(path: str, number: int, like: TensorMeta) -> Effect | str:
+        if (path, number) not in sums:
+            return "no run on the reference reached it"
+        mean = sums[path, number] / counts[path, number]
+        return Effect(
+            lambda value, mean: mean.to(value.device, value.dtype).expand_as(value),
+            (mean,),
+            "mean of the reference",
+        )
+
+    return source, compiled
 
 
 def _samples_of(

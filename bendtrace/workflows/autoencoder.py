@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Self
 
 import torch
@@ -11,13 +11,16 @@ from torch import Tensor, nn
 from bendtrace.calls import required_bended
 from bendtrace.errors import InputError, InterjectionError
 from bendtrace.interject.bends.parameter import Expression, value_of
+from bendtrace.interject.effects import Effect
 from bendtrace.interject.group import InsertionGroup, InsertionHandle, is_root
 from bendtrace.interject.interjection import Inputs, Interjection, NodePass
+from bendtrace.interject.purity import Lifted, built, effect_of_function, lifted, why_not_pure
 from bendtrace.interject.reading import is_contained
 from bendtrace.interject.report import Report
 from bendtrace.interject.resolver import describe_where
 from bendtrace.interject.structure import describe
 from bendtrace.module import BendedModule
+from bendtrace.tape.tape import TensorMeta
 
 __all__ = ["LatentEdit", "SplicedAutoencoder", "splice_autoencoder"]
 
@@ -44,8 +47,19 @@ class LatentEdit:
 
     def __init__(self, edits: list[LatentEdit], change: Callable[[Tensor], Any]) -> None:
         self.change = change
+        self.known: tuple[tuple[int, ...], Any] | None = None  # which latents are set to what
         self._edits = edits
         edits.append(self)
+
+    def effect(self) -> Effect | str:
+        """Return what it does to latents, or why that cannot be compiled."""
+        if self.known is None:
+            return effect_of_function(self.change)
+        indices, held = self.known[0], value_of(self.known[1])
+        given = held if isinstance(held, Tensor) else torch.tensor(held)
+        if type(held) is float:
+            given = torch.tensor(held, dtype=torch.float64)
+        return Effect(lambda made, new: _set(made, indices, new), (given,), ("set", indices))
 
     @property
     def active(self) -> bool:
@@ -93,13 +107,7 @@ class _Reconstructs(Interjection):
         return str(getattr(self._whole, "__name__", type(self._whole).__name__))
 
     def after(self, at: NodePass, inputs: Inputs, output: Any) -> Any:
-        if at.number == 0:  # also of a part of the model that is called by itself
-            self.forget(at.path)
-        key = at.path if at.number == 0 else f"{at.path}:{at.number + 1}"
-        if at.number == 1:
-            for kept in (self.latents, self.errors):
-                if at.path in kept:
-                    kept[f"{at.path}:1"] = kept.pop(at.path)
+        key = self._key(at)
         if not isinstance(output, Tensor) or not output.is_floating_point():
             raise InterjectionError(
                 f"{self.label} at {at.path}: it gives {describe(output)}, and a tensor of floating "
@@ -121,6 +129,84 @@ class _Reconstructs(Interjection):
         # The same as `edited + (output - made).detach()`, but equal to the value, bit by bit, where
         # no latent is changed.
         return _WithError.apply(edited, made.detach(), output.detach())
+
+    def effect(self, at: NodePass, like: TensorMeta) -> Effect | str | None:
+        """Return what it does to a tensor: the latents and the error are kept after the run."""
+        if self.encode is None or self.decode is None:
+            return "it is one function, without encode and decode"
+        if not like.dtype.is_floating_point:
+            return f"it reconstructs no {like.dtype}"
+        found: list[Lifted] = []
+        for code in (self.encode, self.decode):
+            one = lifted(code)
+            if isinstance(one, str):
+                return one
+            found.append(one)
+        edits = [edit.effect() for edit in self.edits]
+        for edit in edits:
+            if isinstance(edit, str):
+                return edit
+        changes = [edit for edit in edits if isinstance(edit, Effect)]
+        counts = [len(one.tensors) for one in found] + [len(one.tensors) for one in changes]
+        starts = [sum(counts[:number]) for number in range(len(counts) + 1)]
+        parts: list[Lifted | Effect] = [*found, *changes]
+        tensors = tuple(tensor for one in parts for tensor in one.tensors)
+        specs, error_term = (found[0].spec, found[1].spec), self._error_term
+        functions = [change.function for change in changes]
+
+        def coded(value: Tensor, given: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:
+            latents = built(specs[0], given[: starts[1]])(value)
+            changed = latents
+            for number, function in enumerate(functions):
+                own = given[starts[2 + number] : starts[3 + number]]
+                changed = function(changed.clone(), *own)
+            decode = built(specs[1], given[starts[1] : starts[2]])
+            made = decode(latents)
+            return changed, made, made if changed is latents else decode(changed)
+
+        def reconstructed(value: Tensor, *given: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            changed, made, edited = coded(value, given)
+            if made.shape != value.shape or edited.shape != value.shape:
+                raise ValueError("a reconstruction has the same shape")
+            made, edited = made.to(value.dtype), edited.to(value.dtype)
+            error = (value - made).detach()
+            if error_term:
+                edited = _WithError.apply(edited, made.detach(), value.detach())
+            return edited, changed, error
+
+        def keep(kept: tuple[Tensor, ...]) -> None:
+            key = self._key(at)
+            self.latents[key], self.errors[key] = kept
+
+        key = _Reconstructs, error_term, tuple(one.key for one in parts)
+        return Effect(reconstructed, tensors, key, keep, 2, self._check(changes))
+
+    def _check(self, changes: Sequence[Effect]) -> Callable[..., str | None]:
+        encode, decode = self.encode, self.decode
+        assert encode is not None
+        assert decode is not None
+
+        def check(value: Tensor, tensors: tuple[Tensor, ...]) -> str | None:
+            reason = why_not_pure(encode, value)
+            if reason is None:
+                latents = encode(value.clone())
+                reason = why_not_pure(decode, latents)
+                for change in changes:
+                    if reason is None and change.check is not None:
+                        reason = change.check(latents, change.tensors)
+            return reason
+
+        return check
+
+    def _key(self, at: NodePass) -> str:
+        """Begin a pass of a node; return what its latents are kept under."""
+        if at.number == 0:  # also of a part of the model that is called by itself
+            self.forget(at.path)
+        elif at.number == 1:
+            for kept in (self.latents, self.errors):
+                if at.path in kept:
+                    kept[f"{at.path}:1"] = kept.pop(at.path)
+        return at.path if at.number == 0 else f"{at.path}:{at.number + 1}"
 
     def forget(self, path: str | None = None) -> None:
         """Forget the latents of earlier calls, at one node or all."""
@@ -156,6 +242,7 @@ class _Begins(Interjection):
     observes = True
     blind = True
     self_contained = True
+    deferrable = True
     label = "splice_autoencoder"
 
     def __init__(self, inner: _Reconstructs) -> None:
@@ -276,12 +363,11 @@ class SplicedAutoencoder(InsertionHandle):
             beyond = [i for i in indices if not -made.shape[-1] <= i < made.shape[-1]]
             if beyond:
                 raise InputError(f"there is no latent {beyond[0]} among {made.shape[-1]}")
-            where = torch.zeros(made.shape[-1], dtype=torch.bool, device=made.device)
-            where[indices] = True
-            new: Any = value_of(value)
-            return torch.where(where, torch.as_tensor(new, dtype=made.dtype), made)
+            return _set(made, indices, value_of(value))
 
-        return self.edit(change)
+        edit = self.edit(change)
+        edit.known = (tuple(indices), value)
+        return edit
 
     def ablate(self, latents: int | Iterable[int]) -> LatentEdit:
         """Set single latents to zero."""
@@ -371,6 +457,13 @@ def splice_autoencoder(
     group.make(is_root, _Begins(inner), allow_none=True)
     group.make(where, inner)
     return SplicedAutoencoder(bended, autoencoder, group, inner)
+
+
+def _set(latents: Tensor, indices: Sequence[int], value: Any) -> Tensor:
+    """Return latents of which some are a number."""
+    where = torch.zeros(latents.shape[-1], dtype=torch.bool, device=latents.device)
+    where[list(indices)] = True
+    return torch.where(where, torch.as_tensor(value, dtype=latents.dtype), latents)
 
 
 def _only(kept: dict[str, Tensor], what: str) -> Tensor:

@@ -197,6 +197,11 @@ class _Clock:
         self._is_lazy = is_lazy
         self._numbers = itertools.count()
 
+    @property
+    def copies(self) -> bool:
+        """Whether what it takes are copies."""
+        return self._fixed is not None
+
     def taken(self, value: Any) -> tuple[int, Any]:
         """Return a number, and a snapshot of a value."""
         if self._fixed is None:
@@ -230,6 +235,7 @@ class _Keeper(Interjection):
     is_input = False
 
     def __init__(self, clock: _Clock, is_alias: bool) -> None:
+        self.deferrable = clock.copies
         self.is_alias = is_alias
         self.insertions: list[Insertion] = []
         self.kept: dict[tuple[str, int], tuple[int, Any]] = {}

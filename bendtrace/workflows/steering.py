@@ -21,14 +21,17 @@ from bendtrace.calls import (
 )
 from bendtrace.errors import InputError, InterjectionError
 from bendtrace.interject.bends.parameter import Expression, value_of
+from bendtrace.interject.effects import Effect
 from bendtrace.interject.group import InsertionGroup, InsertionHandle, is_root
 from bendtrace.interject.interjection import Inputs, Interjection, NodePass
+from bendtrace.interject.patches.regions import is_constant_index
 from bendtrace.interject.report import Report
 from bendtrace.interject.resolver import describe_where
 from bendtrace.interject.structure import describe
 from bendtrace.module import BendedModule
 from bendtrace.paths.nodes import NodePath
 from bendtrace.recording.serving import served_by
+from bendtrace.tape.tape import TensorMeta
 
 __all__ = ["Steering", "SteeringVectors", "steer", "steering_vector"]
 
@@ -229,6 +232,7 @@ class _Steps(Interjection):
     observes = True
     blind = True
     self_contained = True
+    deferrable = True  # where steps matter, what is added has no effect to be compiled
     label = "steps"
 
     def __init__(self, model: Any) -> None:
@@ -304,20 +308,63 @@ class _Adds(Interjection):
         made[index] = self._plus(output[index], added, at)
         return made
 
+    def effect(self, at: NodePass, like: TensorMeta) -> Effect | str | None:
+        """Return what it does to a tensor."""
+        if self.steps is not _always:
+            return "it depends on the step of a generation"
+        if not is_constant_index(self.positions):
+            return "its positions depend on more than numbers"
+        vector, scale, normalise = value_of(self.vector), value_of(self.scale), self.normalise
+        assert isinstance(vector, Tensor)
+        positions = self.positions
+        if isinstance(scale, Tensor):
+            given: tuple[Any, ...] = (vector, scale)
+        elif type(scale) is float and like.dtype.is_floating_point:
+            given = vector, torch.tensor(scale, dtype=torch.float64)
+        else:
+            given = (vector,)
+
+        def steered(value: Tensor, vector: Tensor, factor: Any = scale) -> Tensor:
+            vector = vector.to(device=value.device, dtype=value.dtype)
+            if normalise == "vector":
+                vector = vector / vector.norm(dim=-1, keepdim=True)
+            added = factor * vector
+            if positions is None:
+                return self._sum(value, added, at)
+            index = _index(positions, value, at)
+            made = value.clone()
+            made[index] = self._sum(value[index], added, at)
+            return made
+
+        plain = None if len(given) == 2 else (type(scale), scale)
+        key = _Adds, repr(positions), normalise, plain, isinstance(scale, Tensor)
+        return Effect(steered, given, key)
+
     def _plus(self, value: Tensor, added: Tensor, at: NodePass) -> Tensor:
         try:
-            made = value + added
+            return self._sum(value, added, at)
         except RuntimeError:
-            made = None
-        if made is None or made.shape != value.shape:
-            raise InterjectionError(
-                f"steer at {at.path}: a vector of shape {tuple(added.shape)} cannot be added to "
-                f"{tuple(value.shape)}",
-                at.path,
-            )
+            raise _unfit(value, added, at) from None
+
+    def _sum(self, value: Tensor, added: Tensor, at: NodePass) -> Tensor:
+        made = value + added
+        if made.shape != value.shape:
+            raise _unfit(value, added, at)
         if self.normalise == "value":
             made = made * (value.norm(dim=-1, keepdim=True) / made.norm(dim=-1, keepdim=True))
         return made
+
+
+def _unfit(value: Tensor, added: Tensor, at: NodePass) -> InterjectionError:
+    return InterjectionError(
+        f"steer at {at.path}: a vector of shape {tuple(added.shape)} cannot be added to "
+        f"{tuple(value.shape)}",
+        at.path,
+    )
+
+
+def _always(number: int) -> bool:
+    return True
 
 
 def _index(positions: Any, value: Tensor, at: NodePass) -> Any:
@@ -503,7 +550,7 @@ def _check_positions(positions: Any) -> None:
 
 def _chooser(steps: Any) -> Callable[[int], bool]:
     if steps == "all" or steps is None:
-        return lambda number: True
+        return _always
     if steps == "prompt":
         return lambda number: number == 0
     if steps == "new":

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import numbers
+import operator
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
 
 from bendtrace.errors import InputError
 from bendtrace.interject.bends.bend import Bend
-from bendtrace.interject.bends.parameter import Expression, Value, fitted
+from bendtrace.interject.bends.parameter import Expression, Value, fitted, value_of
+from bendtrace.interject.effects import Effect, chained, effect_of_value
 from bendtrace.interject.interjection import NodePass
+from bendtrace.tape.tape import TensorMeta
 
 __all__ = ["Affine", "Bias", "Scale", "checked"]
 
@@ -40,6 +44,10 @@ class Bias(Bend):
         made: Tensor = tensor + fitted(self.bias, tensor)
         return made
 
+    def effect_of_bend(self, at: NodePass, like: TensorMeta) -> Effect | str | None:
+        """Return what it does to a tensor."""
+        return _effect(operator.add, self.bias, like)
+
 
 class Scale(Bend):
     """Multiplies with a number.
@@ -65,6 +73,10 @@ class Scale(Bend):
         """Return the tensor times the number."""
         made: Tensor = tensor * fitted(self.scale, tensor)
         return made
+
+    def effect_of_bend(self, at: NodePass, like: TensorMeta) -> Effect | str | None:
+        """Return what it does to a tensor."""
+        return _effect(operator.mul, self.scale, like)
 
 
 class Affine(Bend):
@@ -93,6 +105,25 @@ class Affine(Bend):
         """Return the tensor times `scale`, plus `bias`."""
         made: Tensor = tensor * fitted(self.scale, tensor) + fitted(self.bias, tensor)
         return made
+
+    def effect_of_bend(self, at: NodePass, like: TensorMeta) -> Effect | str | None:
+        """Return what it does to a tensor."""
+        scaled = _effect(operator.mul, self.scale, like)
+        moved = _effect(operator.add, self.bias, like)
+        if isinstance(scaled, str) or isinstance(moved, str):
+            return scaled if isinstance(scaled, str) else moved
+        if isinstance(value_of(self.scale), Tensor):
+            return "a scale that is a tensor may change the dtype before the bias is fitted to it"
+        return chained(scaled, moved)
+
+
+def _effect(compute: Callable[[Any, Any], Any], value: Any, like: TensorMeta) -> Effect | str:
+    held = value_of(value)
+    if not isinstance(held, Tensor):
+        return effect_of_value(compute, held, like, compute, "number")
+    return effect_of_value(
+        lambda tensor, held: compute(tensor, fitted(held, tensor)), held, like, compute, "tensor"
+    )
 
 
 def checked(name: str, value: Any) -> Any:

@@ -17,7 +17,9 @@ from bendtrace.interject.bends.parameter import (
     parameters_in,
     value_of,
 )
+from bendtrace.interject.effects import Effect, as_given, chained
 from bendtrace.interject.interjection import Inputs, Interjection, NodePass
+from bendtrace.tape.tape import TensorMeta
 
 __all__ = ["Bend", "CallbackChain", "bent"]
 
@@ -73,6 +75,23 @@ class Bend(Interjection):
                 at.path,
             )
         return made
+
+    def effect(self, at: NodePass, like: TensorMeta) -> Effect | str | None:
+        """Return what it does to a tensor."""
+        if not (like.dtype.is_floating_point or like.dtype.is_complex):
+            return f"it bends no {like.dtype}"
+        return self.effect_of_bend(at, like)
+
+    def effect_of_bend(self, at: NodePass, like: TensorMeta) -> Effect | str | None:
+        """Return what `bend` does; None if that is not known (see `Interjection.effect`)."""
+        return None
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        # What is known of a class of ours need not hold for what others make of it.
+        if not cls.__module__.startswith("bendtrace."):
+            if "effect_of_bend" not in vars(cls):
+                cls.effect_of_bend = Bend.effect_of_bend  # type: ignore[method-assign]
 
     def __call__(self, value: Any, path: str = "") -> Any:
         """Return what a value becomes.
@@ -155,6 +174,17 @@ class CallbackChain(Bend):
         self.callbacks: tuple[Bend, ...] = tuple(_flat(callbacks))
         self.observes = all(callback.observes for callback in self.callbacks)
         self.self_contained = all(callback.self_contained for callback in self.callbacks)
+        self.deferrable = all(callback.deferrable for callback in self.callbacks)
+
+    def effect_of_bend(self, at: NodePass, like: TensorMeta) -> Effect | str | None:
+        """Return what they do together, if that is known of each."""
+        made = Effect(as_given, (), ())
+        for callback in self.callbacks:
+            one = callback.effect(at, like)
+            if not isinstance(one, Effect):
+                return one
+            made = chained(made, one)
+        return made
 
     def bend(self, tensor: Tensor, at: NodePass) -> Tensor:
         """Return what a tensor becomes."""

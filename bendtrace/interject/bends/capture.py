@@ -35,6 +35,7 @@ class Capture(Bend):
 
     observes = True
     self_contained = True
+    deferrable = True
 
     def __init__(self) -> None:
         self.captured: dict[str, list[Tensor]] = {}

@@ -14,6 +14,7 @@ from torch import Tensor
 from bendtrace.errors import BendError, BendShapeError, InputError
 from bendtrace.interject.bends.bend import Bend
 from bendtrace.interject.interjection import NodePass
+from bendtrace.tape.tape import TensorMeta
 
 __all__ = ["DrawingBend", "along", "sizes_of"]
 
@@ -85,6 +86,15 @@ class DrawingBend(Bend):
             with torch.inference_mode(False):
                 drawn.numbers = drawn.numbers.to(tensor.device)
         return along(drawn.numbers, tensor, self.dim)
+
+    def drawn(self, at: NodePass, like: TensorMeta) -> Tensor | str:
+        """Return the numbers of a node, or why there are none for tensors like some."""
+        drawn = self._drawn.get(at.path)
+        if drawn is None:
+            return "it has drawn no numbers for the node so far"
+        if drawn.numbers.device != like.device:
+            return "its numbers are on another device"
+        return drawn.numbers
 
     def once(self, tensor: Tensor, at: NodePass, draw: Draw, number: int) -> Tensor:
         """Return numbers that are for one time only, shaped to go with a tensor.

@@ -9,7 +9,10 @@ from torch import Tensor
 
 from bendtrace.errors import InputError
 from bendtrace.interject.bends.bend import Bend
+from bendtrace.interject.effects import Effect
 from bendtrace.interject.interjection import NodePass
+from bendtrace.interject.purity import effect_of_function
+from bendtrace.tape.tape import TensorMeta
 
 __all__ = ["Lambda"]
 
@@ -38,6 +41,10 @@ class Lambda(Bend):
         """Return what the function makes of the tensor."""
         made: Tensor = self.fn(tensor)
         return made
+
+    def effect_of_bend(self, at: NodePass, like: TensorMeta) -> Effect | str | None:
+        """Return what the function does, if a check finds that it does nothing else."""
+        return effect_of_function(self.fn)
 
     def __repr__(self) -> str:
         return f"Lambda({getattr(self.fn, '__name__', repr(self.fn))})"

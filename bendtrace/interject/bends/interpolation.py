@@ -10,7 +10,9 @@ from torch import Tensor
 from bendtrace.errors import BendError, InputError
 from bendtrace.interject.bends.bend import Bend
 from bendtrace.interject.bends.parameter import Expression, value_of
+from bendtrace.interject.effects import Effect, as_given, effect_of_value
 from bendtrace.interject.interjection import NodePass
+from bendtrace.tape.tape import TensorMeta
 
 __all__ = ["InterpolateActivation", "checked_weights", "mixed"]
 
@@ -46,6 +48,19 @@ class InterpolateActivation(Bend):
         if self.interp_weights is None:
             return tensor
         return mixed(tensor, value_of(self.interp_weights), self.softmax, self, at)
+
+    def effect_of_bend(self, at: NodePass, like: TensorMeta) -> Effect | str | None:
+        """Return what it does to a tensor."""
+        weights = value_of(self.interp_weights)
+        if weights is None:
+            return Effect(as_given, (), InterpolateActivation)
+        if not isinstance(weights, Tensor):
+            return "its weights are no tensor"
+        softmax = self.softmax
+        return effect_of_value(
+            lambda tensor, weights: mixed(tensor, weights, softmax, self, at), weights, like,
+            InterpolateActivation, softmax,
+        )  # fmt: skip
 
 
 def checked_weights(weights: Any) -> Any:

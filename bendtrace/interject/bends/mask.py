@@ -11,10 +11,12 @@ from torch import Tensor
 from bendtrace.errors import BendError
 from bendtrace.interject.bends.affine import checked
 from bendtrace.interject.bends.bend import Bend
-from bendtrace.interject.bends.drawing import DrawingBend
+from bendtrace.interject.bends.drawing import DrawingBend, along, sizes_of
 from bendtrace.interject.bends.parameter import Expression, Value, value_of
 from bendtrace.interject.bends.scores import chosen_by_score
+from bendtrace.interject.effects import Effect
 from bendtrace.interject.interjection import NodePass
+from bendtrace.tape.tape import TensorMeta
 
 __all__ = ["Mask", "OrderedMask", "ThresholdActivation", "fraction"]
 
@@ -63,6 +65,29 @@ class Mask(DrawingBend):
         kept: Tensor = numbers < fraction("prob", self.prob, self, at)
         return kept
 
+    def effect_of_bend(self, at: NodePass, like: TensorMeta) -> Effect | str | None:
+        """Return what it does to a tensor, with the numbers that it has drawn."""
+        drawn = self.drawn(at, like)
+        if isinstance(drawn, str):
+            return drawn
+        limit = self._limit(drawn, at)
+        if type(limit) not in (int, float) or not drawn.dim():
+            return "its share is no number"
+        dim, sizes = self.dim, tuple(drawn.shape)
+
+        def masked(tensor: Tensor, numbers: Tensor, limit: Tensor) -> Tensor:
+            if sizes_of(tensor, dim, self, at) != sizes:
+                raise ValueError("drawn for other sizes")
+            return tensor.masked_fill(~(along(numbers, tensor, dim) < limit), 0)
+
+        wide = drawn.dtype if drawn.dtype is torch.int64 else torch.float64
+        limits = torch.tensor(limit, dtype=wide)
+        return Effect(masked, (drawn, limits), (Mask, dim, sizes, drawn.dtype))
+
+    def _limit(self, drawn: Tensor, at: NodePass) -> Any:
+        """Return what the numbers of kept elements are less than."""
+        return fraction("prob", self.prob, self, at)
+
 
 class OrderedMask(Mask):
     """Keeps a share of the elements, and makes the others zero.
@@ -89,6 +114,10 @@ class OrderedMask(Mask):
         share = float(fraction("prob", self.prob, self, at))
         kept: Tensor = order < round(share * order.numel())
         return kept
+
+    def _limit(self, drawn: Tensor, at: NodePass) -> Any:
+        share = float(fraction("prob", self.prob, self, at))
+        return round(share * drawn.numel())
 
 
 class ThresholdActivation(Bend):

@@ -7,11 +7,13 @@ from torch import Tensor
 
 from bendtrace.errors import InputError
 from bendtrace.interject.bends.affine import checked
-from bendtrace.interject.bends.drawing import DrawingBend
+from bendtrace.interject.bends.drawing import DrawingBend, sizes_of
 from bendtrace.interject.bends.mask import fraction
 from bendtrace.interject.bends.parameter import Expression, Value
 from bendtrace.interject.bends.scores import chosen_by_score
+from bendtrace.interject.effects import Effect
 from bendtrace.interject.interjection import NodePass
+from bendtrace.tape.tape import TensorMeta
 
 __all__ = ["Permute", "ThresholdPermute"]
 
@@ -43,6 +45,20 @@ class Permute(DrawingBend):
         """Return the tensor with its channels in the other order."""
         order = self.kept(tensor, at, _order)
         return tensor.index_select(self.dim, order.reshape(-1))
+
+    def effect_of_bend(self, at: NodePass, like: TensorMeta) -> Effect | str | None:
+        """Return what it does to a tensor, with the order that it has drawn."""
+        drawn = self.drawn(at, like)
+        if isinstance(drawn, str):
+            return drawn
+        dim, sizes = self.dim, tuple(drawn.shape)
+
+        def permuted(tensor: Tensor, order: Tensor) -> Tensor:
+            if sizes_of(tensor, dim, self, at) != sizes:
+                raise ValueError("drawn for other sizes")
+            return tensor.index_select(dim, order.reshape(-1))
+
+        return Effect(permuted, (drawn,), (Permute, dim, sizes))
 
 
 class ThresholdPermute(DrawingBend):

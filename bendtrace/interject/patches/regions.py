@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from bendtrace.errors import InputError, PatchError
+from bendtrace.interject.effects import can_cast
 from bendtrace.interject.patches.copies import described
 
 __all__ = [
@@ -139,7 +140,7 @@ def added(original: Any, index: Index, value: Any) -> Any:
         value = value.to(original.device)
     made = original + value
     if made.dtype is not original.dtype:
-        if not torch.can_cast(made.dtype, original.dtype):
+        if not can_cast(made.dtype, original.dtype):
             raise _unfit_type(original, value)
         made = made.to(original.dtype)
     return made if made.shape == original.shape else made.reshape(original.shape)
@@ -162,7 +163,7 @@ def replaced(original: Any, index: Index, value: Any) -> Any:
     part = original if index is None else _part_of(original, index)
     if isinstance(value, Tensor):
         _check_shape(part, value)
-        fits = torch.can_cast(value.dtype, part.dtype)
+        fits = can_cast(value.dtype, part.dtype)
         value = value.to(part.device)
     else:
         fits = _holds(part.dtype, value)
