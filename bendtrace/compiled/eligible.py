@@ -82,6 +82,8 @@ def why_not(
         return f"it has more than {_LONGEST} ops"
     for op in tape.ops:
         if op.index in spliced:
+            if op.context._replace(grad=global_state.context.grad) != global_state.context:
+                return f"{op.target.described} runs in another inference or autocast mode"
             continue
         if any(tape.ops[written].is_given for written in op.writes):
             reason = f"{said_of(op.target)} writes to what was there before the run"

@@ -90,6 +90,7 @@ class CompiledPath(CompiledFunction):
         home: as given.
         stretch: as given.
         key: of the splices: it serves calls with others of that key as well.
+        unchanged: the numbers of their functions that give the very tensor that they are given.
         recent: the latest calls that it was tried on: whether it served.
         window: which paths the latest calls took for which the same input guards hold.
     """
@@ -105,6 +106,7 @@ class CompiledPath(CompiledFunction):
         self.home = home
         self.stretch = stretch
         self.key: Hashable = None if spliced is None else spliced.key
+        self.unchanged: frozenset[int] = frozenset()
         self.state = State.REFUSED
         self.recent: deque[bool] = deque(maxlen=_WINDOW)
         self.window: deque[Taken] = deque(maxlen=_WINDOW)
@@ -147,7 +149,7 @@ class CompiledPath(CompiledFunction):
         findings = probe(recording, arguments, splices)
         if findings is None:
             raise Refusal("its guards came out otherwise when it was looked at op by op")
-        self._findings = findings
+        self._findings, self.unchanged = findings, findings.unchanged
         if self.stretch is not self.home.root:
             # Of a path that branched off, the program's check does not know all guards.
             self._admitting = Program(recording, global_state)
@@ -266,6 +268,11 @@ class CompiledPath(CompiledFunction):
             return self._missed()
         given = gathered[: self._count] if len(gathered) > self._count else gathered
         if spliced is not None:
+            if not {id(value) for value in given}.isdisjoint(map(id, spliced.tensors)):
+                self.reason = "a tensor of what is inserted is one of the model's own, or an input"
+                if raises:
+                    raise Refusal(self.reason)
+                return self._missed()
             given = (*given, *spliced.tensors)
         try:
             result = self.call(given)

@@ -55,12 +55,15 @@ class Findings:
         roots: those of them where that begins, and what they gave: sizes, or the number.
         first: for each op that gave a tensor, the first op that gave the very same one.
         writes: whether it writes into tensors that it made itself.
+        unchanged: the numbers of the functions at gates that give the very tensor that they are
+            given, counted in the order of the tape.
     """
 
     dynamic: frozenset[int]
     roots: dict[int, Any]
     first: dict[int, int]
     writes: bool
+    unchanged: frozenset[int] = frozenset()
 
 
 def probe(
@@ -95,6 +98,8 @@ class _Probe:
         self._tape = recording.tape
         self._arguments = arguments
         self._splices = splices
+        self._functions = 0  # at gates, so far
+        self._unchanged: set[int] = set()
         self._values: dict[int, Any] = {}
         self._dynamic: set[int] = set()
         self._roots: dict[int, Any] = {}
@@ -129,7 +134,10 @@ class _Probe:
             return None
         finally:
             switch.restore()
-        return Findings(frozenset(self._dynamic), self._roots, self._first, mode.wrote)
+        return Findings(
+            frozenset(self._dynamic), self._roots, self._first, mode.wrote,
+            frozenset(self._unchanged),
+        )  # fmt: skip
 
     def _forget(self, moment: int) -> None:
         for index in self._dying.get(moment, ()):
@@ -179,7 +187,11 @@ class _Probe:
             added = storage not in self._protected
             self._protected.add(storage)
             with mode:
-                values[slot], kept = applied(step, values[slot], step.tensors)
+                made, kept = applied(step, values[slot], step.tensors)
+            if made is values[slot]:
+                self._unchanged.add(self._functions)
+            self._functions += 1
+            values[slot] = made
             if added:
                 self._protected.discard(storage)
             if any(tensor.requires_grad for tensor in kept):

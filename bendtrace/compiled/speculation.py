@@ -140,7 +140,7 @@ class Speculation:
             if type(output) is Served and inserted is not None and spliced is not None:
                 guess.output = output.output
                 inserted.ran(path.recording)
-                spliced.served(output.kept, output.changed)
+                spliced.served(output.kept, output.changed, path.unchanged)
             if timed:
                 path.was_served(now(arguments) - began)
         return guess

@@ -83,12 +83,15 @@ class Spliced(Protocol):
     def tensors(self) -> tuple[Tensor, ...]:
         """What their functions need, in order."""
 
-    def served(self, kept: Sequence[Any], changed: Tensor | None) -> None:
+    def served(
+        self, kept: Sequence[Any], changed: Tensor | None, unchanged: frozenset[int]
+    ) -> None:
         """Have the insertions take note of what a graph did in their place.
 
         Args:
             kept: the values that steps wanted to look at, in order.
             changed: for each function, whether it has changed its value.
+            unchanged: the numbers of the functions that give the very tensor that they are given.
         """
 
 

@@ -146,10 +146,15 @@ class SplicedTurns:
         self._gates = gates
         self._effects = effects
         found = [effect for row in effects for effect in row if effect is not None]
-        self.key: Hashable = tuple(
-            tuple(None if effect is None else effect.key for effect in row) for row in effects
-        )
         self.tensors = tuple(tensor for effect in found for tensor in effect.tensors)
+        keys = tuple(
+            tuple(None if effect is None else (effect.key, len(effect.tensors)) for effect in row)
+            for row in effects
+        )
+        # A graph knows which of its inputs are one and the same tensor.
+        firsts: dict[int, int] = {}
+        same = tuple(firsts.setdefault(id(t), slot) for slot, t in enumerate(self.tensors))
+        self.key: Hashable = keys, same
         self._splices: dict[int, Splice] | None = None
 
     @property
@@ -162,7 +167,9 @@ class SplicedTurns:
             }
         return self._splices
 
-    def served(self, kept: Sequence[Any], changed: Tensor | None) -> None:
+    def served(
+        self, kept: Sequence[Any], changed: Tensor | None, unchanged: frozenset[int]
+    ) -> None:
         """Have the insertions take note of what a graph did in their place."""
         left, flags, number = list(reversed(kept)), None, -1
         for (_, _, turns), row in zip(self._gates, self._effects, strict=True):
@@ -178,8 +185,8 @@ class SplicedTurns:
                         insertion.fired(at, False)
                         continue
                     number += 1
-                    has_changed = insertion.is_known_to_change(at.path)
-                    if not has_changed:
+                    has_changed = number not in unchanged
+                    if has_changed and not insertion.is_known_to_change(at.path):
                         if flags is None:
                             assert changed is not None
                             flags = changed.tolist()
@@ -308,9 +315,12 @@ def _of_inputs(what: Interjection, at: NodePass) -> Callable[[Any], Any]:
 def _effect(turn: _Turn) -> Effect | str:
     assert turn.like is not None
     what = turn.entry.what
-    found = what.effect(turn.at, turn.like)
-    if found is None:
-        found = effect_of_pure(what, turn.at)
+    try:
+        found = what.effect(turn.at, turn.like)
+        if found is None:
+            found = effect_of_pure(what, turn.at)
+    except Exception as error:  # which a replay raises where it belongs
+        found = f"{type(error).__name__}: {error}"
     if isinstance(found, str):
         where = f" at {turn.at.path}" if turn.at.path else ""
         return f"{what.label}{where} cannot be compiled: {found}"

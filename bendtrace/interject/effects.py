@@ -72,7 +72,7 @@ def effect_of_value(
     if isinstance(given, str):
         return given
     if given is None:
-        return Effect(lambda tensor: compute(tensor, value), (), (*key, type(value), value))
+        return Effect(lambda tensor: compute(tensor, value), (), (*key, type(value), repr(value)))
     return Effect(compute, (given,), key)
 
 

@@ -217,12 +217,14 @@ class _Lifting:
         if isinstance(reads, str):
             raise _Impure(reads)
         keys: list[Hashable] = []
+        before = len(self.tensors)
         for name in reads:
             if name in space:
                 keys.append((name, self.of(space[name])[1]))
             elif name not in _BUILTINS:
                 raise _Impure(f"it uses {name}, which may do more than it returns")
-        return code, tuple(keys)
+        # Of tensors, the names are what the compiled code has.
+        return code, tuple(keys), None if len(self.tensors) == before else _ById(space)
 
     def _of_module(self, module: nn.Module) -> Hashable:
         """Return the key of a module, whose tensors become inputs."""
@@ -351,7 +353,7 @@ def _maker(code: types.CodeType, defaults: int, named: tuple[str, ...]) -> types
 
 def why_not_pure(function: Callable[..., Any], value: Tensor) -> str | None:
     """Say what a function does, in one run, besides computing something of a tensor."""
-    given = value.detach().clone().requires_grad_(value.requires_grad)
+    given = value.detach().clone()
     try:
         recording = record(function, (given,), {}, Signature(function))
     except Exception as error:

@@ -336,7 +336,7 @@ class _Adds(Interjection):
             made[index] = self._sum(value[index], added, at)
             return made
 
-        plain = None if len(given) == 2 else (type(scale), scale)
+        plain = None if len(given) == 2 else repr(scale)
         key = _Adds, repr(positions), normalise, plain, isinstance(scale, Tensor)
         return Effect(steered, given, key)
 
