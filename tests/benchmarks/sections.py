@@ -13,6 +13,7 @@ from typing import Any
 
 from tests.benchmarks import starting
 from tests.benchmarks.comparing import Cells, merged
+from tests.benchmarks.compiled import KINDS, NODES
 from tests.benchmarks.feeding import after_first, relative
 from tests.benchmarks.growth import GROWTHS
 from tests.benchmarks.guarding import LAYERS
@@ -533,6 +534,43 @@ def _each(name: str, value: float) -> str:
     return f"{value:.1f}" if "blocks" in name else duration(value)
 
 
+# Insertions on compiled paths
+
+
+def _measure_compiled(options: Options) -> Data:
+    found: Data = {}
+    for name in options.models:
+        found[name] = {}
+        for kind in KINDS[:1] if options.quick else KINDS:
+            options.tell(f"compiled, with {kind}: {name}")
+            found[name][kind] = ask(
+                "with insertions", here=options.here, case=name, kind=kind, rounds=options.rounds,
+                seconds=options.seconds, backend="aot_eager" if options.quick else "inductor",
+            )  # fmt: skip
+    return found
+
+
+def _tables_of_compiled(data: Data) -> list[Table]:
+    beside = ("compiled, nothing inserted", "native hooks", "replay")
+    rows = [
+        [
+            name, kind, str(cell["reason"]) if "reason" in cell else duration(cell["median"]),
+            *(f"{cell[f'of {way}']:.2f}x" if f"of {way}" in cell else "" for way in beside),
+        ]
+        for name, kinds in data.items()
+        for kind, cell in kinds.items()
+    ]  # fmt: skip
+    return [
+        Table(
+            "compiled", f"Compiled calls with insertions at {NODES} nodes, of other calls",
+            ["model", "inserted", "a call", *(f"of {way}" for way in beside)], rows,
+            "python -m tests.benchmarks compiled",
+            "Native hooks are those of the model that is not compiled. Times of the process, one "
+            "thread.",
+        )
+    ]  # fmt: skip
+
+
 SECTIONS = (
     Section("calls", _measure_calls, _tables_of_calls),
     Section("tracing", _measure_tracing, _tables_of_tracing),
@@ -541,4 +579,5 @@ SECTIONS = (
     Section("streams", _measure_streams, _tables_of_streams),
     Section("starting", _measure_starting, _tables_of_starting),
     Section("growth", _measure_growth, _tables_of_growth),
+    Section("compiled", _measure_compiled, _tables_of_compiled),
 )

@@ -147,12 +147,19 @@ def _stream_compiled(name: str, calls: int, size: int, seconds: float) -> Any:
     return compiled(name, calls, size, seconds)
 
 
+def _with_insertions(case: str, kind: str, rounds: int, seconds: float, backend: str) -> Any:
+    from tests.benchmarks.compiled import compared_with_insertions
+    from tests.benchmarks.models import case_of
+
+    return compared_with_insertions(case_of(case), kind, rounds, seconds, backend)
+
+
 TASKS: dict[str, Callable[..., Any]] = {
     "compare": _compare, "alone": _alone, "checking": _checking, "guards": _guards,
     "memory": _memory,
     "memory of torchlens": _memory_of_torchlens, "per op": _per_op, "leaving": _leaving,
     "recompiling": _recompiling, "growth": _growth, "stream": _stream,
-    "stream, compiled": _stream_compiled,
+    "stream, compiled": _stream_compiled, "with insertions": _with_insertions,
 }  # fmt: skip
 
 
