@@ -121,6 +121,7 @@ class BaseModule(ModuleProxy):
         max_traces: how many paths to keep; None for all.
         backend: what compiles paths that are taken often; None for none.
         backend_options: options for that.
+        cache_dir: where compiled code is kept.
         audit: what share of the replays the model itself does again, to be compared.
     """
 
@@ -131,6 +132,7 @@ class BaseModule(ModuleProxy):
         max_traces: int | None = 512,
         backend: str | Callable[..., Any] | None = None,
         backend_options: Mapping[str, Any] | None = None,
+        cache_dir: str | os.PathLike[str] | None = None,
         audit: float = 0.0,
     ) -> None:
         if not callable(model):
@@ -148,8 +150,8 @@ class BaseModule(ModuleProxy):
             raise InputError("compiled paths are not equal bit by bit: give audit or backend")
         super().__init__()
         speculation: Speculation | None = None
-        if backend is not None or backend_options is not None:
-            settings = compiled_settings.settings_of(backend, backend_options)
+        if backend is not None or backend_options is not None or cache_dir is not None:
+            settings = compiled_settings.settings_of(backend, backend_options, cache_dir)
             if settings is not None:
                 speculation = compiled_speculation.Speculation(settings)
         self._signature = Signature(model)

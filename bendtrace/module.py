@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -41,12 +42,16 @@ class BendedModule(BaseModule):
             function like its backends. Results are then equal within compile's own tolerance.
         backend_options: for that: `mode`, `options` and `dynamic` as torch.compile has them,
             `cuda_graphs`, `drop_slower`, `max_paths` (see docs/compiled.md).
+        cache_dir: a directory that keeps what inductor compiles, so that other processes need not
+            compile it again; None for none. The libraries in it are run: share it only with
+            those whom you trust.
         audit: what share of the replays the model itself does again, to be compared bit for bit
             (see `audit`): 0.01 for one in a hundred.
 
     Raises:
         InputError: if `model` cannot be called, `max_traces` is not a positive number, there is
-            no such backend or option, or `audit` is no share, or given with a backend.
+            no such backend or option, `cache_dir` is no directory, or `audit` is no share, or given
+            with a backend.
 
     Example:
         >>> import torch, bendtrace as bt
@@ -69,11 +74,12 @@ class BendedModule(BaseModule):
         max_traces: int | None = 512,
         backend: str | Callable[..., Any] | None = None,
         backend_options: Mapping[str, Any] | None = None,
+        cache_dir: str | os.PathLike[str] | None = None,
         audit: float = 0.0,
     ) -> None:
         super().__init__(
             model, max_traces=max_traces, backend=backend, backend_options=backend_options,
-            audit=audit,
+            cache_dir=cache_dir, audit=audit,
         )  # fmt: skip
         object.__setattr__(self, "_bending", Bending(self, self._known))
 

@@ -201,7 +201,7 @@ class CompiledPath(CompiledFunction):
             gathered_now = self._gather(arguments)
             self._sizes = {self._sizes_of(gathered_now): True} if self._needs_sizes else {}
             try:
-                with _capturing(self._is_dynamic):
+                with _capturing(self._is_dynamic), self.settings.keeping(self._said()):
                     first = self.attempt(arguments, spliced, raises=True)
                 break
             except Refusal:
@@ -216,6 +216,11 @@ class CompiledPath(CompiledFunction):
         self.confirm(first, output)
         self.recent.clear()
         self.failures = 0
+
+    def _said(self) -> str:
+        """Return the source, with what its inputs are like."""
+        metas = [op.meta for op in self.recording.tape.ops if op.is_given]
+        return f"{self.text}{metas}"
 
     def _depends_on_identity(self, leaves: Iterable[int]) -> bool:
         """Whether it matters which tensors are one and the same, or in the same memory.

@@ -22,6 +22,7 @@ class CompiledReport:
         hits: calls that compiled paths have served.
         failures: calls that a compiled path was tried on and that went another way.
         seconds: how long compiling took.
+        kept: with a `cache_dir`, what became of each path there, one line each.
     """
 
     def __init__(
@@ -29,7 +30,9 @@ class CompiledReport:
         backend: str | None,
         paths: tuple[CompiledPath, ...] = (),
         bodies: tuple[Body, ...] = (),
+        kept: tuple[str, ...] = (),
     ) -> None:
+        self.kept = kept
         self.backend = backend
         self._paths = paths
         self.hits = sum(path.hits for path in paths)
@@ -70,7 +73,8 @@ class CompiledReport:
         segments = f"\n\n{_table(self.segments, *_OF_SEGMENTS)}" if self.segments else ""
         if not self._paths:
             return f"{self.backend}: no path was taken often enough so far{segments}"
-        return f"{self.backend}\n{_table(self.to_list(), *_OF_PATHS)}{segments}"
+        kept = "".join(f"\n{line}" for line in self.kept)
+        return f"{self.backend}\n{_table(self.to_list(), *_OF_PATHS)}{segments}{kept}"
 
 
 def _table(rows: list[dict[str, Any]], *columns: str) -> str:

@@ -129,7 +129,8 @@ class Body(CompiledFunction):
             return None  # another thread compiles
         begun = time.perf_counter()
         try:
-            with warnings.catch_warnings(), Quiet():
+            metas = [(v.dtype, v.shape) if isinstance(v, Tensor) else v for v in given]
+            with warnings.catch_warnings(), Quiet(), self.settings.keeping(f"{self.text}{metas}"):
                 warnings.simplefilter("ignore")
                 if self._function is None:
                     on_cpu = all(v.device.type == "cpu" for v in given if isinstance(v, Tensor))

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import difflib
 import functools
+import os
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from bendtrace.compiled.artefacts import Artefacts
 from bendtrace.errors import InputError
 
 __all__ = ["Settings", "dynamo", "settings_of"]
@@ -33,6 +36,7 @@ class Settings:
         max_paths: how many paths are compiled at most.
         max_segments: how many pieces of segments are compiled at most.
         cuda_graphs: whether kernels are launched as CUDA graphs, and outputs copied out of them.
+        cache_dir: where compiled code is kept for other processes; None for nowhere.
     """
 
     backend: str | Callable[..., Any]
@@ -44,6 +48,7 @@ class Settings:
     max_paths: int = 8
     max_segments: int = 64
     cuda_graphs: bool = False
+    cache_dir: str | None = None
 
     @property
     def name(self) -> str:
@@ -55,7 +60,28 @@ class Settings:
     @property
     def arguments(self) -> dict[str, Any]:
         """What a `BendedModule` is given for them."""
-        return {"backend": self.backend, "backend_options": dict(self.given) or None}
+        return {
+            "backend": self.backend,
+            "backend_options": dict(self.given) or None,
+            "cache_dir": self.cache_dir,
+        }
+
+    @functools.cached_property
+    def artefacts(self) -> Artefacts | None:
+        """What keeps compiled code; None if it is not kept."""
+        if self.cache_dir is None:
+            return None
+        return Artefacts(
+            self.cache_dir, {"mode": self.mode, "options": self.options, "dynamic": self.dynamic}
+        )
+
+    def keeping(self, text: str) -> AbstractContextManager[None]:
+        """Return a context in which code is compiled that may be kept.
+
+        Args:
+            text: the source of what is compiled.
+        """
+        return nullcontext() if self.artefacts is None else self.artefacts.used(text)
 
     def compilers(self, on_cpu: bool) -> tuple[Callable[..., Any], ...]:
         """Return what compiles a graph, and what does where that cannot.
@@ -80,17 +106,31 @@ class Settings:
         return made
 
 
-def settings_of(backend: Any, options: Mapping[str, Any] | None) -> Settings | None:
+def settings_of(
+    backend: Any, options: Mapping[str, Any] | None, cache_dir: Any = None
+) -> Settings | None:
     """Check what a user gave.
 
     Args:
         backend: None for no compilation, a name, or a function.
         options: `mode`, `options`, `dynamic`, `drop_slower`, `max_paths`, `max_segments`,
             `cuda_graphs`.
+        cache_dir: where compiled code is kept.
 
     Raises:
         InputError: there is no such backend or option, or an option makes no sense.
     """
+    if cache_dir is not None:
+        if backend != "inductor":
+            raise InputError("cache_dir keeps what inductor compiles: give backend='inductor'")
+        try:
+            cache_dir = os.path.abspath(os.fspath(cache_dir))
+        except TypeError:
+            raise InputError(f"cache_dir is the path of a directory, not {cache_dir!r}") from None
+        if type(cache_dir) is not str:
+            raise InputError(f"cache_dir is the path of a directory, not {cache_dir!r}")
+        if os.path.lexists(cache_dir) and not os.path.isdir(cache_dir):
+            raise InputError(f"cache_dir={cache_dir!r} is no directory")
     if backend is None:
         if options:
             raise InputError("backend_options without a backend: name one, backend='inductor'")
@@ -111,7 +151,7 @@ def settings_of(backend: Any, options: Mapping[str, Any] | None) -> Settings | N
                 f"backend_options has no {name!r}{_near(str(name), _OPTIONS)}; what the backend "
                 "itself is to be told goes in its options={...}"
             )
-    return _checked(Settings(backend, given, **given), given)
+    return _checked(Settings(backend, given, cache_dir=cache_dir, **given), given)
 
 
 def _checked(settings: Settings, given: dict[str, Any]) -> Settings:

@@ -201,9 +201,11 @@ class Speculation:
 
     def report(self) -> CompiledReport:
         """Return what became of the paths."""
+        artefacts = self.settings.artefacts
         return CompiledReport(
-            self.settings.name, tuple(self._paths.values()), self._segments.bodies
-        )
+            self.settings.name, tuple(self._paths.values()), self._segments.bodies,
+            () if artefacts is None else tuple(artefacts.notes),
+        )  # fmt: skip
 
     def _is_refused(self, took: Taken) -> bool:
         known = self._paths.get(took)

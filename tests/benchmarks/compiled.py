@@ -55,25 +55,20 @@ def compared_with_insertions(
         }
         for call in ways.values():
             for _ in range(_WARM):
-                kept.clear()
                 call()
         rows = with_them.compiled.to_list()
         if not any(row["hits"] for row in rows):
             return {"reason": rows[-1]["reason"] if rows else "no path was taken often enough"}
-        kept.clear()
         wanted, seen = ways["native hooks"](), ways["compiled"]()
         torch.testing.assert_close(seen, wanted, rtol=1e-3, atol=1e-3)
-        for ours, theirs in zip(kept["compiled"], kept["native hooks"], strict=True):
+        found = (kept.get(way, []) for way in ("compiled", "native hooks"))
+        for ours, theirs in zip(*found, strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-3)
         times = interleaved(ways, rounds, seconds=seconds, clock=time.process_time)
     ours = times["compiled"]
     return {
         "median": ours.median,
-        **{
-            f"of {name}": ours.relative_to(times[name]).median
-            for name in times
-            if name != "compiled"
-        },
+        **{f"of {name}": ours.relative_to(other).median for name, other in times.items()},
     }
 
 
@@ -127,7 +122,7 @@ def _hooked(
             return made
 
         hooked.get_submodule(name).register_forward_hook(hook)
-    return lambda: hooked(*args)
+    return _anew(hooked, args, kept, "native hooks")
 
 
 def _bended(
@@ -147,7 +142,19 @@ def _bended(
             bended.interject(module, bt.patches.AddPatch(0.5 * vector))
         else:
             bended.interject(module, bt.patches.ReplacePatch(vector, slice=0))
-    return lambda: bended(*args)
+    return _anew(bended, args, kept, way)
+
+
+def _anew(
+    model: Callable[..., Any], args: tuple[Any, ...], kept: dict[str, list[Any]], way: str
+) -> Callable[[], Any]:
+    """Return a call of a model that forgets what the call before has kept."""
+
+    def call() -> Any:
+        kept.pop(way, None)
+        return model(*args)
+
+    return call
 
 
 class _Keeping(bt.Interjection):
