@@ -139,6 +139,9 @@ SWEPT: dict[str, Callable[[bt.BendedModule, int], Any]] = {
     "add to an input": patched(b__input=lambda n: bt.patches.AddPatch(drawn(n))),
     "add to a weight": patched(b__weight=lambda n: bt.patches.AddPatch(drawn(n))),
     "add to a part": patched(**{"pair__output|sub_0": lambda n: bt.patches.AddPatch(0.5 * n)}),
+    "add to an element": patched(
+        b__output=lambda n: bt.patches.AddPatch(0.1 + 0.3 * n, slice=(0, 1))
+    ),
     "replace": patched(b__output=lambda n: bt.patches.ReplacePatch(drawn(n), slice=0)),
     "replace by a number": patched(b__output=lambda n: bt.patches.ReplacePatch(0.1 * n, slice=0)),
     "several": lambda bended, n: bended.patch(
@@ -162,6 +165,10 @@ SWEPT: dict[str, Callable[[bt.BendedModule, int], Any]] = {
     "bias": lambda bended, n: bended.bend(bt.bends.Bias(drawn(n)), "b$"),
     "affine": lambda bended, n: bended.bend(bt.bends.Affine(0.1 * n, 2.0), "b$"),
     "chain": lambda bended, n: bended.bend(bt.bends.Scale(0.5 * n) >> bt.bends.Bias(1.0), "b$"),
+    "chain of a function that leaves no dimensions": lambda bended, n: bended.interject(
+        "pair.output|sub_1",
+        bt.bends.Lambda(torch.sum) >> bt.bends.Scale(0.1 + 0.3 * n) >> bt.bends.Bias(0.7),
+    ),
     "mask": lambda bended, n: bended.bend(MASKS[bended], "b$"),
     "ordered mask": lambda bended, n: bended.bend(ORDERED[bended], "b$"),
     "permute": lambda bended, n: bended.bend(PERMUTED[bended], "b$"),

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from bendtrace.tape.tape import TensorMeta
 
-__all__ = ["Effect", "as_given", "can_cast", "chained", "effect_of_value", "number_or_tensor"]
+__all__ = ["Effect", "as_given", "as_number", "can_cast", "chained", "effect_of_value"]
 
 
 class Effect(NamedTuple):
@@ -35,7 +35,7 @@ class Effect(NamedTuple):
     check: Callable[..., str | None] | None = None
 
 
-def number_or_tensor(value: Any, like: TensorMeta) -> Tensor | str | None:
+def _number_or_tensor(value: Any, like: TensorMeta) -> Tensor | str | None:
     """Return a value as a tensor that computes the same; None for one that is a constant.
 
     Args:
@@ -68,12 +68,24 @@ def effect_of_value(
         like: what the tensor is like.
         key: what `compute` depends on.
     """
-    given = number_or_tensor(value, like)
+    given = _number_or_tensor(value, like)
     if isinstance(given, str):
         return given
     if given is None:
         return Effect(lambda tensor: compute(tensor, value), (), (*key, type(value), repr(value)))
-    return Effect(compute, (given,), key)
+    return Effect(compute, (given,), (*key, "number" if type(value) is float else "tensor"))
+
+
+def as_number(number: Any, tensor: Tensor) -> Any:
+    """Return a number that became an input, to compute something of it and a tensor.
+
+    Next to a tensor without dimensions it would have a say in the dtype, which a number has not.
+    """
+    if tensor.dim() or not isinstance(number, Tensor):
+        return number
+    if tensor.dtype not in (torch.float32, torch.float64):  # torch computes in a wider one
+        raise ValueError(f"a number is computed with one element of {tensor.dtype}")
+    return number.to(tensor.dtype)
 
 
 def chained(first: Effect, second: Effect) -> Effect:

@@ -99,8 +99,8 @@ class Interjection:
             Otherwise, where the model's forward assigns attributes whose names are in its code,
             calls are run live, since a replay assigns them at its end.
         deferrable: whether an observer may be called after the run as well, with what the nodes
-            gave: it keeps no more than copies, and asks for no gradients. With a `backend`, calls
-            with such observers are compiled.
+            gave, without a graph of autograd: it keeps no more than copies, and asks for no
+            gradients. With a `backend`, calls with such observers are compiled.
         pure: whether it promises that `after` returns a new tensor that depends on nothing but the
             node's tensor and its own attributes, and does nothing else. With a `backend`, it is
             compiled with the model.

@@ -315,7 +315,8 @@ class _Adds(Interjection):
         if not is_constant_index(self.positions):
             return "its positions depend on more than numbers"
         vector, scale, normalise = value_of(self.vector), value_of(self.scale), self.normalise
-        assert isinstance(vector, Tensor)
+        if not isinstance(vector, Tensor) or not vector.dim():
+            return "its vector has no axis"
         positions = self.positions
         if isinstance(scale, Tensor):
             given: tuple[Any, ...] = (vector, scale)

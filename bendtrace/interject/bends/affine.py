@@ -12,7 +12,7 @@ from torch import Tensor
 from bendtrace.errors import InputError
 from bendtrace.interject.bends.bend import Bend
 from bendtrace.interject.bends.parameter import Expression, Value, fitted, value_of
-from bendtrace.interject.effects import Effect, chained, effect_of_value
+from bendtrace.interject.effects import Effect, as_number, chained, effect_of_value
 from bendtrace.interject.interjection import NodePass
 from bendtrace.tape.tape import TensorMeta
 
@@ -120,9 +120,11 @@ class Affine(Bend):
 def _effect(compute: Callable[[Any, Any], Any], value: Any, like: TensorMeta) -> Effect | str:
     held = value_of(value)
     if not isinstance(held, Tensor):
-        return effect_of_value(compute, held, like, compute, "number")
+        return effect_of_value(
+            lambda tensor, held: compute(tensor, as_number(held, tensor)), held, like, compute
+        )
     return effect_of_value(
-        lambda tensor, held: compute(tensor, fitted(held, tensor)), held, like, compute, "tensor"
+        lambda tensor, held: compute(tensor, fitted(held, tensor)), held, like, compute
     )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from bendtrace.interject.effects import Effect, effect_of_value
+from bendtrace.interject.effects import Effect, as_number, effect_of_value
 from bendtrace.interject.interjection import NodePass
 from bendtrace.interject.patches.base import Patch
 from bendtrace.interject.patches.regions import (
@@ -17,6 +17,7 @@ from bendtrace.interject.patches.regions import (
     added,
     check_index,
     check_value,
+    edited,
     is_constant_index,
     replaced,
 )
@@ -143,6 +144,19 @@ def _effect(
 ) -> Effect | str:
     if not is_constant_index(index):
         return "its slice has tensors in it"
+    if type(value) is float:
+        return effect_of_value(
+            lambda tensor, value: _with_number(edit, tensor, index, value),
+            value, like, edit, repr(index),
+        )  # fmt: skip
     return effect_of_value(
         lambda tensor, value: edit(tensor, index, value), value, like, edit, repr(index)
     )
+
+
+def _with_number(edit: Any, tensor: Tensor, index: Index, value: Any) -> Any:
+    if edit is not added:
+        return edit(tensor, index, value)
+    if index is None:
+        return added(tensor, None, as_number(value, tensor))
+    return edited(tensor, index, lambda part: added(part, None, as_number(value, part)))
