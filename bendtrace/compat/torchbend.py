@@ -36,6 +36,7 @@ class BendedModule(module.BendedModule):
         max_traces: how many paths to keep; None for all.
         backend: what compiles paths that are taken often; None for replays bit by bit.
         backend_options: for the backend.
+        cache_dir: a directory that keeps what inductor compiles; None for none.
         audit: what share of the replays the model itself does again.
 
     Example:
