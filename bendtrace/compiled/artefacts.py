@@ -20,6 +20,7 @@ import threading
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,6 +35,8 @@ _FORMAT, _VERSION = "bendtrace artefacts", 1
 _MANIFEST = "bendtrace.json"
 _VARIABLE = "TORCHINDUCTOR_CACHE_DIR"  # where torch's inductor, 2.13 to 2.15, is told its directory
 _NOT_KEPT = frozenset({"aotautograd", "fxgraph", "locks"})  # pickles, and what is of no use later
+# Pickles; and headers, which are compiled beforehand, and looked at by the C++ compiler each time.
+_OFF = ("fx_graph_cache", "cpp_cache_precompile_headers")
 _one_at_a_time = threading.RLock()  # the directory is that of the process
 
 
@@ -171,13 +174,14 @@ def _inductor_in(directory: str, is_new: bool) -> Iterator[None]:
     import torch._inductor.config as inductor_config
     from torch._inductor.utils import clear_caches
 
+    off: dict[str, Any] = dict.fromkeys(filter(partial(hasattr, inductor_config), _OFF), False)
     before = os.environ.get(_VARIABLE)
     if is_new:  # what the process has loaded already would not be written again
         clear_caches()
     os.environ[_VARIABLE] = directory
     try:
         with (
-            inductor_config.patch(fx_graph_cache=False),
+            inductor_config.patch(off),
             functorch_config.patch(enable_autograd_cache=False),
         ):
             yield
