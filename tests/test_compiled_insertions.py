@@ -301,6 +301,20 @@ def test_values_are_kept_as_they_are_before_the_model_writes_to_them() -> None:
     both.one_graph()
 
 
+def test_nodes_that_give_the_same_tensor_are_kept_each_by_itself() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(), nn.Flatten(0, 0)).eval()
+    both = Both(model)
+    with torch.no_grad():
+        for _ in range(5):
+            x = torch.randn(2, 4)
+            found = [
+                bended.get_activations("sub_0", "sub_1", "sub_2", args=(x,))
+                for bended in (both.compiled, both.replayed)
+            ]
+            assert bits(list(found[0].values())) == bits(list(found[1].values()))
+    both.one_graph()
+
+
 def test_edited_latents_are_kept_after_a_compiled_call() -> None:
     both = Both()
     with torch.no_grad():

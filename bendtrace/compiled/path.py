@@ -242,8 +242,8 @@ class CompiledPath(CompiledFunction):
         """Use a newly compiled graph, if it gave what the replay gave."""
         is_first = self.state is State.REFUSED
         is_same = self.compare(unchecked.output, output, unchecked.made, unchecked.known)
-        if is_same and unchecked.kept[0]:  # which come from a run of their own
-            is_same = self.compare(*unchecked.kept, unchecked.made, [])
+        for ours, theirs in zip(*unchecked.kept, strict=True):  # which are copied, each by itself
+            is_same = is_same and self.compare(ours, theirs, unchecked.made, [])
         if is_same and is_first:
             self.reason, self.is_unusable = "", False
             self.state = State.MEASURED if self.settings.drop_slower else State.USED
