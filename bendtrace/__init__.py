@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     )
     from bendtrace._history import ModelHistory, load
     from bendtrace._trace import Trace, trace
+    from bendtrace.bisecting.bisect import Bisection, bisect
     from bendtrace.compat.graphpatch import PatchableGraph
     from bendtrace.compat.torchlens import log_forward_pass, show_model_graph
     from bendtrace.errors import BendtraceError
@@ -48,6 +49,7 @@ __all__ = [
     "Activations",
     "BendedModule",
     "BendtraceError",
+    "Bisection",
     "Difference",
     "Domain",
     "Explanation",
@@ -64,6 +66,7 @@ __all__ = [
     "Trace",
     "analysis",
     "bends",
+    "bisect",
     "compat",
     "diff",
     "distributed",

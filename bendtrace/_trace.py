@@ -275,6 +275,11 @@ class Trace(ModelHistory):
             self.__dict__["program"] = program
 
     @property
+    def capture(self) -> Capture | None:
+        """What was kept of the values, by op; None if nothing was."""
+        return self._capture
+
+    @property
     def ops(self) -> list[Op]:
         """The recorded calls, in order."""
         return self.recording.tape.ops

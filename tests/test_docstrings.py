@@ -23,6 +23,7 @@ PUBLIC_MODULES = (*_public.MODULES, *(f"compat.{name}" for name in _public.COMPA
 # have, not what their constructors take.
 HANDED_OUT = {
     "Activations": "BendedModule.get_activations returns one",
+    "Bisection": "bisect returns one",
     "Difference": "diff returns one",
     "Insertion": "BendedModule.interject returns one",
     "ModelHistory": "log_forward_pass and load return one",

@@ -6,14 +6,14 @@ import operator
 import re
 import types
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from bendtrace._compare import same_bits
 from bendtrace.errors import InputError
-from bendtrace.history.capture import Capture
+from bendtrace.history.capture import Capture, State
 from bendtrace.history.copies import copied
 from bendtrace.history.entries import tensors_of
 from bendtrace.history.sizes import counted, listed
@@ -90,6 +90,16 @@ def validate(trace: Any, capture: Capture | None, seed: int) -> Validation:
     return Validator(trace.ops, capture, labels, seed).run()
 
 
+class Kept(Protocol):
+    """What was kept of a run, by op: see `Capture`."""
+
+    saved: dict[Any, Any]
+    reread: dict[tuple[int, int], Tensor]
+    states: dict[int, State]
+    random: dict[int, Tensor]
+    grad_fns: dict[Any, str]
+
+
 class Validator:
     """Carries ops out again, one by one, on what was saved.
 
@@ -100,7 +110,7 @@ class Validator:
         seed: for the values that edges are tried with.
     """
 
-    def __init__(self, ops: list[Op], capture: Capture, labels: dict[Any, str], seed: int) -> None:
+    def __init__(self, ops: list[Op], capture: Kept, labels: dict[Any, str], seed: int) -> None:
         self._ops = ops
         self._capture = capture
         self._labels = labels
@@ -135,7 +145,7 @@ class Validator:
                 found.skipped[label] = f"it reads {why}"
                 return
         try:
-            again = self._carry_out(op, given)
+            again = self.carry_out(op, given)
         except _Random:
             found.skipped[label] = "it draws random numbers, in a way that was not foreseen"
             return
@@ -210,8 +220,13 @@ class Validator:
                  for path, _ in tensors_of(source.meta)]  # fmt: skip
         return MISSING if not parts else _nested(source.meta, dict(parts), ())
 
-    def _carry_out(self, op: Op, given: dict[int, Any]) -> Any:
-        """Run an op on copies of what it is given; return what it gave, or wrote to."""
+    def carry_out(self, op: Op, given: dict[int, Any]) -> Any:
+        """Run an op on copies of what it is given; return what it gave, or wrote to.
+
+        Args:
+            op: the op.
+            given: what to give it for the value of each op that it reads.
+        """
         records = op.context.grad and not op.context.inference
         copies = {
             index: _copied(value, records and self._had_graph(index))
@@ -262,7 +277,7 @@ class Validator:
             if other is None:
                 return True  # there is no other
             try:
-                result = self._carry_out(op, {**given, index: other})
+                result = self.carry_out(op, {**given, index: other})
             except Exception:  # it cares
                 return True
             if not same_bits(_plainly(result), _plainly(again)):

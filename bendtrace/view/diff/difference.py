@@ -84,6 +84,7 @@ class Difference:
         first: where the runs first part: the flow step that went otherwise or the layer that one
             run has only, whichever comes first; if both took the same path, the first entry that
             is not the same. None if the runs are the same.
+        timeline: both runs on one time.
 
     Example:
         >>> import torch, bendtrace as bt
@@ -118,8 +119,8 @@ class Difference:
         self.modules: list[ModuleChange] = list(comparison.modules())
         self._flow = list(comparison.flow())
         self.flow: list[FlowChange] = without_tests(run_a.steps, self._flow)
-        self._timeline = Timeline(matching, self._flow)
-        self.first: Parting | None = self._timeline.first(self.changed)
+        self.timeline = Timeline(matching, self._flow)
+        self.first: Parting | None = self.timeline.first(self.changed)
         self.coverage = comparison.coverage
         self._matching = matching
 

@@ -63,6 +63,14 @@ class Timeline:
             return self.of_a(mine[before])
         return (mine[before] + 0.5 if before >= 0 else -0.5), position
 
+    def of_flow(self, change: FlowChange) -> Time:
+        """Return the time of a flow step, after the value that it consumed."""
+        if change.a is not None:
+            number = next(n for n, step in enumerate(self.a.steps) if step is change.a)
+            return self._time_of_step(number)
+        number = next(n for n, step in enumerate(self.b.steps) if step is change.b)
+        return self.of_b(self.b.position.get(self.b.history.step_labels[number], 0))
+
     def _flow_events(self) -> Iterator[tuple[Time, Parting]]:
         loops = headers(self.a.steps)
         in_both = {id(change.a): change for change in self.flow if change.a and change.b}

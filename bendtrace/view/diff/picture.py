@@ -158,7 +158,7 @@ class _Builder:
             self.union.modules.append(copy)
 
     def _entries(self, numbers_a: dict[int, int], numbers_b: dict[int, int]) -> None:
-        union, timeline = self.union, self.difference._timeline
+        union, timeline = self.union, self.difference.timeline
         changes = {change.a.label: change for change in self.difference.changed}
         placed = []
         for position, entry in enumerate(self.a.entries):

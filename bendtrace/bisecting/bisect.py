@@ -1,0 +1,531 @@
+"""Which op is the first that makes two runs differ."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from textwrap import shorten
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from bendtrace._compare import same_bits
+from bendtrace._lazy import tabulate
+from bendtrace.bisecting.again import Unable
+from bendtrace.bisecting.sides import Side, placed, side_of
+from bendtrace.calls import Call
+from bendtrace.errors import InputError
+from bendtrace.history.entries import LayerEntry
+from bendtrace.history.run_log import RunLog
+from bendtrace.history.sizes import counted, place_text
+from bendtrace.view.diff.changes import (
+    FlowChange,
+    Parting,
+    ValueDifference,
+    compare_numbers,
+    compare_tensors,
+)
+from bendtrace.view.diff.difference import Difference
+
+__all__ = ["Bisection", "Culprit", "bisect"]
+
+# What rounding in a dtype may do, as in `torch.testing.assert_close`.
+_ROUNDING = {
+    torch.float16: (1e-3, 1e-5),
+    torch.bfloat16: (1.6e-2, 1e-5),
+    torch.float32: (1.3e-6, 1e-5),
+}
+_WIDEST = 60
+
+
+def bisect(
+    a: Callable[..., Any] | RunLog,
+    b: Callable[..., Any] | RunLog,
+    inputs: Any = None,
+    *,
+    rtol: float | None = None,
+    atol: float | None = None,
+) -> Bisection:
+    """Find the op that is the cause of another result, among those that only pass it on.
+
+    Both are run on the same inputs, with the same random numbers, and every value is compared.
+    Each op whose results differ is run again on the values that the other run gave it: if it
+    then gives what the other run has, it only passes a difference on.
+
+    Args:
+        a: a model or function, or a log of one.
+        b: what it is compared with: another version of the model, or the model in another dtype or
+            on another device; a `BendedModule` without insertions, whose replay is looked at;
+            what `torch.compile` made of a module; or a log, such as one that another version of
+            torch saved (`save="all"`).
+        inputs: the inputs of both: a tensor, a tuple of arguments, a mapping of keyword arguments,
+            or a `Call`. Tensors are moved to where each model's parameters are, and, if the models
+            differ in dtype, floating point ones are cast. None if both are logs.
+        rtol: relative tolerance, as in `torch.isclose`. None for bit by bit, or, where a and b
+            compute in different dtypes, for the tolerances of `torch.testing.assert_close`.
+        atol: absolute tolerance, likewise.
+
+    Returns:
+        The `Bisection`, which is true if the runs differ. It prints as a report.
+
+    Raises:
+        InputError: inputs are missing or one too many, a tolerance is negative, a log holds no
+            values, or a call that should be replayed or compiled cannot be.
+        Exception: whatever a model raises, as it is.
+
+    Example:
+        >>> import torch, bendtrace as bt
+        >>> def old(x):
+        ...     return torch.softmax(x * 2, -1).log()
+        >>> def new(x):
+        ...     return torch.softmax(x * 2.001, -1).log()
+        >>> found = bt.bisect(old, new, torch.tensor([1.0, 2.0]))
+        >>> found.first.b.source.text, found.first.why
+        ('x * 2.001', 'it is called otherwise: 2 in a, 2.001 in b')
+        >>> found.passing
+        ['softmax_1_2', 'log_1_3']
+    """
+    for name, tolerance in (("rtol", rtol), ("atol", atol)):
+        if tolerance is not None and not tolerance >= 0:
+            raise InputError(f"{name} must be 0 or more, not {tolerance!r}")
+    models = [side for side in (a, b) if not isinstance(side, RunLog)]
+    for model in models:
+        if not callable(model):
+            raise InputError(
+                f"bisect compares models, functions and logs, not {type(model).__name__}"
+            )
+    if models and inputs is None:
+        raise InputError("a model needs inputs: bisect(a, b, inputs)")
+    if not models and inputs is not None:
+        raise InputError("two logs are compared as they are: leave the inputs out")
+    call = None if inputs is None else Call.of(inputs)
+    one, two = (
+        side_of(
+            model, placed(model, other, call) if call and not isinstance(model, RunLog) else None
+        )
+        for model, other in ((a, b), (b, a))
+    )
+    return Bisection(one, two, rtol, atol)
+
+
+@dataclass(frozen=True)
+class Culprit:
+    """Something that is by itself a cause of a difference.
+
+    Attributes:
+        kind: "op" (on the same values it gives something else), "state" (a parameter or buffer
+            differs), "input" (an argument differs), or "path" (only one of the runs has this op).
+        a: the entry in the first run; None if it is not there.
+        b: the entry in the second run.
+        why: what is known of it, as text.
+        value: how far the results differ; None if they cannot be compared.
+    """
+
+    kind: Literal["op", "state", "input", "path"]
+    a: LayerEntry | None
+    b: LayerEntry | None
+    why: str
+    value: ValueDifference | None = None
+
+    @property
+    def entry(self) -> LayerEntry:
+        """The entry in the first run, or in the second if only that has it."""
+        entry = self.a or self.b
+        assert entry is not None
+        return entry
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it as plain values, ready for JSON."""
+        source = self.entry.source
+        return {
+            "kind": self.kind,
+            "a": None if self.a is None else self.a.label,
+            "b": None if self.b is None else self.b.label,
+            "function": self.entry.target,
+            "module": self.entry.module,
+            "source": None if source is None else [source.file, source.line, source.text],
+            "why": self.why,
+            "value": None if self.value is None else self.value.to_dict(),
+        }
+
+    def __str__(self) -> str:
+        entry = self.entry
+        names = [e.label for e in (self.a, self.b) if e is not None]
+        label = " / ".join(dict.fromkeys(names))
+        only = "" if len(names) == 2 else f" (only in {'a' if self.b is None else 'b'})"
+        far = "" if self.value is None else f"; {self.value}"
+        return f"{label}{only}{_at(entry)}: {self.why}{far}"
+
+
+class Bisection:
+    """Where two runs differ, and which ops are the cause. It is true if they do.
+
+    Attributes:
+        a: the log of the first run, with all values.
+        b: the log of the second run.
+        difference: all that differs, op by op or not (see `diff`).
+        rtol: relative tolerance that values were compared with.
+        atol: absolute tolerance.
+        culprits: what is by itself a cause, in the order of the first run.
+        passing: labels (of the first run) of what only passes a difference on.
+        unknown: why others could not be run again, by label: they may be either.
+        path: the first condition or loop that went otherwise; None if the runs took one path.
+        unseen: whether the results differ, but not while the values in between were looked at.
+
+    Example:
+        >>> import torch, bendtrace as bt
+        >>> a, b = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+        >>> _ = b.load_state_dict(a.state_dict())
+        >>> bool(bt.bisect(a, b, torch.ones(1, 2)))
+        False
+        >>> _ = b.bias.data.add_(1)
+        >>> found = bt.bisect(a, b, torch.ones(1, 2))
+        >>> found.first.kind, found.first.a.label, found.passing
+        ('state', 'bias', ['linear_1_1'])
+    """
+
+    def __init__(self, a: Side, b: Side, rtol: float | None, atol: float | None) -> None:
+        self.a, self.b = a.log, b.log
+        self._sides = a, b
+        exact = Difference(a.log, b.log, 0.0, 0.0)
+        usual = _tolerances(exact)
+        self.rtol = usual[0] if rtol is None else rtol
+        self.atol = usual[1] if atol is None else atol
+        loose = self.rtol or self.atol
+        self.difference = Difference(a.log, b.log, self.rtol, self.atol) if loose else exact
+        self._entries_b = {entry.label: entry for entry in b.log.entries}
+        self._entries_a = {entry.label: entry for entry in a.log.entries}
+        self._pairs = dict(self.difference.matched)
+        self.path: FlowChange | None = next(iter(self.difference.flow), None)
+        self.culprits: list[Culprit] = []
+        self.passing: list[str] = []
+        self.unknown: dict[str, str] = {}
+        self._changes = {change.a.label: change for change in self.difference.changed}
+        self._only = {entry.label for entry in self.difference.added}
+        for entry in a.log.entries:
+            self._look_at(entry)
+        self._add_rest()
+        looked_at = self.difference.first_value is not None or bool(self.culprits)
+        self.unseen = not looked_at and any(side.kind in _INDIRECT for side in self._sides) and (
+            not self._agree(a.output, b.output)
+        )  # fmt: skip
+
+    @property
+    def first(self) -> Culprit | None:
+        """The first cause; None if the runs agree, or none was found."""
+        return self.culprits[0] if self.culprits else None
+
+    def __bool__(self) -> bool:
+        values = any(change.value is not None or "shape" in change.aspects
+                     for change in self.difference.changed)  # fmt: skip
+        return bool(self.culprits or self.unknown or values or self.unseen or self.path)
+
+    # Telling causes from what follows from them
+
+    def _look_at(self, a: LayerEntry) -> None:
+        label = self._pairs.get(a.label)
+        if label is None:
+            return
+        b = self._entries_b[label]
+        if a.kind == "state":
+            states = [side.again.state(e) for side, e in zip(self._sides, (a, b), strict=True)]
+            far = None if None in states else self._far(*states)
+            if far is not None:
+                self.culprits.append(Culprit("state", a, b, "it differs", _told(far)))
+            return
+        if a.kind not in ("op", "number", "input"):
+            return
+        far = self._far(_value(a), _value(b))
+        if far is None:
+            return
+        if a.kind == "input" or (a.kind == "number" and not a.parents):
+            self.culprits.append(Culprit("input", a, b, "it differs", _told(far)))
+            return
+        try:
+            why = self._why(a, b)
+        except Unable as reason:
+            self.unknown[a.label] = str(reason)
+            return
+        if why:
+            self.culprits.append(Culprit("op", a, b, why, _told(far)))
+        else:
+            self.passing.append(a.label)
+
+    def _why(self, a: LayerEntry, b: LayerEntry) -> str:
+        """Say why an op is a cause; "" if it only passes on what it was given."""
+        mine, theirs = self._sides
+        aspects = self._changes[a.label].aspects if a.label in self._changes else {}
+        for name in ("function", "arguments"):
+            if name in aspects and not self._is_after_path(a):
+                before, after = aspects[name]
+                what = "it is another function" if name == "function" else "it is called otherwise"
+                return f"{what}: {before} in a, {after} in b"
+        foreign = self._foreign(a, b)
+        if foreign:
+            for culprit in foreign:
+                self._add(culprit)
+            return ""
+        try:
+            read_a, read_b = mine.again.inputs(a), theirs.again.inputs(b)
+        except Unable as reason:
+            if self._reads_the_same(a, b):
+                weights = ", or its weights differ" if a.state else ""
+                return f"on the same values it gives others{weights}"
+            raise Unable(str(reason)) from None
+        if same_bits(read_a, read_b):
+            return "on the same values it gives others"
+        one = mine.again.run(a, [_like(y, x) for x, y in zip(read_a, read_b, strict=False)])
+        if self._far(one, _value(b)) is not None:
+            return "on the values of b it gives others in a"
+        other = theirs.again.run(b, [_like(x, y) for x, y in zip(read_a, read_b, strict=False)])
+        if self._far(_value(a), other) is not None:
+            return "on the values of a it gives others in b"
+        return ""
+
+    def _reads_the_same(self, a: LayerEntry, b: LayerEntry) -> bool:
+        """Whether all that an op reads, as far as the logs know it, is the same."""
+        pairs = zip(a.parents, b.parents, strict=False)
+        return len(a.parents) == len(b.parents) and all(
+            _value(self._entries_a[x]) is not None
+            and same_bits(_value(self._entries_a[x]), _value(self._entries_b[y]))
+            for x, y in pairs
+        )
+
+    def _foreign(self, a: LayerEntry, b: LayerEntry) -> list[Culprit]:
+        """Return the ops of one run only that an op of both reads, unless a branch put them there.
+
+        Of several in a row the first.
+        """
+        pairs = list(zip(self._sides[0].again.producers(a), self._sides[1].again.producers(b),
+                         strict=False))  # fmt: skip
+        found: list[Culprit] = []
+        for x, y in pairs:
+            if not x or not y or self._pairs.get(x) == y:
+                continue
+            for label, entries, known in (
+                (x, self._entries_a, self._pairs.keys()),
+                (y, self._entries_b, set(self._pairs.values())),
+            ):
+                first = _first_unmatched(label, entries, known)
+                if first is None or self._is_after_path(first):
+                    continue
+                in_a = entries is self._entries_a
+                found.append(Culprit("path", first if in_a else None, None if in_a else first,
+                                     "only one of the runs has it"))  # fmt: skip
+        return found
+
+    def _is_after_path(self, entry: LayerEntry) -> bool:
+        """Whether a condition went otherwise before an op."""
+        if self.path is None:
+            return False
+        timeline = self.difference.timeline
+        if self._entries_a.get(entry.label) is entry:
+            time = timeline.of_a(timeline.a.position[entry.label])
+        else:
+            time = timeline.of_b(timeline.b.position[entry.label])
+        return time > timeline.of_flow(self.path)
+
+    def _add(self, culprit: Culprit) -> None:
+        if all(known.entry is not culprit.entry for known in self.culprits):
+            self.culprits.append(culprit)
+
+    def _add_rest(self) -> None:
+        """Add what one run has only, where nothing else explains that the runs part."""
+        first: Parting | None = self.difference.first
+        if self.culprits or self.unknown or first is None or first.kind != "layers":
+            return
+        outputs = [c for c in self.difference.changed if c.a.kind == "output"]
+        if any(c.value is not None or "shape" in c.aspects for c in outputs):
+            one, two = (e if isinstance(e, LayerEntry) else None for e in (first.a, first.b))
+            if one is not None or two is not None:
+                self.culprits.append(Culprit("path", one, two, "only one of the runs has it"))
+
+    # Comparing
+
+    def _far(self, x: Any, y: Any) -> ValueDifference | None:
+        if x is None or y is None:
+            return None
+        if isinstance(x, Tensor) and isinstance(y, Tensor):
+            if x.shape != y.shape:
+                return ValueDifference(0, 0)
+            return compare_tensors(x, y, rtol=self.rtol, atol=self.atol)
+        if isinstance(x, (tuple, list)) and isinstance(y, (tuple, list)):
+            if len(x) != len(y):
+                return ValueDifference(0, 0)
+            found = (self._far(m, n) for m, n in zip(x, y, strict=True))
+            return next((far for far in found if far is not None), None)
+        if type(x) in (int, float, complex) and type(y) is type(x) and (self.rtol or self.atol):
+            return self._far(torch.tensor(x), torch.tensor(y))
+        return compare_numbers(x, y)
+
+    def _agree(self, x: Any, y: Any) -> bool:
+        if x is None or y is None:
+            return True
+        if self.rtol or self.atol:
+            try:
+                torch.testing.assert_close(x, y, rtol=self.rtol, atol=self.atol, check_dtype=False)
+            except AssertionError:
+                return False
+            return True
+        return same_bits(_bare(x), _bare(y))
+
+    # Telling
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it as plain values, ready for JSON."""
+        return {
+            "a": self.a.name,
+            "b": self.b.name,
+            "same": not self,
+            "rtol": self.rtol,
+            "atol": self.atol,
+            "culprits": [culprit.to_dict() for culprit in self.culprits],
+            "passing": list(self.passing),
+            "unknown": dict(self.unknown),
+            "path": None if self.path is None else self.path.to_dict(),
+            "unseen": self.unseen,
+        }
+
+    def to_json(self, **options: Any) -> str:
+        """Return it as JSON.
+
+        Args:
+            **options: passed on to `json.dumps`.
+        """
+        return json.dumps(self.to_dict(), **options)
+
+    def text(self, limit: int | None = 12) -> str:
+        """Return the report.
+
+        Args:
+            limit: how many causes are listed at most; None for all of them.
+        """
+        return "\n".join(self._lines(limit))
+
+    def _lines(self, limit: int | None) -> Iterator[str]:
+        name = self.a.name if self.a.name == self.b.name else f"a: {self.a.name}, b: {self.b.name}"
+        within = f" within rtol {self.rtol:g}, atol {self.atol:g}" if self.rtol or self.atol else ""
+        if not self:
+            yield f"{name}: the two runs are the same{within or ', bit for bit'}"
+            return
+        if self.first is None:
+            yield f"{name}: the two runs differ, and no op is the cause by itself"
+        else:
+            yield f"{name}: the two runs differ, first because of"
+            yield from self._first(self.first)
+        if self.unseen:
+            yield "The results differ only while nobody looks at the values in between."
+        told = [counted(len(self.culprits), "cause") + within]
+        if self.passing:
+            pass_ = "passes" if len(self.passing) == 1 else "pass"
+            told.append(f"{counted(len(self.passing), 'op')} only {pass_} a difference on")
+        if self.unknown:
+            told.append(f"{counted(len(self.unknown), 'op')} could not be run again")
+        yield "; ".join(told)
+        if self.path is not None:
+            yield f"Another path was taken: {self.path}"
+        if len(self.culprits) > 1:
+            rows = [_row(culprit) for culprit in self.culprits[:limit]]
+            yield ""
+            yield from tabulate.tabulate(
+                rows, ["cause", "at", "what"], disable_numparse=True
+            ).splitlines()
+            if limit is not None and len(self.culprits) > limit:
+                yield f"and {len(self.culprits) - limit} more"
+        for label, why in list(self.unknown.items())[:limit]:
+            yield f"not run again: {label} ({why})"
+
+    def _first(self, culprit: Culprit) -> Iterator[str]:
+        entry = culprit.entry
+        names = [e.label for e in (culprit.a, culprit.b) if e is not None]
+        only = "" if len(names) == 2 else f" (only in {'a' if culprit.b is None else 'b'})"
+        target = f"  {entry.target}" if entry.target else ""
+        yield f"    {' / '.join(dict.fromkeys(names))}{only}{target}"
+        if entry.source is not None:
+            where = place_text(entry.source.file, entry.source.line)
+            within = f", module {entry.module}" if entry.module else ""
+            yield f"    {where}{within}: {entry.source.statement or entry.source.text}"
+        far = "" if culprit.value is None else f" ({culprit.value})"
+        yield f"    {culprit.why}{far}"
+
+    def __str__(self) -> str:
+        return self.text()
+
+    def __repr__(self) -> str:
+        if not self:
+            return "<Bisection: the same>"
+        first = "no cause found" if self.first is None else f"first {self.first.entry.label}"
+        return f"<Bisection: {first}, {len(self.passing)} pass it on>"
+
+
+# Runs whose values in between were had by other means than the results.
+_INDIRECT = ("replayed", "compiled")
+
+
+def _tolerances(difference: Difference) -> tuple[float, float]:
+    """Return 0 and 0, or what the coarser dtype allows where the runs differ in theirs."""
+    found = (0.0, 0.0)
+    for change in difference.changed:
+        for dtype in change.aspects.get("dtype", ()):
+            found = max(found, _ROUNDING.get(dtype, (0.0, 0.0)))
+    return found
+
+
+def _value(entry: LayerEntry) -> Any:
+    return entry.value if entry.kind == "number" else entry.tensor_contents
+
+
+def _like(value: Any, other: Any) -> Any:
+    """Return a value in the dtype, and on the device, of the one that stands there over there."""
+    if isinstance(value, Tensor) and isinstance(other, Tensor):
+        return value.to(other.device, other.dtype)
+    return value
+
+
+def _told(far: ValueDifference) -> ValueDifference | None:
+    return far if far.elements else None
+
+
+def _first_unmatched(label: str, entries: dict[str, LayerEntry], known: Any) -> LayerEntry | None:
+    """Return the first in a row of ops of one run only that leads to a value; None if none does."""
+    found: LayerEntry | None = None
+    seen: set[str] = set()
+    waiting = [label]
+    while waiting:
+        current = waiting.pop()
+        if current in known or current in seen or current not in entries:
+            continue
+        seen.add(current)
+        entry = entries[current]
+        if entry.kind != "state" and (found is None or (entry.index or 0) < (found.index or 0)):
+            found = entry
+        waiting += entry.parents
+    return found
+
+
+def _bare(value: Any) -> Any:
+    """Return a result without what belongs to autograd."""
+    if isinstance(value, Tensor):
+        return value.detach()
+    if isinstance(value, dict):
+        return {key: _bare(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_bare(item) for item in value]
+    return value
+
+
+def _at(entry: LayerEntry) -> str:
+    if entry.source is None:
+        return ""
+    text = shorten(entry.source.text, _WIDEST, placeholder=" ...")
+    return f" `{text}` ({place_text(entry.source.file, entry.source.line)})"
+
+
+def _row(culprit: Culprit) -> tuple[str, str, str]:
+    source = culprit.entry.source
+    at = "" if source is None else place_text(source.file, source.line)
+    names = [e.label for e in (culprit.a, culprit.b) if e is not None]
+    far = "" if culprit.value is None else f"; {culprit.value}"
+    return " / ".join(dict.fromkeys(names)), at, culprit.why + far
