@@ -22,7 +22,7 @@ from bendtrace.errors import NondeterminismError
 from tests.past_joins import past_joins
 from tests.promise import bits, footprint, state
 
-__all__ = ["Call", "Program", "Unlike", "check"]
+__all__ = ["Call", "Program", "Unlike", "called_in_turn", "check"]
 
 _numbers = itertools.count(1)
 
@@ -201,6 +201,37 @@ class _Outcome:
     compared = ("result", "arguments", "rng", "state", "layout", "backward", "gradients")
 
 
+def called_in_turn(
+    program: Program, module: types.ModuleType, wrap: Callable[[Any], Any]
+) -> Iterator[tuple[Call, Any]]:
+    """Make all the calls of a program, and yield what each gave, wrote to, or raised.
+
+    Args:
+        program: the program.
+        module: its source, run (see `Program.modules`).
+        wrap: makes of the model what is called in its place.
+    """
+    _seed(0)
+    model = module.Model()
+    subject = wrap(model)
+    for seed, call in enumerate(program.calls):
+        args, kwargs = _taken(call.arguments, model)
+        model.train(call.train)
+        if call.step:
+            _take_step(call.step, model, module)
+        with (
+            warnings.catch_warnings(action="ignore"),
+            nullcontext() if call.grad else torch.no_grad(),
+        ):
+            _seed(seed)
+            try:
+                output = subject(*args, **kwargs)
+            except Exception as error:
+                output = error
+        told = [_read(_told, _about(text, module)) for text in program.told]
+        yield call, (output, args, kwargs, dict(model.named_buffers()), told)
+
+
 def _about(text: str, module: types.ModuleType) -> Any:
     return eval(text, {"here": module, "world": getattr(module, "world", None)})
 
@@ -215,10 +246,7 @@ def _one(
     args, kwargs = _taken(call.arguments, model)
     subject.train(call.train)  # type: ignore[attr-defined]
     if call.step:
-        with torch.no_grad():
-            around = {"here": module, "world": getattr(module, "world", None), "types": types}
-            with contextlib.suppress(Exception):  # what is there may be something else by now
-                exec(call.step, {"model": model, "torch": torch, "nn": nn, **around})
+        _take_step(call.step, model, module)
     output: Any = _RAISED
     with nullcontext() if call.grad else torch.no_grad():
         _seed(seed)
@@ -246,6 +274,12 @@ def _one(
     if call.write:
         _write(output)
     return _Outcome(error, output, result, arguments, rng, own, layout, backward, gradients)
+
+
+def _take_step(step: str, model: nn.Module, module: types.ModuleType) -> None:
+    around = {"here": module, "world": getattr(module, "world", None), "types": types}
+    with torch.no_grad(), contextlib.suppress(Exception):  # what is there may be another by now
+        exec(step, {"model": model, "torch": torch, "nn": nn, **around})
 
 
 def _is_leaf(tensor: Tensor) -> bool:

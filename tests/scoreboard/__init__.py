@@ -1,1 +1,1 @@
-"""Programs that none of us chose, run by us and by others: what is right, and what silently wrong."""
+"""Programs that none of us chose, run by us and by others: right, refused, or silently wrong."""

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import importlib.util
-import inspect
+import importlib
+import logging
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,8 +39,12 @@ class Way:
     note: str = ""
 
     def is_installed(self) -> bool:
-        """Whether there is what it needs."""
-        return importlib.util.find_spec(self.package) is not None
+        """Whether there is what it needs, and what that needs in turn."""
+        try:
+            module = importlib.import_module(self.package)
+            return self.package == "torch" or hasattr(module, "trace")
+        except ImportError:
+            return False
 
 
 def _ours(model: Any) -> Any:
@@ -138,9 +142,7 @@ def _torchlens(model: Any) -> Any:
     module = _module(model)
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        log_of = getattr(torchlens, "trace", None) or torchlens.log_forward_pass
-        log = log_of(module, list(args), kwargs)
-        return _output(log)
+        return _output(torchlens.trace(module, list(args), kwargs))
 
     return call
 
@@ -150,10 +152,7 @@ def _output(log: Any) -> Any:
     found = []
     for label in log.output_layers:
         layer = log[label]
-        value = next(
-            (getattr(layer, name) for name in ("out", "activation", "tensor_contents")
-             if getattr(layer, name, None) is not None), None,
-        )  # fmt: skip
+        value = layer.out
         if value is None:
             raise Refused("the log has no value for the output")
         found.append(value)
@@ -175,7 +174,9 @@ def ways(backend: str = "aot_eager") -> tuple[Way, ...]:
         Way("torch.fx", _lazily(_fx), note="`symbolic_trace(model)`"),
         Way("make_fx", _lazily(_make_fx), note='of the first call, `tracing_mode="symbolic"`'),
         Way("TorchLens", _torchlens, "torchlens",
-            "a log of each call; what its output layers hold, tensors in their order"),
+            "a log of each call, of which the tensors of its output layers are compared. It "
+            "runs a model on copies of its arguments and under a seed of its own: what a program "
+            "writes to its arguments, or draws, then differs from eager, and counts as wrong"),
     )  # fmt: skip
 
 
@@ -183,10 +184,8 @@ WAYS = ways()
 
 
 @contextlib.contextmanager
-def quietly() -> Any:
+def quietly() -> Iterator[None]:
     """Leave out what libraries say while they work."""
-    import logging
-
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
@@ -194,10 +193,3 @@ def quietly() -> Any:
             yield
     finally:
         logging.disable(before)
-
-
-def parameters_of(model: Any) -> list[str]:
-    """Return the names of what a model takes; empty if that cannot be told."""
-    with contextlib.suppress(TypeError, ValueError):
-        return list(inspect.signature(model).parameters)
-    return []

@@ -48,7 +48,9 @@ def view_around_an_if(wrap: Wrap) -> Steps:
     yield Step("inputs", call(torch.tensor([5])))
 
 
-@issue(195422, "an argument is written to through what dropout returned in eval mode", inductor=True)
+@issue(
+    195422, "an argument is written to through what dropout returned in eval mode", inductor=True
+)
 def through_dropout(wrap: Wrap) -> Steps:
     def model(value: Tensor) -> Tensor:
         y = F.dropout(value, 0.5, False)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -186,5 +185,3 @@ def number_and_back(wrap: Wrap) -> Steps:
     call = wrap(model)
     yield Step("traced", call(torch.tensor([3.14])))
     yield Step("inputs", call(torch.tensor([-2.0])))
-
-

@@ -250,22 +250,6 @@ def resized_array(wrap: Wrap) -> Steps:
     yield Step("inputs", call(-X))
 
 
-@issue(173452, "a hook that keeps values asks whether it is being compiled")
-def hook_that_asks(wrap: Wrap) -> Steps:
-    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
-    kept: dict[int, Tensor] = {}
-
-    def hook(module: Any, given: Any, out: Tensor) -> None:
-        if not torch.compiler.is_compiling():
-            kept[len(kept)] = out.detach().clone()
-
-    model[0].register_forward_hook(hook)
-    call = wrap(model)
-    for number in range(3):
-        out = call(X * (number + 1))
-        yield Step("inputs" if number else "traced", (out, dict(kept)))
-
-
 @issue(167, "in-place modules are taken for such as only pass on", "johnmarktaylor91/torchlens")
 def in_place_modules(wrap: Wrap) -> Steps:
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True), nn.Identity(), nn.Linear(4, 4),

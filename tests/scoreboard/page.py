@@ -1,0 +1,257 @@
+"""The page, its data and its figure, written from results."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from tests.benchmarks.table import Table
+from tests.scoreboard.case import KINDS
+from tests.scoreboard.suites import SUITES
+from tests.scoreboard.ways import OURS, ways
+
+__all__ = ["OUTCOMES", "Report", "figure", "summary", "write_page"]
+
+# What can become of a case, and its colour.
+OUTCOMES = {
+    "right": "#3f7d20", "refused": "#c9c9c9", "wrong": "#c62828", "crashed": "#6a1b9a",
+    "hung": "#edae49",
+}  # fmt: skip
+_COMMAND = "python -m tests.scoreboard"
+_SIGNS = {"right": "right", "wrong": "**wrong**", "refused": "refused", "crashed": "crashed",
+          "hung": "hung"}  # fmt: skip
+
+
+@dataclass
+class Report:
+    """What was found.
+
+    Attributes:
+        about: what was run, where and when.
+        counts: how many cases have each outcome, by suite and way.
+        calls: how many calls were right and how many there were, by way and kind of call.
+        issues: the outcome of each issue, by way.
+        faults: our cases that are not right, and why.
+        invalid: cases that eager itself does not run, by suite.
+    """
+
+    about: dict[str, Any]
+    counts: dict[str, dict[str, dict[str, int]]] = field(default_factory=dict)
+    calls: dict[str, dict[str, list[int]]] = field(default_factory=dict)
+    issues: dict[str, dict[str, str]] = field(default_factory=dict)
+    faults: list[dict[str, str]] = field(default_factory=list)
+    invalid: dict[str, int] = field(default_factory=dict)
+
+    def totals(self) -> dict[str, Counter[str]]:
+        """Return how many cases have each outcome, by way."""
+        found: dict[str, Counter[str]] = {}
+        for of_suite in self.counts.values():
+            for way, counts in of_suite.items():
+                found.setdefault(way, Counter()).update(counts)
+        return found
+
+    def tables(self) -> list[Table]:
+        """Return the tables of the page."""
+        rows = []
+        for way, counts in self.totals().items():
+            cells = [str(counts[outcome]) for outcome in OUTCOMES]
+            shares = [_share(*self.calls[way][kind]) for kind in KINDS]
+            rows.append([way, str(sum(counts.values())), *cells, *shares])
+        heads = ["", "programs", "right", "refused", "silently wrong", "crashed", "hung",
+                 "right on the traced input", "on other inputs", "after a change"]  # fmt: skip
+        found = [Table("all", "All programs", heads, rows, _COMMAND)]
+        for suite in SUITES:
+            if suite.name in self.counts:
+                rows = [
+                    [way, str(sum(counts.values())), *(str(counts.get(o, 0)) for o in OUTCOMES)]
+                    for way, counts in self.counts[suite.name].items()
+                ]
+                found.append(Table(suite.name, suite.name, heads[:7], rows,
+                                   f"{_COMMAND} --suite {suite.name}"))  # fmt: skip
+        return found
+
+    def issue_table(self) -> Table:
+        """Return the table of the issues of others."""
+        from tests.scoreboard.issues import ISSUES
+
+        shown = list(self.totals())
+        rows = []
+        for issue in ISSUES:
+            if issue.name in self.issues:
+                outcomes = self.issues[issue.name]
+                told = f"{issue.about} (in generated kernels)" if issue.inductor else issue.about
+                cells = [_SIGNS.get(outcomes.get(way, ""), "") for way in shown]
+                rows.append([f"[{issue.name}]({issue.url})", told, *cells])
+        return Table("each", "Each issue", ["issue", "what was wrong there", *shown], rows,
+                     f"{_COMMAND} --suite issues")  # fmt: skip
+
+    def text(self) -> str:
+        """Return what is printed."""
+        told = [self.tables()[0].text()] if self.counts else ["nothing was run"]
+        told += [f"{f['suite']} {f['case']}: {f['outcome']}: {f['why']}" for f in self.faults]
+        if self.about["not run"]:
+            told.append(f"{self.about['not run']} were not run: the same command goes on with them")
+        return "\n".join(told)
+
+
+def summary(results: Sequence[dict[str, Any]], about: dict[str, Any]) -> Report:
+    """Count results.
+
+    Args:
+        results: what became of each case with each way.
+        about: what was run, where and when.
+    """
+    report = Report(about)
+    bad = {(r["suite"], r["case"]) for r in results if r["outcome"] == "invalid"}
+    report.invalid = dict(Counter(suite for suite, _ in bad))
+    for result in results:
+        if (result["suite"], result["case"]) in bad:
+            continue
+        suite, way, outcome = result["suite"], result["way"], result["outcome"]
+        counts = report.counts.setdefault(suite, {}).setdefault(way, {})
+        counts[outcome] = counts.get(outcome, 0) + 1
+        calls = report.calls.setdefault(way, {kind: [0, 0] for kind in KINDS})
+        for kind in KINDS:
+            calls[kind][0] += result["right"].get(kind, 0)
+            calls[kind][1] += result["calls"].get(kind, 0)
+        if suite == "issues":
+            report.issues.setdefault(result["case"], {})[way] = outcome
+        if way == OURS and outcome != "right":
+            named = {key: str(result[key]) for key in ("suite", "case", "outcome", "why")}
+            report.faults.append(named)
+    return report
+
+
+def write_page(report: Report, page: Path) -> None:
+    """Write the page, its data beside it, and its figure in `measured`."""
+    picture = page.parent / "measured" / f"{page.stem}.svg"
+    picture.parent.mkdir(exist_ok=True)
+    picture.write_text(figure(report))
+    data = page.with_suffix(".json")
+    data.write_text(json.dumps(vars(report), indent=1) + "\n")
+    page.write_text(_page(report, picture.relative_to(page.parent).as_posix(), data.name))
+
+
+def _page(report: Report, picture: str, data: str) -> str:
+    about = dict(report.about)
+    left_out, not_run = about.pop("left out"), about.pop("not run")
+    ours = report.totals().get(OURS, Counter())
+    number = sum(ours.values())
+    parts = [
+        "# Scoreboard",
+        "Programs that nobody wrote for this page run in eager, with bendtrace, and with others. "
+        f"Of {number} programs bendtrace is right on {ours['right']}, refuses {ours['refused']}, "
+        f"and is silently wrong on {ours['wrong']}. "
+        f"{ours['crashed'] + ours['hung']} crash or hang.",
+        f"This page, [its data]({data}) and its figure are written by one command:",
+        '```console\npip install -e ".[test]" torchlens\n'
+        f"{_COMMAND} --quick --page docs/scoreboard.md\n```",
+        "`--quick` takes some programs of each suite, spread evenly, and at most five minutes. "
+        "Without it all programs run, which takes hours; a run that is ended goes on where it was. "
+        "Each program runs in a process that may crash or hang.",
+        "; ".join(f"{name}: {value}" for name, value in about.items()) + ".",
+    ]
+    if left_out:
+        told = "; ".join(f"{name} ({why})" for name, why in left_out.items())
+        parts.append(f"Left out: {told}.")
+    if not_run:
+        parts.append(f"The time was not enough for {not_run} runs.")
+    if report.invalid:
+        told = ", ".join(f"{count} of {suite}" for suite, count in report.invalid.items())
+        parts.append(f"Not counted, since eager itself does not run them here: {told}.")
+    parts += [f"![What became of the programs, by way]({picture})", report.tables()[0].markdown()]
+    parts += ["## How it is counted", _COUNTED, _ways_told(str(about.get("backend")))]
+    parts.append("## By suite")
+    for suite, table in zip((s for s in SUITES if s.name in report.counts), report.tables()[1:],
+                            strict=True):  # fmt: skip
+        parts += [suite.about, table.markdown()]
+    if report.faults:
+        parts += ["## Where bendtrace is not right", "\n".join(
+            f"- {fault['suite']}, `{fault['case']}`: {fault['outcome']}: {_code(fault['why'])}"
+            for fault in report.faults)]  # fmt: skip
+    if report.issues:
+        parts += ["## Issues of others", _ISSUES, report.issue_table().markdown()]
+    return "\n\n".join(parts) + "\n"
+
+
+_COUNTED = """\
+A program makes several calls: the first one, which is the one that is captured, calls with other
+inputs, and calls before which something has changed: a parameter, a mode, a global, an attribute,
+a dtype. What eager returns, raises and writes is computed at the same time, and is the truth. A
+program is **right** if all its calls are. It is **silently wrong** if a call returns, or writes,
+something else than in eager, and says nothing. It is **refused** if a call raises an error that
+eager does not raise; later calls are not made then, and do not count as right.
+
+bendtrace has to agree with eager bit for bit, in strides, types and object identities as well.
+The others have to agree in dtype, in shape, and in values up to rounding (`rtol=1e-3`), and an
+error counts as right wherever eager raises any."""
+
+_ISSUES = """\
+Each program was written for this page from what an issue describes; none was copied. Many of the
+issues have been closed since: the table says what happens with the versions above."""
+
+
+def _ways_told(backend: str) -> str:
+    lines = [f"- **{way.name}**: {way.note}" for way in ways(backend)]
+    told = "What each way is:"
+    more = (
+        "A graph of torch.export, torch.fx or make_fx is not meant to follow what changes around "
+        "it, and their documentation says so: the column on changes counts what a user who does "
+        "not know that would not notice. With `--backend inductor` torch.compile also generates "
+        "kernels, which takes many times as long. TorchLens records each call anew."
+    )
+    return "\n".join([told, "", *lines, "", more])
+
+
+def _code(text: str) -> str:
+    return f"`{text.replace('`', chr(39))}`"
+
+
+def _share(right: int, calls: int) -> str:
+    return f"{right} of {calls}" if calls else ""
+
+
+# The figure
+
+_WIDTH, _LEFT, _ROW = 860, 190, 30
+
+
+def figure(report: Report) -> str:
+    """Return the outcomes as bars, a row for each way, as SVG."""
+    totals = report.totals()
+    height = 46 + _ROW * len(totals) + 14
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{height}" '
+        f'viewBox="0 0 {_WIDTH} {height}" font-family="sans-serif" font-size="12">',
+        f'<rect width="{_WIDTH}" height="{height}" fill="white"/>',
+    ]
+    x = float(_LEFT)
+    for outcome, colour in OUTCOMES.items():
+        said = "silently wrong" if outcome == "wrong" else outcome
+        parts.append(f'<rect x="{x:.0f}" y="14" width="12" height="12" fill="{colour}"/>')
+        parts.append(f'<text x="{x + 17:.0f}" y="24">{said}</text>')
+        x += 40 + 7 * len(said)
+    for number, (way, counts) in enumerate(totals.items()):
+        top = 40 + _ROW * number
+        parts.append(
+            f'<text x="{_LEFT - 10}" y="{top + 17}" text-anchor="end">{escape(way)}</text>'
+        )
+        x, whole = float(_LEFT), max(1, sum(counts.values()))
+        for outcome, colour in OUTCOMES.items():
+            width = (_WIDTH - _LEFT - 20) * counts[outcome] / whole
+            if not width:
+                continue
+            title = escape(f"{way}: {counts[outcome]} {outcome}")
+            parts.append(f'<rect x="{x:.1f}" y="{top}" width="{width:.1f}" height="{_ROW - 8}" '
+                         f'fill="{colour}"><title>{title}</title></rect>')  # fmt: skip
+            if width > 24:
+                ink = "#222" if outcome == "refused" else "white"
+                parts.append(f'<text x="{x + width / 2:.1f}" y="{top + 15}" text-anchor="middle" '
+                             f'fill="{ink}">{counts[outcome]}</text>')  # fmt: skip
+            x += width
+    return "\n".join([*parts, "</svg>", ""])
