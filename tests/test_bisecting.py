@@ -208,6 +208,38 @@ def test_an_op_that_only_one_version_has_is_named_and_the_path_told(net: Net) ->
         assert "while h.norm() > 1" in str(found.path)
 
 
+class Residual(nn.Module):
+    def __init__(self, early: bool) -> None:
+        super().__init__()
+        self.early = early
+
+    def forward(self, x: Tensor) -> Tensor:
+        one = x.sin()
+        two = one.exp()
+        return (two + (one if self.early else x)).cos()
+
+
+def test_an_op_that_reads_another_value_is_named() -> None:
+    found = bt.bisect(Residual(True), Residual(False), X)
+    assert found.first is not None
+    assert found.first.entry.function in ("add", "__add__")
+    assert found.first.why == "it reads sin_1_1 in a, input_1_0 in b"
+    assert [label.partition("_")[0] for label in found.passing] == ["cos"]
+
+
+def test_a_number_out_of_a_weight_is_no_input() -> None:
+    class Scaled(nn.Module):
+        def __init__(self, scale: float) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.tensor(scale))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * self.scale.item()
+
+    found = bt.bisect(Scaled(2.0), Scaled(2.5), X)
+    assert [(c.kind, c.entry.label) for c in found.culprits] == [("state", "scale")]
+
+
 class Turned(nn.Module):
     def __init__(self, bias: float) -> None:
         super().__init__()

@@ -240,7 +240,7 @@ class Bisection:
         far = self._far(_value(a), _value(b))
         if far is None:
             return
-        if a.kind == "input" or (a.kind == "number" and not a.parents):
+        if a.kind == "input" or (a.kind == "number" and not a.parents and not a.state):
             self.culprits.append(Culprit("input", a, b, "it differs", _told(far)))
             return
         try:
@@ -267,6 +267,9 @@ class Bisection:
             for culprit in foreign:
                 self._add(culprit)
             return ""
+        other = self._rewired(a, b)
+        if other and not self._is_after_path(a):
+            return f"it reads {other[0]} in a, {other[1]} in b"
         try:
             read_a, read_b = mine.again.inputs(a), theirs.again.inputs(b)
         except Unable as reason:
@@ -279,8 +282,8 @@ class Bisection:
         one = mine.again.run(a, [_like(y, x) for x, y in zip(read_a, read_b, strict=False)])
         if self._far(one, _value(b)) is not None:
             return "on the values of b it gives others in a"
-        other = theirs.again.run(b, [_like(x, y) for x, y in zip(read_a, read_b, strict=False)])
-        if self._far(_value(a), other) is not None:
+        two = theirs.again.run(b, [_like(x, y) for x, y in zip(read_a, read_b, strict=False)])
+        if self._far(_value(a), two) is not None:
             return "on the values of a it gives others in b"
         return ""
 
@@ -315,6 +318,15 @@ class Bisection:
                 found.append(Culprit("path", first if in_a else None, None if in_a else first,
                                      "only one of the runs has it"))  # fmt: skip
         return found
+
+    def _rewired(self, a: LayerEntry, b: LayerEntry) -> tuple[str, str] | None:
+        """Return the first values that an op reads in place of each other, of those both have."""
+        known = set(self._pairs.values())
+        producers = (side.again.producers(e) for side, e in zip(self._sides, (a, b), strict=True))
+        for x, y in zip(*producers, strict=False):
+            if x in self._pairs and y in known and self._pairs[x] != y:
+                return x, y
+        return None
 
     def _is_after_path(self, entry: LayerEntry) -> bool:
         """Whether a condition went otherwise before an op."""

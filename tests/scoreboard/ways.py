@@ -137,12 +137,14 @@ def _make_fx(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Calla
 
 
 def _torchlens(model: Any) -> Any:
-    import torchlens
+    import torchlens.options
 
     module = _module(model)
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        return _output(torchlens.trace(module, list(args), kwargs))
+        # It seeds each run itself: with what the program seeded last.
+        options = torchlens.options.CaptureOptions(random_seed=torch.initial_seed() % 2**32)
+        return _output(torchlens.trace(module, list(args), kwargs, capture=options))
 
     return call
 
@@ -174,9 +176,9 @@ def ways(backend: str = "aot_eager") -> tuple[Way, ...]:
         Way("torch.fx", _lazily(_fx), note="`symbolic_trace(model)`"),
         Way("make_fx", _lazily(_make_fx), note='of the first call, `tracing_mode="symbolic"`'),
         Way("TorchLens", _torchlens, "torchlens",
-            "a log of each call, of which the tensors of its output layers are compared. It "
-            "runs a model on copies of its arguments and under a seed of its own: what a program "
-            "writes to its arguments, or draws, then differs from eager, and counts as wrong"),
+            "a log of each call, under the program's seed. The tensors of its output layers are "
+            "compared. It runs a model on copies of its arguments: what a program writes to these "
+            "never reaches the caller, and counts as wrong"),
     )  # fmt: skip
 
 
