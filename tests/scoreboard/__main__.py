@@ -142,7 +142,7 @@ def _requests(
     for suite in suites:
         names = suite.names(given.get(suite.name))
         most = min(options.limit or len(names), suite.quick if options.quick else len(names))
-        step = len(names) / max(1, min(most, len(names)))
+        step = len(names) / max(1, min(most, len(names))) if suite.spread else 1
         chosen[suite.name] = [names[int(n * step)] for n in range(min(most, len(names)))]
     for way in WAYS:
         if left_out.get(way.name) or (options.way and way.name not in options.way):

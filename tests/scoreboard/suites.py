@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from tests.scoreboard.case import Case, Drive, Raised, Step, Wrap, seeded, tried
+from tests.scoreboard.drawing import BATCH, programs_of
 
 __all__ = ["SUITES", "Suite", "suite_of"]
 
@@ -36,6 +37,7 @@ class Suite:
         quick: how many cases `--quick` takes.
         seconds: what a case may take.
         package: what has to be installed for it.
+        spread: whether some of its cases are taken from all over it, or the first ones.
     """
 
     name: str
@@ -45,6 +47,7 @@ class Suite:
     quick: int
     seconds: float = 60.0
     package: str = "torch"
+    spread: bool = True
 
     def is_there(self, option: Any) -> str:
         """Say why it cannot be run; "" if it can."""
@@ -143,11 +146,8 @@ def _issue(name: str, _: Any) -> Case:
     return Case("issues", name, found.drive, found.about, found.inductor)
 
 
-_BATCH = 5
-
-
 def _random_names(option: Any) -> list[str]:
-    return [f"{number // _BATCH}-{number % _BATCH}" for number in range(int(option or 2000))]
+    return [f"{number // BATCH}-{number % BATCH}" for number in range(int(option or 2000))]
 
 
 _drawn: dict[int, list[Any]] = {}
@@ -157,7 +157,7 @@ def _random(name: str, _: Any) -> Case:
     batch, place = map(int, name.split("-"))
     if batch not in _drawn:
         _drawn.clear()
-        _drawn[batch] = _programs(batch)
+        _drawn[batch] = programs_of(batch)
     program = _drawn[batch][place]
 
     def drive(wrap: Wrap) -> Iterator[Step]:
@@ -172,27 +172,6 @@ def _random(name: str, _: Any) -> Case:
                 yield Step(kind, value)  # type: ignore[arg-type]
 
     return Case("random", name, drive)
-
-
-def _programs(batch: int) -> list[Any]:
-    import hypothesis
-    from hypothesis import HealthCheck, Phase, given, settings
-
-    from tests.programs import Program, programs
-
-    found: list[Program] = []
-
-    @hypothesis.seed(1_000_003 + batch)
-    @settings(
-        max_examples=_BATCH + 1, database=None, deadline=None, phases=[Phase.generate],
-        suppress_health_check=list(HealthCheck),
-    )  # fmt: skip
-    @given(programs(statements=12))
-    def draw(program: Program) -> None:
-        found.append(program)
-
-    draw()
-    return (found * _BATCH)[:_BATCH]
 
 
 # Other libraries
@@ -403,7 +382,7 @@ SUITES = (
     Suite("corpus", "The small models of `tests/corpus`, whose Python branches on values.",
           _corpus_names, _corpus, 12),
     Suite("random", "Random programs of `tests/programs`: state, aliasing, writes, nested control "
-          "flow, changes between calls.", _random_names, _random, 12),
+          "flow, changes between calls.", _random_names, _random, 12, spread=False),
     Suite("op_db", "The operators of torch's own tests, with their sample inputs.",
           _op_names, _op, 12),
     Suite("module_db", "The modules of torch's own tests.", _module_names, _torch_module, 8),
