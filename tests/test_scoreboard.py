@@ -218,7 +218,8 @@ def test_a_summary_counts_by_way_and_leaves_out_what_eager_does_not_run() -> Non
         OURS: {"right": 1, "refused": 1},
         "torch.fx": {"wrong": 1, "hung": 1},
     }
-    assert report.calls[OURS]["change"] == [3, 4]
+    assert report.calls_of(OURS, "change") == (3, 4)
+    assert report.calls_of(OURS, "change", without=["corpus"]) == (2, 2)
     assert report.invalid == {"corpus": 1}
     assert [fault["case"] for fault in report.faults] == ["a"]
     row = report.issue_table().rows[0]

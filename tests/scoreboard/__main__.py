@@ -48,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     about = {**store.run, "cases": len({(f["suite"], f["case"]) for f in found}),
              "left out": {name: why for name, why in left_out.items() if why},
              "not run": len(wanted) - len(found)}  # fmt: skip
-    report = summary(found, about)
+    report = summary(found, about | ({"note": options.note} if options.note else {}))
     print(report.text())
     if options.page is not None:
         write_page(report, options.page)
@@ -74,6 +74,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--out", type=Path, default=Path("scoreboard"), help="where results are kept"
     )
     parser.add_argument("--page", type=Path, help="a page to write, with its data and its figure")
+    parser.add_argument("--note", help="a sentence for the page")
     return parser.parse_args(arguments)
 
 

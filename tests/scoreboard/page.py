@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
@@ -12,7 +12,7 @@ from typing import Any
 
 from tests.benchmarks.table import Table
 from tests.scoreboard.case import KINDS
-from tests.scoreboard.suites import SUITES
+from tests.scoreboard.suites import SUITES, Suite
 from tests.scoreboard.ways import OURS, ways
 
 __all__ = ["OUTCOMES", "Report", "figure", "summary", "write_page"]
@@ -23,6 +23,12 @@ OUTCOMES = {
     "hung": "#edae49",
 }  # fmt: skip
 _COMMAND = "python -m tests.scoreboard"
+_HEADS = (
+    "", "programs", "right", "refused", "silently wrong", "crashed", "hung",
+    "right on the traced input", "on other inputs", "after a change",
+)  # fmt: skip
+# Suites whose programs were chosen for what one of the ways is good or bad at.
+_CHOSEN = ("issues", "corpus", "random")
 _SIGNS = {"right": "right", "wrong": "**wrong**", "refused": "refused", "crashed": "crashed",
           "hung": "hung"}  # fmt: skip
 
@@ -34,7 +40,7 @@ class Report:
     Attributes:
         about: what was run, where and when.
         counts: how many cases have each outcome, by suite and way.
-        calls: how many calls were right and how many there were, by way and kind of call.
+        calls: how many calls were right and how many there were, by suite, way and kind of call.
         issues: the outcome of each issue, by way.
         faults: our cases that are not right, and why.
         invalid: cases that eager itself does not run, by suite.
@@ -42,37 +48,49 @@ class Report:
 
     about: dict[str, Any]
     counts: dict[str, dict[str, dict[str, int]]] = field(default_factory=dict)
-    calls: dict[str, dict[str, list[int]]] = field(default_factory=dict)
+    calls: dict[str, dict[str, dict[str, list[int]]]] = field(default_factory=dict)
     issues: dict[str, dict[str, str]] = field(default_factory=dict)
     faults: list[dict[str, str]] = field(default_factory=list)
     invalid: dict[str, int] = field(default_factory=dict)
 
-    def totals(self) -> dict[str, Counter[str]]:
-        """Return how many cases have each outcome, by way."""
+    def totals(self, without: Collection[str] = ()) -> dict[str, Counter[str]]:
+        """Return how many cases have each outcome, by way.
+
+        Args:
+            without: suites to leave out.
+        """
         found: dict[str, Counter[str]] = {}
-        for of_suite in self.counts.values():
-            for way, counts in of_suite.items():
+        for suite, of_suite in self.counts.items():
+            for way, counts in of_suite.items() if suite not in without else ():
                 found.setdefault(way, Counter()).update(counts)
         return found
 
-    def tables(self) -> list[Table]:
-        """Return the tables of the page."""
+    def calls_of(self, way: str, kind: str, without: Collection[str] = ()) -> tuple[int, int]:
+        """Return how many calls of a kind a way got right, and how many there were."""
+        found = [c[way][kind] for suite, c in self.calls.items()
+                 if suite not in without and way in c]  # fmt: skip
+        return sum(right for right, _ in found), sum(calls for _, calls in found)
+
+    def main_table(self, name: str, title: str, without: Collection[str] = ()) -> Table:
+        """Return a table with a row for each way."""
         rows = []
-        for way, counts in self.totals().items():
+        for way, counts in self.totals(without).items():
             cells = [str(counts[outcome]) for outcome in OUTCOMES]
-            shares = [_share(*self.calls[way][kind]) for kind in KINDS]
+            shares = [_share(*self.calls_of(way, kind, without)) for kind in KINDS]
             rows.append([way, str(sum(counts.values())), *cells, *shares])
-        heads = ["", "programs", "right", "refused", "silently wrong", "crashed", "hung",
-                 "right on the traced input", "on other inputs", "after a change"]  # fmt: skip
-        found = [Table("all", "All programs", heads, rows, _COMMAND)]
+        return Table(name, title, _HEADS, rows, _COMMAND)
+
+    def suite_tables(self) -> list[tuple[Suite, Table]]:
+        """Return a table for each suite."""
+        found = []
         for suite in SUITES:
             if suite.name in self.counts:
                 rows = [
                     [way, str(sum(counts.values())), *(str(counts.get(o, 0)) for o in OUTCOMES)]
                     for way, counts in self.counts[suite.name].items()
                 ]
-                found.append(Table(suite.name, suite.name, heads[:7], rows,
-                                   f"{_COMMAND} --suite {suite.name}"))  # fmt: skip
+                command = f"{_COMMAND} --suite {suite.name}"
+                found.append((suite, Table(suite.name, suite.name, _HEADS[:7], rows, command)))
         return found
 
     def issue_table(self) -> Table:
@@ -92,7 +110,9 @@ class Report:
 
     def text(self) -> str:
         """Return what is printed."""
-        told = [self.tables()[0].text()] if self.counts else ["nothing was run"]
+        if not self.counts:
+            return "nothing was run"
+        told = [self.main_table("all", "All programs").text()]
         told += [f"{f['suite']} {f['case']}: {f['outcome']}: {f['why']}" for f in self.faults]
         if self.about["not run"]:
             told.append(f"{self.about['not run']} were not run: the same command goes on with them")
@@ -115,7 +135,7 @@ def summary(results: Sequence[dict[str, Any]], about: dict[str, Any]) -> Report:
         suite, way, outcome = result["suite"], result["way"], result["outcome"]
         counts = report.counts.setdefault(suite, {}).setdefault(way, {})
         counts[outcome] = counts.get(outcome, 0) + 1
-        calls = report.calls.setdefault(way, {kind: [0, 0] for kind in KINDS})
+        calls = report.calls.setdefault(suite, {}).setdefault(way, {k: [0, 0] for k in KINDS})
         for kind in KINDS:
             calls[kind][0] += result["right"].get(kind, 0)
             calls[kind][1] += result["calls"].get(kind, 0)
@@ -140,22 +160,25 @@ def write_page(report: Report, page: Path) -> None:
 def _page(report: Report, picture: str, data: str) -> str:
     about = dict(report.about)
     left_out, not_run = about.pop("left out"), about.pop("not run")
+    note = about.pop("note", None)
     ours = report.totals().get(OURS, Counter())
     number = sum(ours.values())
     parts = [
         "# Scoreboard",
-        "Programs that nobody wrote for this page run in eager, with bendtrace, and with others. "
-        f"Of {number} programs bendtrace is right on {ours['right']}, refuses {ours['refused']}, "
-        f"and is silently wrong on {ours['wrong']}. "
+        "The same programs run in eager, with bendtrace, and with others: which of them are right, "
+        f"which refuse, and which are silently wrong? Of {number} programs bendtrace is right on "
+        f"{ours['right']}, refuses {ours['refused']}, and is silently wrong on {ours['wrong']}. "
         f"{ours['crashed'] + ours['hung']} crash or hang.",
         f"This page, [its data]({data}) and its figure are written by one command:",
         '```console\npip install -e ".[test]" torchlens\n'
-        f"{_COMMAND} --quick --page docs/scoreboard.md\n```",
+        f"{_COMMAND} --quick --paritybench PATH --page docs/scoreboard.md\n```",
         "`--quick` takes some programs of each suite, spread evenly, and at most five minutes. "
         "Without it all programs run, which takes hours; a run that is ended goes on where it was. "
         "Each program runs in a process that may crash or hang.",
         "; ".join(f"{name}: {value}" for name, value in about.items()) + ".",
     ]
+    if note:
+        parts.append(note)
     if left_out:
         told = "; ".join(f"{name} ({why})" for name, why in left_out.items())
         parts.append(f"Left out: {told}.")
@@ -164,11 +187,15 @@ def _page(report: Report, picture: str, data: str) -> str:
     if report.invalid:
         told = ", ".join(f"{count} of {suite}" for suite, count in report.invalid.items())
         parts.append(f"Not counted, since eager itself does not run them here: {told}.")
-    parts += [f"![What became of the programs, by way]({picture})", report.tables()[0].markdown()]
+    parts += [
+        f"![What became of the programs, by way]({picture})",
+        report.main_table("all", "All programs").markdown(),
+        _CHOICE,
+        report.main_table("others", "Without these three suites", _CHOSEN).markdown(),
+    ]
     parts += ["## How it is counted", _COUNTED, _ways_told(str(about.get("backend")))]
     parts.append("## By suite")
-    for suite, table in zip((s for s in SUITES if s.name in report.counts), report.tables()[1:],
-                            strict=True):  # fmt: skip
+    for suite, table in report.suite_tables():
         parts += [suite.about, table.markdown()]
     if report.faults:
         parts += ["## Where bendtrace is not right", "\n".join(
@@ -190,6 +217,11 @@ eager does not raise; later calls are not made then, and do not count as right.
 bendtrace has to agree with eager bit for bit, in strides, types and object identities as well.
 The others have to agree in dtype, in shape, and in values up to rounding (`rtol=1e-3`), and an
 error counts as right wherever eager raises any."""
+
+_CHOICE = """\
+The numbers above say nothing about how often a library is wrong. The programs of the issues were
+chosen because another library was silently wrong on them; the corpus and the random programs were
+written to test bendtrace. The others were written elsewhere, and for other purposes."""
 
 _ISSUES = """\
 Each program was written for this page from what an issue describes; none was copied. Many of the
