@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -74,6 +76,9 @@ def tried(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def seeded(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call a function with the same random numbers each time."""
+    """Call a function with the same random numbers each time: of torch, Python and numpy."""
     torch.manual_seed(0)
+    random.seed(0)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(0)
     return function(*args, **kwargs)

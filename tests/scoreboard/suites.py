@@ -342,6 +342,7 @@ def _parity(name: str, option: Any) -> Case:
             sys.path.insert(0, place)
 
     def drive(wrap: Wrap) -> Iterator[Step]:
+        sys.modules.pop(f"generated.{name}", None)  # what it holds may have been changed
         module = _imported(f"generated.{name}")
         for cls, init, forward, *_ in module.TESTCASES:
             args, kwargs = init()
