@@ -20,39 +20,39 @@ SECTIONS: dict[str, tuple[str, float, str, str]] = {
     "promise": (
         "tests.cuda.promising", 0.36, "The promise",
         "Each model and its inputs are moved to the device. The model, its trace and its replays "
-        "are called in turn. Compared bit by bit are outputs, errors, arguments, state, and the "
-        "random generators of the CPU and of each GPU. If the model differs from itself between "
-        "two calls, both are compared again with deterministic algorithms.",
+        "are called in turn. The test compares outputs, errors, arguments, state, and the random "
+        "generators of the CPU and of each GPU, bit for bit. If two calls of the model itself "
+        "differ, the comparison is repeated with deterministic algorithms.",
     ),
     "streams": (
         "tests.cuda.streams", 0.14, "Streams",
-        "A stream of random inputs sends a model with data-dependent flow down ever new paths. "
-        "Each output is compared bit by bit. The ratios are the time of the `BendedModule`, its "
-        "traces included, divided by that of the model. Streams of CUDA are what a call may be "
-        "put on with `torch.cuda.stream`.",
+        "A stream of random inputs leads a model with data-dependent control flow along many new "
+        "paths. Each output is compared bit for bit. The ratios are the time of the "
+        "`BendedModule`, including its traces, divided by that of the model. CUDA streams are a "
+        "separate matter: `torch.cuda.stream` selects the one on which a call runs.",
     ),
     "memory": (
         "tests.cuda.memory", 0.08, "Memory",
-        "The peak of one call, above what was there before. Tensors are counted op by op. The "
-        "allocator's peak is `torch.cuda.max_memory_allocated`: the model's, the replay's, and "
-        "their ratio. Data guards may keep values alive; without them more than 1.1 of the "
-        "model's peak is wrong.",
+        "The peak of one call, minus the memory in use before it. Tensors are counted op by op. "
+        "The allocator's peak is `torch.cuda.max_memory_allocated`: the model's, the replay's, and "
+        "their ratio. Data guards may keep values alive. Without them, a case is wrong if its peak "
+        "is more than 1.1 times the model's.",
     ),
     "compiled": (
         "tests.cuda.compiling", 0.30, "Compiled paths",
-        'Outputs are compared with the model\'s: bit by bit for `backend="eager"`, else within '
-        "1e-3 relative and 1e-4 absolute. All outputs of a case are kept until its end, which "
-        "would show a CUDA graph that overwrites them. A case in which no call was served "
-        "compiled is wrong. `graphs passed over` counts how often torch.compile did without CUDA "
-        "graphs.",
+        'Outputs are compared with the model\'s: bit for bit for `backend="eager"`, and within '
+        "1e-3 relative and 1e-4 absolute otherwise. All outputs of a case are kept until its end, "
+        "which would reveal a CUDA graph that overwrites them. A case is wrong if compiled code "
+        "served none of its calls. `graphs passed over` counts how often torch.compile did not "
+        "use CUDA graphs.",
     ),
     "waits": (
         "tests.cuda.waiting", 0.12, "Waits",
-        "The number of synchronisations per call. On every device the profiler counts the values "
+        "The number of synchronisations per call. On every device, the profiler counts the values "
         "that Python reads (`aten::_local_scalar_dense`) and the sizes that depend on values "
-        "(`aten::nonzero`). On a GPU `waits` is the number of warnings of "
+        "(`aten::nonzero`). On a GPU, `waits` is the number of warnings of "
         '`torch.cuda.set_sync_debug_mode("warn")`. A replay must not have more than the model, '
-        "and a compiled call one look at its guards.",
+        "and a compiled call reads its guards only once.",
     ),
 }  # fmt: skip
 
@@ -72,7 +72,7 @@ def tables_of(report: Mapping[str, Any]) -> list[Table]:
     """Return the table of all outcomes, and those of each section."""
     every = [(SECTIONS[name][2], rows_of(report, name)) for name in report["sections"]]
     summary = Table(
-        "summary", "What became of all cases", ["section", "cases", *OUTCOMES],
+        "summary", "All cases by outcome", ["section", "cases", *OUTCOMES],
         [[title, str(len(rows)), *_counts(rows)] for title, rows in every], _command(report),
     )  # fmt: skip
     made = [summary]
@@ -116,7 +116,7 @@ def _of_section(name: str, rows: Sequence[Row], command: str) -> list[Table]:
         table = f"{name}-{number}" if number else name
         made.append(Table(table, title, ["case", "outcome", *headers], cells, command))
     if said := [[row.case, row.outcome, row.why] for row in rows if row.why]:
-        what = f"{title}, what there is to say"
+        what = f"{title}, reasons"
         made.append(Table(f"{name}-said", what, ["case", "outcome", "why"], said, command))
     return made
 
@@ -130,9 +130,10 @@ def page_of(report: Mapping[str, Any]) -> str:
         "This page and [its data](cuda.json) come from one command. It takes at most "
         f"{report['allowed']:g} minutes, and ends with an error if anything is wrong:",
         f"```console\npip install -e \".[test]\"\n{_command(report)} --page docs/cuda.md\n```",
-        "Sections are run alone by their names. What the time is not enough for is listed as not "
-        "run. What a device has no use for is listed as skipped, and what two calls of the model "
-        "itself do not agree on as not comparable, each with its reason.",
+        "To run a single section, pass its name. Cases for which there was not enough time are "
+        "listed as not run. Cases that do not apply to the device are listed as skipped. Cases "
+        "where two calls of the model itself differ are listed as not comparable. Each has its "
+        "reason.",
         f"{machine}; minutes: {report['minutes']}.",
         tables[0].markdown(),
     ]  # fmt: skip
@@ -151,11 +152,11 @@ def _status(report: Mapping[str, Any]) -> str:
         f"{counts[SKIPPED]} skipped and {counts[NOT_RUN]} not run."
     )
     if _on_gpu(report):
-        return f"What was tried on {report['machine']['GPU']}. {left}"
+        return f"These are the results on {report['machine']['GPU']}. {left}"
     return (
-        f"**No GPU has been tried.** This is a run with `--device {report['device']}`: it shows "
-        "that the command works, and nothing about a GPU. On a machine with one, leave `--device` "
-        f"out. {left}"
+        f"**No GPU has been tried.** This is a run with `--device {report['device']}`. It shows "
+        "that the command works, but nothing about a GPU. On a machine with a GPU, omit "
+        f"`--device`. {left}"
     )
 
 

@@ -23,9 +23,9 @@ __all__ = ["GROUPS", "check", "names"]
 
 GROUPS = {
     "corpus": "models of the corpus, along all their paths",
-    "tiny": "tiny transformers, several sizes and paddings",
-    "training": "tiny transformers, steps of training with dropout",
-    "hub": "types of transformers, also logged, looked at and patched",
+    "tiny": "tiny transformers, with several sizes and paddings",
+    "training": "tiny transformers, training steps with dropout",
+    "hub": "`transformers` architectures, also logged, inspected and patched",
 }
 _TRIES = 3
 _SEVERAL = "the model itself gives other bits each time"
