@@ -460,8 +460,8 @@ class BendedModule(BaseModule):
         Args:
             *inputs: the inputs of one call each: a tensor or another single argument, a tuple of
                 positional arguments, a dict of keyword arguments, or a pair (args, kwargs), as
-                `explore` finds them (`bended.export(*known, *found.inputs)`). All have to pass the same
-                guards of sizes and settings. Sizes that no guard fixes stay open.
+                `explore` finds them (`bended.export(*known, *found.inputs)`). All have to pass the
+                same guards of sizes and settings. Sizes that no guard fixes stay open.
             to: a file to write it to: `.pt2` for `torch.export.load`, `.aoti.pt2` for a package
                 compiled by AOTInductor, `.onnx` for onnxruntime (see `OnnxProgram`).
             unseen: "assert" for that error in the program; "error" to refuse right away.
