@@ -16,6 +16,7 @@ MODULES = (
     "compat",
     "distributed",
     "errors",
+    "export",
     "flow",
     "graph",
     "harvesting",

@@ -26,6 +26,7 @@ __all__ = [
     "CompileWarning",
     "ConversionError",
     "DivergenceError",
+    "ExportError",
     "HarvestError",
     "HookNameError",
     "IncompatibleVersionWarning",
@@ -210,6 +211,32 @@ class ConversionError(BendtraceError, ValueError):
         ...     print(error)
         the run sets self.total, which an fx graph cannot express
     """
+
+
+class ExportError(BendtraceError, ValueError):
+    """A model cannot be exported, or what was exported does not do the same.
+
+    Attributes:
+        reason: what cannot be exported, and what to do.
+        place: the source text that it comes from, with file and line; "" if there is none.
+
+    Example:
+        >>> import torch, bendtrace as bt
+        >>> bended = bt.BendedModule(lambda x: x * torch.rand(2))
+        >>> try:
+        ...     bended.export(torch.ones(2))
+        ... except bt.errors.ExportError as error:
+        ...     print(error)  # doctest: +ELLIPSIS
+        `torch.rand(2)` at ...:1: rand may draw random numbers: call eval(), or hand random numbers
+        in as an input
+    """
+
+    def __init__(self, reason: str, place: str = "") -> None:
+        super().__init__(f"{place}: {reason}" if place else reason)
+        self.reason, self.place = reason, place
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.reason, self.place)
 
 
 class _NothingThereError(BendtraceError, KeyError):

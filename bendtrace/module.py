@@ -6,9 +6,11 @@ import copy
 import functools
 import os
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from bendtrace._lazy import LazyModule
 from bendtrace.base_module import BaseModule
+from bendtrace.errors import InputError
 from bendtrace.hooks import HookManager
 from bendtrace.interject.activations import get_activations, inputs_of
 from bendtrace.interject.bends.bending import Bending, Out
@@ -20,6 +22,12 @@ from bendtrace.interject.insertion import Insertion
 from bendtrace.interject.patches.context import PatchContext, Patches
 from bendtrace.interject.resume_point import from_activations, told
 from bendtrace.paths.text import Text
+
+if TYPE_CHECKING:
+    from bendtrace.export import exporting
+    from bendtrace.export.exporting import Exported
+else:
+    exporting = LazyModule("bendtrace.export.exporting")
 
 __all__ = ["BendedModule"]
 
@@ -65,7 +73,7 @@ class BendedModule(BaseModule):
     """
 
     _untraced = BaseModule._untraced | {"_bending", "hooks"}
-    _shared = ("audit", "explore", "remove_all", "reset", "update")
+    _shared = ("audit", "explore", "export", "remove_all", "reset", "update")
 
     def __init__(
         self,
@@ -437,6 +445,53 @@ class BendedModule(BaseModule):
         return from_activations(self, *told(args, kwargs), bended=_bended)
 
     # Copies
+
+    def export(
+        self, *inputs: Any, to: str | os.PathLike[str] | None = None, unseen: str = "assert"
+    ) -> Exported:
+        """Turn the model, with its branches and loops, into one program that runs without Python.
+
+        The model is run with the inputs, under `torch.no_grad`. What these runs have shown becomes
+        a `torch.export.ExportedProgram` in which questions are `torch.cond` and loops
+        `torch.while_loop`. For each of the inputs it is compared with the model, bit by bit,
+        before it is returned; so are files, those of other targets within 1e-5. A call that comes
+        to a side of a question that no input took raises an error that names it.
+
+        Args:
+            *inputs: the inputs of one call each: a tensor or another single argument, a tuple of
+                positional arguments, a dict of keyword arguments, or a pair (args, kwargs), as
+                `explore` finds them (`bended.export(*known, *found.inputs)`). All have to pass the
+                same guards of sizes and settings. Sizes that no guard fixes stay open.
+            to: a file to write it to: `.pt2` for `torch.export.load`, `.aoti.pt2` for a package
+                compiled by AOTInductor, `.onnx` for onnxruntime (see `OnnxProgram`).
+            unseen: "assert" for that error in the program; "error" to refuse right away.
+
+        Returns:
+            What is called like the model, has the program, and prints as a report.
+
+        Raises:
+            ExportError: something has no form without Python, or with `unseen="error"` sides are
+                not known; it says which line, and what to do. No file is written then.
+            InputError: there are no inputs, something is inserted, the file cannot be written, or
+                the extra `onnx` is not installed.
+
+        Example:
+            >>> import torch, bendtrace as bt
+            >>> def halved(x):
+            ...     while x.norm() > 1:
+            ...         x = x / 2
+            ...     return x
+            >>> inputs = torch.zeros(3), torch.ones(3), torch.full((3,), 9.0)
+            >>> exported = bt.BendedModule(halved).export(*inputs)
+            >>> print(exported)
+            exported: equal to the model, bit by bit, for 3 inputs
+            >>> exported(torch.tensor([6.0, 8.0, 0.0, 0.0]))
+            tensor([0.3750, 0.5000, 0.0000, 0.0000])
+        """
+        if self._board:
+            raise InputError("something is inserted, which no program can call: remove it first")
+        calls = exporting.calls_in(inputs)
+        return exporting.export(self._model, self._signature, calls, to, unseen)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> BendedModule:
         # Paths are not copied: their code holds on to the tensors and modules of this model.

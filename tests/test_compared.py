@@ -223,6 +223,19 @@ def without_python() -> str:
     return "yes"
 
 
+def by_bendtrace_without_python() -> str:
+    """Run the model of the README, with its loop, from a file."""
+    file = io.BytesIO()
+    exported = bt.BendedModule(made(Refine)).export(X, X * 9, X / 99)
+    torch.export.save(exported.program, file)
+    file.seek(0)
+    loaded = torch.export.load(file).module()
+    for factor in (0.1, 3.0, 50.0):
+        assert torch.equal(loaded(X * factor), made(Refine)(X * factor))
+    assert not any(isinstance(module, Refine) for module in loaded.modules())
+    return "yes"
+
+
 # Measured
 
 DATA = json.loads((ROOT / "docs" / "performance.json").read_text())["sections"]
@@ -265,7 +278,9 @@ ROWS: dict[str, tuple[Callable[[], str] | None, ...]] = {
     "an attribute of the model that is changed afterwards": (
         by_bendtrace, by_hooks, by_torchlens, by_nnsight, by_fx, by_export, by_compile,
     ),
-    "running where the model's Python is not": (None, None, None, None, None, without_python, None),
+    "running where the model's Python is not": (
+        by_bendtrace_without_python, None, None, None, None, without_python, None,
+    ),
     "a call, 20 gated layers": (
         relative(GATED, "bended"), relative(GATED, "native hooks"), None,
         relative(GATED, "nnsight"), refused(GATED, "torch.fx"), refused(GATED, "torch.export"),

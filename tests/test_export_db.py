@@ -11,7 +11,11 @@ import pytest
 import torch
 from torch.utils._pytree import tree_map
 
+import bendtrace as bt
+from bendtrace.calls import Call
+from bendtrace.export.exporting import difference
 from tests.promise import Inputs, assert_promise
+from tests.shares import some
 
 with warnings.catch_warnings(action="ignore"):
     from torch._export.db.examples import all_examples
@@ -80,3 +84,29 @@ def test_an_example_gives_what_eager_gives(name: str, gradients: bool) -> None:
     else:
         assert bended.stats.live == 0
         assert bended.stats.replays >= 2 + bool(longer)
+
+
+# What no exported program has a form of, with the reason that is given.
+NOT_EXPORTED = {
+    "autograd_function": "is not torch's",
+    "cond_closed_over_variable": "higher-order op",
+    "dynamic_shape_map": "higher-order op",
+    "model_attr_mutation": "sets self.attr_list",
+    "optional_input": "a tensor of unknown origin",
+    "tensor_setattr": "sets x.attr",
+    "user_input_mutation": "writes to an argument",
+}
+
+
+@pytest.mark.parametrize("name", some(EXAMPLES, each=9))
+def test_example_is_exported_or_refused_with_its_reason(name: str) -> None:
+    model = copy.deepcopy(EXAMPLES[name].model)
+    calls = [Call(*inputs(name, v)) for v in ("same", "negative") if runs(name, v)]
+    if name in NOT_EXPORTED:
+        with pytest.raises(bt.errors.ExportError, match=NOT_EXPORTED[name]):
+            bt.BendedModule(model).export(*calls)
+        return
+    exported = bt.BendedModule(model).export(*calls)
+    for call in calls:
+        with torch.no_grad():
+            assert difference(call.to(exported), call.to(model)) is None

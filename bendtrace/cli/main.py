@@ -15,6 +15,7 @@ from torch import nn
 import bendtrace
 from bendtrace._tracebacks import UsersError, one_line
 from bendtrace.cli.example import AdaptiveBlock
+from bendtrace.cli.exports import EPILOG, add_options, exported
 from bendtrace.cli.inputs import Inputs, read
 from bendtrace.cli.report import as_json, as_text
 from bendtrace.cli.runs import run, seed_all
@@ -79,10 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(_joined(sys.argv[1:] if argv is None else argv))
     try:
         with redirect_stdout(sys.stderr):  # of the user's code
-            if options.command == "explore":
-                text, equal = _explored(options), True
-            else:
-                text, equal = _traced(options) if options.command else _example()
+            text, equal = _COMMANDS[options.command](options)
         encoding = sys.stdout.encoding or "utf-8"
         print(text.encode(encoding, "backslashreplace").decode(encoding), flush=True)
     except UsersError as error:
@@ -119,7 +117,7 @@ def _fail(message: str) -> int:
     return 2
 
 
-def _example() -> tuple[str, bool]:
+def _example(_: argparse.Namespace) -> tuple[str, bool]:
     seed_all(1)
     calls = [Inputs((text,)) for text in _EXAMPLE_CALLS]
     done = run("AdaptiveBlock", AdaptiveBlock(), calls, seed=2)
@@ -155,6 +153,14 @@ def _explored(options: argparse.Namespace) -> str:
         (args, kwargs), domain, seconds=options.seconds, seed=options.seed
     )
     return str(found)
+
+
+_COMMANDS: dict[str | None, Callable[[argparse.Namespace], tuple[str, bool]]] = {
+    None: _example,
+    "trace": _traced,
+    "explore": lambda options: (_explored(options), True),
+    "export": lambda options: (exported(options), True),
+}
 
 
 class _Parser(argparse.ArgumentParser):
@@ -207,4 +213,12 @@ def _parser() -> argparse.ArgumentParser:
         help="an input that may differ, and its range; repeat")  # fmt: skip
     add("--seconds", type=float, default=10.0, metavar="N", help="how long to search (default: 10)")
     add("--seed", type=int, default=0, metavar="N", help="for making the model, and for the search")
+    export = commands.add_parser(
+        "export",
+        help="write a model of your own to a file without Python; see export --help",
+        description="Write a model, with its branches and loops, to a file without Python.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_options(export)
     return parser

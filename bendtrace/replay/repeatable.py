@@ -28,7 +28,7 @@ from bendtrace.torch_rules.functions import (
 from bendtrace.torch_rules.host_io import environ
 from bendtrace.torch_rules.writes import works_in_place
 
-__all__ = ["may_draw", "may_run_again", "may_write_to"]
+__all__ = ["makes_anew", "may_draw", "may_run_again", "may_write_to"]
 
 
 def may_run_again(recording: Recording) -> bool:
@@ -103,7 +103,7 @@ def may_write_to(tape: Tape, values: set[int]) -> bool:
                 written.update(ref.index for ref in refs_in((op.args[:1], op.kwargs.get("out"))))
             if not names.isdisjoint(written):
                 return True
-            if _makes_anew(op.target):
+            if makes_anew(op.target):
                 continue
         if op.is_work and not names.isdisjoint(op.operands):
             names.add(op.index)
@@ -137,7 +137,7 @@ def _draws(function: Any) -> bool:
 
 
 @functools.cache
-def _makes_anew(function: Any) -> bool:
+def makes_anew(function: Any) -> bool:
     """Whether what a function gives has memory of its own for sure."""
     name = name_of(function)
     if name in _ANEW:

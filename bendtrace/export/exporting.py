@@ -1,0 +1,419 @@
+"""`BendedModule.export`: what is known of a model as one program without Python of its own."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import operator
+import os
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_map
+
+from bendtrace.errors import ExportError, InputError
+from bendtrace.export import targets
+from bendtrace.export.machine import Machine, refuse, told
+from bendtrace.export.writer import Unseen, Written, write
+from bendtrace.flow import steps_of
+from bendtrace.history.sizes import counted
+from bendtrace.recording.recorder import Recording
+from bendtrace.recording.run import Signature, record
+from bendtrace.replay.explain import explain_check
+from bendtrace.replay.global_state import GlobalState
+from bendtrace.replay.program import Program
+
+__all__ = ["Exported", "calls_in", "compare", "difference", "export", "tensors_in"]
+
+_serials = itertools.count()
+_TOLERANCE = 1e-5
+Inputs = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+@dataclass(eq=False)
+class Exported:
+    """A model with its branches and loops as one program.
+
+    Called, it runs the program. Printed, it says what was exported and compared.
+
+    Attributes:
+        program: the `torch.export.ExportedProgram`.
+        unseen: the sides of questions that no input took: a call that comes to one raises.
+        compared: how many inputs it was compared with the model for.
+        notes: what else is worth knowing.
+        source: the program as it was written, before torch.export traced it.
+
+    Example:
+        >>> import torch, bendtrace as bt
+        >>> bended = bt.BendedModule(lambda x: x.relu() if x.sum() > 0 else x * 2)
+        >>> exported = bended.export(torch.ones(3), -torch.ones(3))
+        >>> exported(torch.tensor([1.0, -3.0]))
+        tensor([ 2., -6.])
+        >>> [str(node.target) for node in exported.program.graph.nodes if "cond" in node.name]
+        ['cond']
+    """
+
+    program: torch.export.ExportedProgram
+    unseen: tuple[Unseen, ...]
+    compared: int
+    notes: tuple[str, ...]
+    source: str = field(repr=False)
+    _module: Any = field(default=None, repr=False, init=False)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the program."""
+        if self._module is None:
+            self._module = self.program.module()
+        with torch.no_grad():
+            return self._module(*args, **kwargs)
+
+    def __repr__(self) -> str:
+        inputs = counted(self.compared, "input")
+        lines = [f"exported: equal to the model, bit by bit, for {inputs}"]
+        if self.unseen:
+            lines.append(f"{counted(len(self.unseen), 'side')} never taken, where it raises:")
+            lines += [f"    {unseen}" for unseen in self.unseen]
+        lines += self.notes
+        return "\n".join(lines)
+
+
+def export(
+    model: Callable[..., Any],
+    signature: Signature,
+    calls: Sequence[Inputs],
+    to: str | os.PathLike[str] | None,
+    unseen: str,
+    tell: Callable[[str], None] = lambda step: None,
+) -> Exported:
+    """Export a model.
+
+    Args:
+        model: the model.
+        signature: names its arguments.
+        calls: the inputs.
+        to: as for `BendedModule.export`.
+        unseen: likewise.
+        tell: is told what is done next: "record" and "compare" once for each of the inputs,
+            "trace", and "write" if there is a file.
+    """
+    if unseen not in ("assert", "error"):
+        raise InputError(f"unseen is 'assert' or 'error', not {unseen!r}")
+    if not calls:
+        raise InputError("no paths are known: give inputs, which the model is run with")
+    for number, (args, kwargs) in enumerate(calls, 1):
+        if (len(args), set(kwargs)) != (len(calls[0][0]), set(calls[0][1])):
+            raise InputError(
+                f"input {number} has other positional or keyword arguments than the first: a "
+                "program is called in one way"
+            )
+    target = None if to is None else targets.target_of(to)
+    with torch.no_grad():
+        recordings = _recorded(model, signature, calls, tell)
+        machine = Machine(recordings)
+        args, kwargs = _largest(calls)
+        names = signature.arrange(args, kwargs)[0]
+        parameters = [_variable(name) for name in names]
+        head = [_variable(name) for name in signature.names(args, kwargs)]
+        state = _names_of(model)
+        written = write(machine, parameters, head, state, False)
+        if written.unseen and unseen == "error":
+            listed = "\n".join(f"    {one}" for one in written.unseen)
+            raise ExportError(f"inputs never took some sides:\n{listed}")
+        tell("trace")
+        program = _traced(written, signature, args, kwargs)
+        made = Exported(program, written.unseen, len(calls), written.told, written.text)
+        compare(made, calls, recordings, tell=tell)
+        check = functools.partial(compare, calls=calls, recordings=recordings)
+        loosely = functools.partial(check, tolerance=_TOLERANCE)
+        if to is not None:
+            tell("write")
+        if to is not None and target == "pt2":
+            targets.save_program(program, to, check)
+        elif to is not None and target == "aoti":
+            targets.save_package(program, to, loosely)
+        elif to is not None:
+            flagged = write(machine, parameters, head, state, True)
+            messages = {one.number: one.message for one in flagged.unseen}
+            targets.save_onnx(_traced(flagged, signature, args, kwargs), to, messages, loosely)
+        if to is not None:
+            within = "bit by bit" if target == "pt2" else f"within {_TOLERANCE:g}"
+            made.notes = (
+                *made.notes,
+                f"written to {os.fspath(to)}, whose outputs are equal {within}",
+            )
+        return made
+
+
+def _variable(name: str) -> str:
+    return name.replace("[", "_").replace("]", "").lstrip("*")
+
+
+def calls_in(inputs: Sequence[Any]) -> list[Inputs]:
+    """Return inputs as positional and keyword arguments."""
+    calls: list[Inputs] = []
+    for given in inputs:
+        if hasattr(given, "args") and hasattr(given, "kwargs"):
+            calls.append((tuple(given.args), dict(given.kwargs)))
+        elif _is_pair(given):
+            calls.append((tuple(given[0]), dict(given[1])))
+        elif isinstance(given, Mapping):
+            calls.append(((), dict(given)))
+        elif type(given) in (tuple, list):
+            calls.append((tuple(given), {}))
+        else:
+            calls.append(((given,), {}))
+    return calls
+
+
+def _is_pair(given: Any) -> bool:
+    """Whether something is a tuple of positional arguments and a dict of keyword arguments."""
+    return (
+        type(given) is tuple
+        and len(given) == 2
+        and type(given[0]) is tuple
+        and type(given[1]) is dict
+        and all(type(key) is str for key in given[1])
+    )
+
+
+def _recorded(
+    model: Callable[..., Any],
+    signature: Signature,
+    calls: Sequence[Inputs],
+    tell: Callable[[str], None],
+) -> list[Recording]:
+    """Record the model's runs with some inputs, each state of them."""
+    recordings: list[Recording] = []
+    first: Program | None = None
+    for number, (args, kwargs) in enumerate(calls, 1):
+        tell("record")
+        own_args, own_kwargs = tree_map(_copied, (args, kwargs))
+        try:
+            recording = record(model, own_args, own_kwargs, signature, reads_states=True)
+        except Exception as error:
+            raise ExportError(f"with input {number}, the model raises {error!r}") from error
+        refuse(recording)
+        recordings.append(recording)
+        arguments = tuple(signature.bind(*tree_map(_copied, (args, kwargs))).values())
+        if first is None:
+            first = Program(recording, GlobalState.current(), joins=False)
+        else:
+            failing = first.failing(arguments)
+            if failing is not None:
+                why = explain_check(failing, first, arguments, steps_of(first.recording))
+                raise ExportError(
+                    f"input {number} is of another kind than the first, for which the model does "
+                    f"something else: {why}; export once for each"
+                )
+    return recordings
+
+
+def _copied(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, Tensor) else value
+
+
+def _largest(calls: Sequence[Inputs]) -> Inputs:
+    """Return the inputs with the largest sizes: sizes of 1 and 0 are no example of others."""
+
+    def size(call: Inputs) -> int:
+        leaves = tree_flatten(call)[0]
+        return sum(min(t.shape, default=0) for t in leaves if isinstance(t, Tensor))
+
+    return max(calls, key=size)
+
+
+def _names_of(model: Callable[..., Any]) -> dict[int, str]:
+    if not isinstance(model, nn.Module):
+        return {}
+    found = {id(tensor): name for name, tensor in model.named_buffers()}
+    found.update((id(tensor), name) for name, tensor in model.named_parameters())
+    return found
+
+
+class _Unmet(Exception):
+    """A condition on sizes does not hold."""
+
+
+def _require(holds: Any) -> None:
+    if not holds:
+        raise _Unmet
+
+
+def _has_dtype(tensor: Tensor, dtype: torch.dtype) -> None:
+    torch.ops.aten._assert_tensor_metadata.default(tensor, dtype=dtype)
+
+
+def _cond(asked: Tensor, yes: Any, no: Any, operands: tuple[Any, ...]) -> Any:
+    """Call `cond` with the operands that it takes; others are the same on each call."""
+    taken, sides = _operands(operands, yes, no)
+    return torch.ops.higher_order.cond(asked, *sides, taken)
+
+
+def _while_loop(test: Any, step: Any, carried: tuple[Any, ...], operands: tuple[Any, ...]) -> Any:
+    """Call `while_loop` with the operands that it takes; others are the same on each call."""
+    taken, functions = _operands(operands, test, step, first=len(carried))
+    return torch.ops.higher_order.while_loop(*functions, carried, taken)
+
+
+def _operands(
+    operands: tuple[Any, ...], *functions: Callable[..., Any], first: int = 0
+) -> tuple[tuple[Any, ...], list[Callable[..., Any]]]:
+    """Return the tensors and open sizes among operands, and functions that are given no others."""
+    places = [n for n, v in enumerate(operands) if isinstance(v, (Tensor, torch.SymInt))]
+
+    def given(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*values: Any) -> Any:
+            every = list(operands)
+            for place, value in zip(places, values[first:], strict=True):
+                every[place] = value
+            return function(*values[:first], *every)
+
+        return call
+
+    return tuple(operands[place] for place in places), list(map(given, functions))
+
+
+def _module(written: Written, file: str) -> nn.Module:
+    """Make a module with the written forward, and the model's own tensors by their names."""
+    names = {
+        **written.names,
+        "torch": torch,
+        "read": operator.attrgetter,
+        "require": _require,
+        "has_dtype": _has_dtype,
+        "cond": _cond,
+        "while_loop": _while_loop,
+    }
+    exec(compile(written.text, file, "exec"), names)
+    kind = type("Exported", (nn.Module,), {"forward": names["forward"]})
+    module: nn.Module = kind()
+    for path, tensor in written.tensors.items():
+        *owners, name = path.split(".")
+        owner: nn.Module = module
+        for part in owners:
+            if part not in owner._modules:
+                owner.add_module(part, nn.Module())
+            owner = owner.get_submodule(part)
+        if isinstance(tensor, nn.Parameter):
+            owner.register_parameter(name, tensor)
+        else:
+            owner.register_buffer(name, tensor.detach())
+    return module.eval()
+
+
+def _traced(
+    written: Written, signature: Signature, args: Any, kwargs: Any
+) -> torch.export.ExportedProgram:
+    file = f"<bendtrace export {next(_serials)}>"
+    module = _module(written, file)
+    names = signature.names(args, kwargs)
+    named = [_variable(name) for name in names]
+    given = dict(zip(named[len(args) :], kwargs.values(), strict=True))
+    args, given = tree_map(_copied, (tuple(args), given))
+    values = dict(zip(named, (*args, *given.values()), strict=True))
+    shapes = {name: _open(value) for name, value in values.items()}
+    try:
+        with targets.quiet():
+            return torch.export.export(module, args, given, dynamic_shapes=shapes, strict=False)
+    except Exception as error:
+        raise ExportError(*_explained(error, written, file)) from error
+
+
+def _open(value: Any) -> Any:
+    """Return which sizes are left open: all, as far as the program does not depend on them."""
+    return tree_map(
+        lambda leaf: (torch.export.Dim.AUTO,) * leaf.dim() if isinstance(leaf, Tensor) else None,
+        value,
+    )
+
+
+def _explained(error: BaseException, written: Written, file: str) -> tuple[str, str]:
+    """Say what torch.export refuses, and which line of the model that comes from."""
+    seen: BaseException | None = error
+    while seen is not None:
+        lines = [f.lineno for f in traceback.extract_tb(seen.__traceback__) if f.filename == file]
+        record = written.records.get(lines[-1] or 0) if lines else None
+        if record is not None:
+            first = str(error).strip().split("\n")[0]
+            what = f"torch.export refuses it: {type(error).__name__}: {first}"
+            if isinstance(seen, _Unmet):
+                what = "it depends on sizes in a way that differs between the inputs"
+            return what, told(record)
+        seen = seen.__cause__ or seen.__context__
+    return f"torch.export refuses it: {type(error).__name__}: {error}", ""
+
+
+def compare(
+    made: Callable[..., Any],
+    calls: Sequence[Inputs],
+    recordings: Sequence[Recording],
+    tolerance: float | None = None,
+    tell: Callable[[str], None] = lambda step: None,
+) -> None:
+    """Run all inputs through a program, and compare with what the model gave.
+
+    Args:
+        made: the program.
+        calls: the inputs.
+        recordings: the runs of the model with them.
+        tolerance: how far floats may be off; None for not at all.
+        tell: is told "compare" before each of the inputs.
+
+    Raises:
+        ExportError: it gives something else.
+    """
+    for number, ((args, kwargs), recording) in enumerate(zip(calls, recordings, strict=True), 1):
+        tell("compare")
+        try:
+            with torch.no_grad():
+                given = made(*tree_map(_copied, args), **tree_map(_copied, kwargs))
+        except Exception as error:
+            first = str(error).strip().split("\n")[0]
+            raise ExportError(f"with input {number}, the program raises {first}") from error
+        different = difference(given, recording.result, tolerance)
+        if different is not None:
+            raise ExportError(f"with input {number}, the program gives something else: {different}")
+
+
+def difference(given: Any, expected: Any, tolerance: float | None = None) -> str | None:
+    """Say how what a program gives differs from what the model gives; None if it does not."""
+    ours, theirs = (tensors_in(value) for value in (given, expected))
+    if len(ours) != len(theirs):
+        return f"{len(ours)} values in place of {len(theirs)}"
+    for place, (one, other) in enumerate(zip(ours, theirs, strict=True)):
+        if one.dtype is not other.dtype or one.shape != other.shape:
+            what = f"{one.dtype}{list(one.shape)} in place of {other.dtype}{list(other.shape)}"
+            return f"value {place} is a {what}"
+        if not _is_equal(one, other, tolerance):
+            off = (one.double() - other.double()).abs().max() if one.numel() else 0.0
+            return f"value {place} is off by {float(off):.3g}"
+    return None
+
+
+def _is_equal(one: Tensor, other: Tensor, tolerance: float | None) -> bool:
+    if tolerance is not None and one.is_floating_point():
+        return torch.allclose(one, other, rtol=tolerance, atol=tolerance, equal_nan=True)
+    if not one.is_floating_point():
+        return torch.equal(one, other)
+    bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[one.element_size()]
+    same = one.contiguous().view(bits) == other.contiguous().view(bits)
+    return bool((same | (one.isnan() & other.isnan())).all())
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """Return the tensors and numbers in a value, numbers as tensors."""
+    if isinstance(value, Tensor):
+        return [value.detach()]
+    if isinstance(value, Mapping):
+        return [leaf for item in value.values() for leaf in tensors_in(item)]
+    if isinstance(value, (tuple, list)):
+        return [leaf for item in value for leaf in tensors_in(item)]
+    if type(value) is float:
+        return [torch.tensor(value, dtype=torch.float64)]
+    if type(value) in (bool, int):
+        return [torch.tensor(value)]
+    return []

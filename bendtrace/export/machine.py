@@ -1,0 +1,355 @@
+"""What recorded runs ask, in which state, and what follows each answer: a state machine.
+
+Runs that ask the same question in the same state go on as one (see `recording/states.py`), so the
+paths of all runs are laid over each other here: branches join, and loops close. `View` finds the
+structure in it: where the sides of a question meet again, and which questions a loop repeats.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, TypeAlias
+
+import networkx as nx
+
+from bendtrace.errors import ExportError
+from bendtrace.export.numbers import Kind, Numbers
+from bendtrace.recording.iterations import user_code
+from bendtrace.recording.recorder import Recording
+from bendtrace.replay.analysis import Analysis, GuardKind
+from bendtrace.tape.captured import identical
+from bendtrace.tape.tape import Guard, Test
+
+__all__ = ["END", "Loop", "Machine", "Question", "Run", "View", "Way", "refuse", "told"]
+
+
+class _End:
+    """Where all runs come to."""
+
+    def __repr__(self) -> str:
+        return "END"
+
+
+END = _End()
+
+
+@dataclass(eq=False)
+class Run:
+    """A recorded run, and what is derived from it.
+
+    Attributes:
+        recording: the run.
+        analysis: its guards, sorted.
+        numbers: where its numbers come from.
+    """
+
+    recording: Recording
+    analysis: Analysis = field(init=False)
+    numbers: Numbers = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.analysis = Analysis(self.recording.tape)
+        self.numbers = Numbers(self.recording.tape)
+
+    def questions(self) -> Iterator[int]:
+        """Yield the guards whose answers depend on values."""
+        tape = self.recording.tape
+        before: Any = None
+        for number, guard in enumerate(tape.guards):
+            if not self.is_question(number):
+                continue
+            state = tape.states.get(number)
+            if state is None:
+                raise ExportError(f"the state at {told(guard)} was not read", told(guard))
+            this = state.key, state.holes, guard.index, guard.test
+            if this != before:
+                yield number
+            before = this
+
+    def is_question(self, number: int) -> bool:
+        """Whether the answer of a guard depends on values."""
+        guard = self.recording.tape.guards[number]
+        if self.analysis.kinds[number] is not GuardKind.DATA or guard.is_on_identity:
+            return False
+        if guard.test in (Test.RANK, Test.KIND):
+            return False
+        if guard.test is Test.LENGTH:
+            return self.numbers.has_varying_length(guard.index)
+        return self.numbers.kinds.get(guard.index) in (Kind.VALUE, Kind.SIZE)
+
+
+@dataclass(eq=False)
+class Way:
+    """What follows an answer.
+
+    Attributes:
+        answer: the answer.
+        run: a run that went on so.
+        after: the guard of that run that was answered; -1 for its beginning.
+        stop: the guard that was asked next; None for the end.
+        target: the state there.
+    """
+
+    answer: Any
+    run: Run
+    after: int
+    stop: int | None
+    target: Node
+
+
+@dataclass(eq=False)
+class Question:
+    """A state in which something is asked.
+
+    Attributes:
+        run: a run that was in it.
+        number: the guard of that run.
+        ways: the answers that are known, and what follows them.
+    """
+
+    run: Run
+    number: int
+    ways: list[Way] = field(default_factory=list)
+
+    @property
+    def guard(self) -> Guard:
+        """The guard."""
+        return self.run.recording.tape.guards[self.number]
+
+    @property
+    def place(self) -> str:
+        """The question, and where it is asked."""
+        return told(self.guard)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all possible answers are known."""
+        return len(self.ways) == 2 and all(type(way.answer) is bool for way in self.ways)
+
+    def __repr__(self) -> str:
+        return f"<Question {self.place}>"
+
+
+Node: TypeAlias = "Question | _End"
+
+
+def told(record: Any) -> str:
+    """Say what source text a guard or an op comes from, and where that is."""
+    if record.site is None:
+        return "a place that is not known"
+    place, _, _ = user_code(record.scope, record.site)
+    return f"`{place.text}` at {place}"
+
+
+class Machine:
+    """The states of some runs.
+
+    Args:
+        recordings: the runs, all of one set of input guards.
+
+    Attributes:
+        runs: the runs.
+        begin: what comes before the first question.
+        questions: the states, in the order in which they were met.
+    """
+
+    def __init__(self, recordings: Iterable[Recording]) -> None:
+        self.runs = [Run(recording) for recording in recordings]
+        self.begin: Way
+        self._by_key: dict[Any, Question] = {}
+        for number, run in enumerate(self.runs):
+            self._follow(run, number == 0)
+
+    @property
+    def questions(self) -> list[Question]:
+        """The states, in the order in which they were met."""
+        return list(self._by_key.values())
+
+    def _follow(self, run: Run, is_first: bool) -> None:
+        tape = run.recording.tape
+        numbers = list(run.questions())
+        nodes: list[Node] = []
+        for number in numbers:
+            key = tape.states[number].key
+            known = self._by_key.get(key)
+            if known is None:
+                known = self._by_key[key] = Question(run, number)
+            nodes.append(known)
+        nodes.append(END)
+        stops: list[int | None] = [*numbers, None]
+        if is_first:
+            self.begin = Way(None, run, -1, stops[0], nodes[0])
+        elif self.begin.target is not nodes[0]:
+            raise ExportError("runs begin differently", "the beginning")
+        for place, number in enumerate(numbers):
+            question, answer = nodes[place], tape.guards[number].answer
+            assert isinstance(question, Question)
+            if not any(identical(way.answer, answer) for way in question.ways):
+                way = Way(answer, run, number, stops[place + 1], nodes[place + 1])
+                question.ways.append(way)
+
+    @cached_property
+    def view(self) -> View:
+        """All of it."""
+        edges = {q: {way: way.target for way in q.ways} for q in self._by_key.values()}
+        return View(edges, self.begin.target, END)
+
+
+@dataclass(eq=False)
+class Loop:
+    """Questions that are asked again and again.
+
+    Attributes:
+        header: where it begins.
+        body: all questions in it.
+        again: the ways back to the header.
+        leaving: the ways out.
+    """
+
+    header: Question
+    body: frozenset[Question]
+    again: frozenset[Way]
+    leaving: frozenset[Way]
+
+
+class View:
+    """A part of the machine as it is walked, from an entry to a sink.
+
+    Args:
+        edges: the questions with their ways, and where each leads.
+        entry: where it begins.
+        sink: where all ways come to in the end.
+        loop: the loop of which this is one round.
+    """
+
+    def __init__(
+        self, edges: dict[Question, dict[Way, Any]], entry: Any, sink: Any, loop: Loop | None = None
+    ) -> None:
+        self.entry, self.sink, self.loop = entry, sink, loop
+        flow: nx.DiGraph[Any] = nx.DiGraph()
+        flow.add_nodes_from((entry, sink))
+        for question, ways in edges.items():
+            flow.add_edges_from((question, target) for target in ways.values())
+        alive = (nx.ancestors(flow, sink) | {sink}) & (nx.descendants(flow, entry) | {entry})
+        self.edges = {
+            question: {way: target for way, target in ways.items() if target in alive}
+            for question, ways in edges.items()
+            if question in alive
+        }
+        self._flow = flow.subgraph(alive)
+
+    def ways(self, question: Question) -> list[Way]:
+        """Return the ways on from a question."""
+        return list(self.edges[question])
+
+    def join(self, question: Question) -> Any:
+        """Return where all ways on from a question meet again."""
+        return self._joins[question]
+
+    @cached_property
+    def _joins(self) -> dict[Any, Any]:
+        return dict(nx.immediate_dominators(self._flow.reverse(copy=True), self.sink))
+
+    @cached_property
+    def loops(self) -> dict[Question, Loop]:
+        """The loops, by their headers.
+
+        Raises:
+            ExportError: a loop is entered in its middle.
+        """
+        dominators = dict(nx.immediate_dominators(self._flow, self.entry))
+
+        def dominates(one: Any, other: Any) -> bool:
+            while other is not one:
+                above = dominators.get(other)
+                if above is None or above is other:
+                    return False
+                other = above
+            return True
+
+        back: dict[Question, list[tuple[Question, Way]]] = {}
+        rest: nx.DiGraph[Any] = nx.DiGraph(self._flow)
+        for question, ways in self.edges.items():
+            for way, target in ways.items():
+                if isinstance(target, Question) and dominates(target, question):
+                    back.setdefault(target, []).append((question, way))
+                    if rest.has_edge(question, target):
+                        rest.remove_edge(question, target)
+        if not nx.is_directed_acyclic_graph(rest):
+            cycle = next(node for node, _ in nx.find_cycle(rest) if isinstance(node, Question))
+            raise ExportError("a loop is entered in its middle", cycle.place)
+        return {header: self._loop(header, pairs) for header, pairs in back.items()}
+
+    def _loop(self, header: Question, back: list[tuple[Question, Way]]) -> Loop:
+        body, waiting = {header}, [question for question, _ in back]
+        while waiting:
+            question = waiting.pop()
+            if question not in body:
+                body.add(question)
+                waiting += self._flow.predecessors(question)
+        leaving = frozenset(
+            way
+            for question in body
+            for way, target in self.edges[question].items()
+            if target not in body
+        )
+        return Loop(header, frozenset(body), frozenset(way for _, way in back), leaving)
+
+    def one_round(self, loop: Loop, keep: Callable[[Way], bool]) -> View:
+        """Return one round of a loop, with the ways that are kept; back and out is its sink."""
+        sink = object()
+        ends = loop.again | loop.leaving
+        edges = {
+            question: {
+                way: sink if way in ends else target
+                for way, target in self.edges[question].items()
+                if keep(way)
+            }
+            for question in loop.body
+        }
+        return View(edges, loop.header, sink, loop)
+
+    def without(self, loop: Loop) -> View:
+        """Return the same without the ways back to the header of a loop."""
+        edges = {
+            question: {way: target for way, target in ways.items() if way not in loop.again}
+            for question, ways in self.edges.items()
+        }
+        return View(edges, self.entry, self.sink, self.loop)
+
+
+def refuse(recording: Recording) -> None:
+    """Refuse what a run does that no function of tensors does.
+
+    Raises:
+        ExportError: it does something of the kind.
+    """
+    tape = recording.tape
+    if tape.blockers:
+        raise ExportError(f"the model can only be run live: {tape.blockers[0]}", "")
+    if tape.is_joint:
+        raise ExportError("ranks act together in the model", "")
+    for op in tape.ops:
+        if any(tape.ops[written].is_given for written in op.writes):
+            raise ExportError(
+                "the model writes to an argument, or to its state: hand it in as an input, and "
+                "return what it becomes",
+                told(op),
+            )
+    if recording.writes_outside:
+        raise ExportError(
+            "the model writes to an argument, or to its state: hand it in as an input, and return "
+            "what it becomes",
+            "",
+        )
+    if recording.changes:
+        label = recording.changes[0].label
+        raise ExportError(
+            f"the model sets {label}, which an exported program has no place for: hand it in as "
+            "an input, and return what it becomes",
+            "",
+        )
+    if recording.is_transient:
+        raise ExportError("the model fills a cache: call it once before", "")

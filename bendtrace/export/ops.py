@@ -1,0 +1,585 @@
+"""Writing the ops of a segment, with the numbers among their arguments as tensors."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bendtrace.compiled.eligible import why_not_op
+from bendtrace.compiled.expressions import Expressions
+from bendtrace.errors import ExportError
+from bendtrace.export.machine import Run, told
+from bendtrace.export.numbers import Kind
+from bendtrace.export.values import (
+    DTYPES,
+    Constant,
+    Number,
+    Several,
+    Static,
+    Tensors,
+    Value,
+    leaves,
+)
+from bendtrace.replay.repeatable import makes_anew
+from bendtrace.replay.schedule import Schedule
+from bendtrace.replay.source import INFIX, gives_nothing
+from bendtrace.tape.structure import Existing, Instance
+from bendtrace.tape.tape import Op, OpKind, Ref, TensorMeta, refs_in
+from bendtrace.torch_rules.functions import name_of, said_of
+
+__all__ = ["Scope", "SegmentOps"]
+
+
+class Scope:
+    """A function that is being written.
+
+    Args:
+        depth: 0 for `forward`, 1 for the sides of a question in it, and so on.
+
+    Attributes:
+        lines: its lines, each with what it comes from.
+        flag: the variable that says which unseen side was taken, if one can be.
+        asked: the numbers of those that it may be.
+        own: the variables that are made in it.
+        loops: the arguments of the loops in it.
+    """
+
+    def __init__(self, depth: int) -> None:
+        self.depth = depth
+        self.lines: list[tuple[str, Any]] = []
+        self.flag: str | None = None
+        self.asked: list[int] = []
+        self.own: set[str] = set()
+        self.loops: set[str] = set()
+
+    def add(self, text: str, record: Any = None) -> None:
+        """Add a line."""
+        self.lines.append((text, record))
+
+
+class SegmentOps(Expressions):
+    """Writes the ops of one segment into a scope.
+
+    Args:
+        scope: what it is written into.
+        run: the run that the segment is of.
+        schedule: what it does; None for what a question needs.
+        known: the values that it begins with.
+        part: returns the value of an argument, or of state.
+        new: returns a name that nothing has yet.
+        demand: writes that something has to hold, and why.
+        names: what generated names are bound to.
+    """
+
+    def __init__(
+        self,
+        scope: Scope,
+        run: Run,
+        schedule: Schedule | None,
+        known: dict[int, Value],
+        part: Callable[[Any, Op | None], Value],
+        new: Callable[[str], str],
+        demand: Callable[[Scope, str, str], None],
+        names: dict[str, Any],
+    ) -> None:
+        super().__init__()
+        names.update((k, v) for k, v in self.names.items() if k not in names)
+        self.names = names
+        self._scope, self._run, self._schedule = scope, run, schedule
+        self._ops = run.recording.tape.ops
+        self.known = known
+        self._part, self._new, self._demand = part, new, demand
+
+    def op(self, index: int) -> Op:
+        """Return an op of the run."""
+        return self._ops[index]
+
+    # Names
+
+    def bound(self, value: Any) -> str:
+        """Return a name that is bound to the value itself."""
+        bound = self.names.setdefault("__bound__", {})
+        name = bound.get(id(value))
+        if name is None:
+            name = bound[id(value)] = f"c{len(bound)}"
+            self.names[name] = value
+        return str(name)
+
+    def constant(self, value: Any) -> str:
+        """Return an expression for a value that does not change."""
+        if type(value) is str:  # in which variables could be found
+            return self.bound(value)
+        return super().constant(value)
+
+    def name(self, index: int) -> str:
+        """Return an expression for the value of an op, as an argument."""
+        return self._text(self.value_of(index))
+
+    def _text(self, value: Value) -> str:
+        if isinstance(value, Tensors):
+            return value.name
+        if isinstance(value, Static):
+            return value.text
+        if isinstance(value, Number):
+            return f"{value.name}.item()"
+        if isinstance(value, Several):
+            inner = ", ".join(map(self._text, value.items))
+            return f"[{inner}]" if value.kind is list else f"({inner},)"
+        return self.constant(value.value)
+
+    def value(self, value: Any) -> str:
+        """Return an expression for recorded arguments."""
+        if type(value) is _Named:
+            return value.text
+        if type(value) is Existing:
+            return self._text(self._part(value.part, None))
+        return super().value(value)
+
+    def value_of(self, index: int) -> Value:
+        """Return the value of an op, which is computed if it was left out before."""
+        if index in self.known:
+            return self.known[index]
+        op = self._ops[index]
+        if op.is_given:
+            found = self._part(op.target, op)
+            self.known[index] = found
+            return found
+        if self._schedule is not None and index in self._schedule.same:
+            return self.value_of(self._schedule.same[index])
+        is_pure = op.kind is OpKind.SCALAR or index in self._run.numbers.kinds
+        if not is_pure:
+            raise ExportError(
+                f"{said_of(op.target)} gives something that the question before does not hold",
+                told(op),
+            )
+        self.emit(op)
+        return self.known[index]
+
+    # Ops
+
+    def emit(self, op: Op) -> None:
+        """Write an op."""
+        self._refuse(op)
+        kind = self._run.numbers.kinds.get(op.index)
+        if op.kind is OpKind.SCALAR and op.target is operator.getitem:
+            self._emit_element(op)
+        elif kind is Kind.STATIC or (kind is Kind.SIZE and type(op.meta) is not bool):
+            self._emit_static(op, kind is Kind.SIZE)
+        elif kind is not None:
+            self._emit_number(op)
+        else:
+            self._emit_tensors(op)
+
+    def _refuse(self, op: Op) -> None:
+        if op.kind is OpKind.CALL and isinstance(op.target, _OPERATORS):
+            return
+        reason = why_not_op(op, op.context)
+        if reason is not None and "random" in reason and name_of(op.target).endswith("_cell"):
+            reason = None
+        if reason is None and (op.context.autocast or op.context.inference):
+            reason = f"{name_of(op.target)} runs under autocast or in inference mode"
+        if reason is not None:
+            raise ExportError(f"{reason}: {_advice(reason)}", told(op))
+
+    def _define(self, text: str, op: Op, prefix: str = "v") -> str:
+        name = self._new(prefix)
+        self._scope.own.add(name)
+        self._scope.add(f"{name} = {text}", op)
+        return name
+
+    def _emit_element(self, op: Op) -> None:
+        owner = self.value_of(op.args[0].index)
+        key = op.args[1]
+        if isinstance(owner, Several) and type(key) is int:
+            self.known[op.index] = owner.items[key]
+        elif isinstance(owner, Number) or self._ops[op.args[0].index].target is Tensor.tolist:
+            self._emit_number(op)
+        else:
+            raise ExportError(f"an element {key!r} of {said_of(op.target)} is used", told(op))
+
+    def _emit_static(self, op: Op, varies: bool) -> None:
+        if op.kind is OpKind.CALL and type(op.meta) is tuple:
+            tensor = self.value(op.args[0])
+            items = tuple(
+                Static(self._define(f"{tensor}.{_sized(op)}({dim})", op, "s"), int, varies)
+                for dim in range(len(op.meta))
+            )
+            self.known[op.index] = Several(items, (), torch.Size)
+            return
+        prefix = "s" if type(op.meta) is int else "k"
+        text = (
+            f"{self.value(op.args[0])}.size(0)"
+            if name_of(op.target) == "__len__"
+            else self.call(op)
+        )
+        name = self._define(text, op, prefix)
+        self.known[op.index] = Static(name, type(op.meta), varies)
+
+    def _emit_number(self, op: Op) -> None:
+        kind = bool if op.target is Tensor.__bool__ else type(op.meta)
+        if op.target is Tensor.tolist:
+            self.known[op.index] = self._listed(op, op.args[0].index)
+            return
+        if kind not in DTYPES:
+            raise ExportError(
+                f"{said_of(op.target)} takes something out of a tensor that is no number: keep "
+                "to tensors, or to ints, floats and bools",
+                told(op),
+            )
+        if op.kind is OpKind.CALL:
+            text = self._out_of(op, kind)
+        else:
+            text = self._arithmetic(op, kind)
+        self.known[op.index] = Number(self._define(text, op, "n"), kind)
+
+    def _listed(self, op: Op, index: int) -> Value:
+        """Return a tensor as the list of its numbers."""
+        tensor = self.value_of(index)
+        meta = self._ops[index].meta
+        if not isinstance(tensor, Tensors) or index in self._run.numbers.varying:
+            raise ExportError("a list of numbers is as long as values say: keep a tensor", told(op))
+        wide = _wide(meta.dtype)
+        if wide is None or math.prod(meta.shape) > _LONGEST:
+            raise ExportError("a long list of numbers is taken out of a tensor", told(op))
+        kind = next(k for k, dtype in DTYPES.items() if dtype is wide)
+        self._scope.add(f"require(tuple({tensor.name}.shape) == {tuple(meta.shape)})", op)
+
+        def of(shape: tuple[int, ...], at: str) -> Value:
+            if not shape:
+                text = f"{tensor.name}{f'[{at}]' if at else ''}.reshape(()).to({wide}, copy=True)"
+                return Number(self._define(text, op, "n"), kind)
+            items = (of(shape[1:], f"{at}, {i}" if at else str(i)) for i in range(shape[0]))
+            return Several(tuple(items), (), list)
+
+        return of(tuple(meta.shape), "")
+
+    def _emit_tensors(self, op: Op) -> None:
+        is_index = op.target in (Tensor.__getitem__, Tensor.__setitem__)
+        if is_index and any(map(self._is_index, refs_in(op.args[1]))):
+            text = self._indexed(op)
+        else:
+            args, kwargs = self._with_tensors(op)
+            text = self.call(_like(op, args, kwargs))
+        if op.target is Tensor.__setitem__:
+            self._scope.add(text, op)
+            return
+        name = self._new("v")
+        self._scope.own.add(name)
+        self._scope.add(f"{name} = {text}", op)
+        memory = self._memory(op)
+        if op.writes and isinstance(op.meta, TensorMeta):
+            first = op.args[0] if op.args else None
+            if type(first) is Ref and first.index in op.writes:  # it gives that very tensor back
+                owner = self.value_of(first.index)
+                if isinstance(owner, Tensors):
+                    self.known[op.index] = owner
+                    return
+        self.known[op.index] = self._taken_apart(name, op.meta, memory, op)
+
+    def _taken_apart(self, name: str, meta: Any, memory: frozenset[int], op: Op) -> Value:
+        if isinstance(meta, TensorMeta):
+            self.names["__memory_of__"][name] = memory
+            return Tensors(name, memory)
+        if type(meta) is tuple:
+            items = []
+            for place, item in enumerate(meta):
+                inner = self._define(f"{name}[{place}]", op)
+                items.append(self._taken_apart(inner, item, memory, op))
+            return Several(tuple(items))
+        if meta is None:
+            return Constant(None)
+        raise ExportError(f"{said_of(op.target)} gives something that is no tensor", told(op))
+
+    def _memory(self, op: Op) -> frozenset[int]:
+        """Return what the result of an op may share memory with."""
+        own = frozenset({len(self.names["__memories__"])})
+        self.names["__memories__"].append(None)
+        if makes_anew(op.target) or name_of(op.target) in _ANEW or gives_nothing(op):
+            return own
+        for index in op.operands:
+            for leaf in leaves(self.value_of(index)):
+                if isinstance(leaf, Tensors):
+                    own |= leaf.memory
+        return own
+
+    # Numbers among the arguments of functions
+
+    def _numbers(self, value: Any) -> list[int]:
+        found = []
+        for ref in refs_in(value):
+            if isinstance(self.value_of(ref.index), Number):
+                found.append(ref.index)
+        return found
+
+    def _with_tensors(self, op: Op) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arguments of an op with tensors in the place of numbers, where that is equal.
+
+        Other numbers are handed over by `item`, which torch.export may refuse.
+        """
+        numbers = self._numbers((op.args, op.kwargs))
+        if not numbers or name_of(op.target).strip("_") not in _PLAIN_ARITHMETIC:
+            return op.args, op.kwargs
+        metas = [
+            self._ops[index].meta
+            for index in op.operands
+            if isinstance(self._ops[index].meta, TensorMeta) and index not in numbers
+        ]
+        if len(metas) != 1 or len(op.args) != 2 or op.kwargs:
+            return op.args, op.kwargs
+        dtype, result = metas[0].dtype, getattr(op.meta, "dtype", None)
+        kinds = [self.value_of(index) for index in numbers]
+        fits = dtype in (torch.float32, torch.float64) and result in (dtype, torch.bool)
+        whole = all(isinstance(n, Number) and n.type is int for n in kinds)
+        fits = fits or (dtype is torch.int64 and whole and result in (dtype, torch.bool))
+        if not fits:
+            return op.args, op.kwargs
+        made: dict[int, Ref] = {}
+        for index in numbers:
+            number = self.value_of(index)
+            assert isinstance(number, Number)
+            name = self._define(f"{number.name}.to({dtype})", op)
+            made[index] = _Named(name)
+        args = tuple(made.get(arg.index, arg) if type(arg) is Ref else arg for arg in op.args)
+        return args, {}
+
+    def _indexed(self, op: Op) -> str:
+        """Write an index with numbers in it: what `select` does, with tensors."""
+        owner, key = op.args[0], op.args[1]
+        keys = list(key) if type(key) in (tuple, list) else [key]
+        tensor = self.value(owner)
+        places = [n for n, one in enumerate(keys) if type(one) is Ref and self._is_index(one)]
+        simple = all(type(k) in (int, slice) or n in places for n, k in enumerate(keys))
+        bounds = [one for one in keys if type(one) is slice and self._numbers(one)]
+        if not simple or bounds:
+            return self.call(op)
+        if op.target is Tensor.__setitem__:
+            if any(type(k) is slice for k in keys):
+                return self.call(op)
+            indices = []
+            for n, one in enumerate(keys):
+                text = self._counted(tensor, n, one, op) if n in places else f"torch.tensor({one})"
+                indices.append(f"{text}.reshape(1)")
+            return f"{tensor}[{', '.join(indices)},] = {self.value(op.args[2])}"
+        # From the last one on, so that the dimensions before keep their numbers.
+        text = tensor
+        for n in reversed(range(len(keys))):
+            one = keys[n]
+            if n in places:
+                at = self._counted(tensor, n, one, op)
+                text = f"{text}.index_select({n}, {at}.reshape(1)).select({n}, 0)"
+            elif type(one) is int:
+                text = f"{text}.select({n}, {one})"
+            else:
+                colons = ", ".join([":"] * n + [self.value(one)])
+                text = f"{text}[{colons}]"
+        return text
+
+    def _is_index(self, ref: Ref) -> bool:
+        """Whether a value is a single index that comes out of a tensor, or is one."""
+        value, meta = self.value_of(ref.index), self._ops[ref.index].meta
+        if isinstance(value, Number):
+            return value.type is int
+        return (
+            isinstance(value, Tensors)
+            and isinstance(meta, TensorMeta)
+            and meta.shape == ()
+            and meta.dtype in (torch.int64, torch.int32)
+        )
+
+    def _counted(self, tensor: str, dim: int, ref: Ref, op: Op) -> str:
+        value = self.value_of(ref.index)
+        assert isinstance(value, (Number, Tensors))
+        name = value.name
+        return f"torch.where({name} < 0, {name} + {tensor}.size({dim}), {name})"
+
+    # Numbers as tensors
+
+    def lift(self, value: Any, op: Op) -> str:
+        """Return an expression for a number as a tensor without dimensions, or a plain number."""
+        if type(value) is not Ref:
+            if type(value) is int and abs(value) >= _EXACT:
+                raise ExportError(f"it computes with {value}, which is too large", told(op))
+            if type(value) not in (bool, int, float):
+                raise ExportError(f"a number out of a tensor meets {value!r}", told(op))
+            return self.constant(value)
+        return self.lifted(self.value_of(value.index), op)
+
+    def lifted(self, value: Value, op: Op | None) -> str:
+        """Return an expression for a value that is a number."""
+        if isinstance(value, Number):
+            return value.name
+        if isinstance(value, Static):
+            if value.varies and value.type is int:
+                return f"torch.scalar_tensor({value.text}, dtype=torch.int64)"
+            return value.text
+        if isinstance(value, Constant) and type(value.value) in (bool, int, float):
+            return self.constant(value.value)
+        raise ExportError("a tensor is used as a number", "" if op is None else told(op))
+
+    def _out_of(self, op: Op, kind: type) -> str:
+        name, first = name_of(op.target), op.args[0] if op.args else None
+        if name in ("equal", "allclose") and op.target in _COMPARED:
+            given = [self.value(arg) for arg in op.args]
+            given += [f"{key}={self.value(item)}" for key, item in op.kwargs.items()]
+            if name == "allclose":
+                return f"torch.isclose({', '.join(given)}).all()"
+            one, other = (self._ops[index].meta for index in op.operands)
+            if one.shape != other.shape or not self._run.numbers.varying.isdisjoint(op.operands):
+                raise ExportError("tensors of different sizes are compared", told(op))
+            return f"({given[0]} == {given[1]}).all()"
+        if len(op.args) != 1 or type(first) is not Ref:
+            raise ExportError(f"{said_of(op.target)} takes more than a tensor", told(op))
+        tensor, dtype = self.name(first.index), self._ops[first.index].meta.dtype
+        if op.target is Tensor.__bool__:
+            text = f"{tensor}.clone()" if dtype is torch.bool else f"({tensor} != 0)"
+            return f"{text}.reshape(())"
+        wide = _wide(dtype)
+        if op.target not in _NUMBERS or wide is None or wide is not DTYPES[kind]:
+            raise ExportError(
+                f"{said_of(op.target)} of a tensor of {dtype} is asked for: compute it with "
+                "tensors",
+                told(op),
+            )
+        return f"{tensor}.reshape(()).to({wide}, copy=True)"
+
+    def _type(self, value: Any) -> type:
+        if type(value) is not Ref:
+            return type(value)
+        found = self.value_of(value.index)
+        return found.type if isinstance(found, (Number, Static)) else object
+
+    def _arithmetic(self, op: Op, kind: type) -> str:
+        target, infix = op.target, INFIX.get(op.target)
+        kinds = [self._type(arg) for arg in op.args]
+        given = [self.lift(arg, op) for arg in op.args]
+        if all(not isinstance(self.value_of(r.index), Number) for r in refs_in(op.args)):
+            given[0] = f"torch.as_tensor({given[0]})"
+        if target in _COMPARISONS:
+            if {int, float} <= set(kinds):
+                self._bound(op, kinds)
+            return f"({given[0]} {infix} {given[1]})"
+        if target in (operator.neg, operator.pos, operator.abs, abs) and kinds != [bool]:
+            self._bound(op, kinds)
+            return f"torch.{_UNARY[target]}({given[0]})"
+        same = len(set(kinds)) == 1 and kinds[0] in (int, float)
+        if target in (operator.add, operator.sub, operator.mul) and same:
+            self._bound(op, kinds)
+            return f"({given[0]} {infix} {given[1]})"
+        if target in (operator.add, operator.sub, operator.mul) and set(kinds) == {int, float}:
+            self._bound(op, kinds)  # which is exact as a float then
+            return f"({given[0]} {infix} {given[1]})"
+        if target is operator.truediv and set(kinds) <= {int, float}:
+            self._bound(op, kinds)
+            self._nonzero(op, given[1])
+            whole = kinds[0] is int and kinds[1] is int
+            left = f"torch.as_tensor({given[0]}).to(torch.float64)" if whole else given[0]
+            return f"({left} / {given[1]})"
+        if target in (operator.floordiv, operator.mod) and kinds == [int, int]:
+            self._bound(op, kinds)
+            self._nonzero(op, given[1])
+            if target is operator.mod:
+                return f"torch.remainder({given[0]}, {given[1]})"
+            return f'torch.div({given[0]}, {given[1]}, rounding_mode="floor")'
+        if target in (operator.and_, operator.or_, operator.xor) and kinds == [bool, bool]:
+            return f"({given[0]} {infix} {given[1]})"
+        raise ExportError(
+            f"{said_of(target)} of numbers out of tensors is computed in Python: compute it "
+            "with tensors",
+            told(op),
+        )
+
+    def _bound(self, op: Op, kinds: list[type]) -> None:
+        """Demand that integers are so small that nothing is rounded, and nothing overflows."""
+        for argument, kind in zip(op.args, kinds, strict=True):
+            if kind is int and type(argument) is Ref:
+                number = self.value_of(argument.index)
+                if isinstance(number, Number):
+                    name = number.name
+                    within = f"(({name} < {_SMALL}) & ({name} > -{_SMALL}))"
+                    self._demand(self._scope, within, f"an integer in {told(op)} is too large")
+
+    def _nonzero(self, op: Op, text: str) -> None:
+        if type(op.args[1]) is Ref:
+            self._demand(
+                self._scope, f"torch.as_tensor({text} != 0)", f"division by zero in {told(op)}"
+            )
+
+    def _instance(self, instance: Instance) -> str:
+        return self.value(tuple(instance.items))
+
+
+class _Named(Ref):
+    """Stands for a variable."""
+
+    __slots__ = ("text",)
+
+    def __init__(self, text: str) -> None:
+        super().__init__(-1)
+        self.text = text
+
+
+def _like(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Op:
+    if args is op.args:
+        return op
+    made = Op(op.index, op.kind, op.target, args, kwargs, op.scope, op.site, op.context)
+    made.meta = op.meta
+    return made
+
+
+def _sized(op: Op) -> str:
+    return "stride" if name_of(op.target) == "stride" else "size"
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype | None:
+    if dtype is torch.bool:
+        return dtype
+    if dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16):
+        return torch.float64
+    exact = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
+    return torch.int64 if dtype in exact else None
+
+
+def _advice(reason: str) -> str:
+    for words, advice in _ADVICE.items():
+        if words in reason:
+            return advice
+    return "leave it out of the model for the export"
+
+
+_ADVICE = {
+    "random": "call eval(), or hand random numbers in as an input",
+    "not torch's": "register it as an operator with torch.library.custom_op",
+    "handler": "test for the case before, in place of catching the error",
+    "raised": "test for the case before, in place of catching the error",
+    "autocast": "convert the model with to(dtype), and export it without autocast",
+    "constructor": "call a function such as torch.zeros in its place",
+    "statistics": "call eval()",
+    "is asked for": "leave the question out, as its answer is the same for all inputs",
+}
+_OPERATORS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
+# Compositions of operators that never give back what they are given.
+_ANEW = frozenset({"softmax", "log_softmax", "norm", "embedding", "cosine_similarity", "where"})
+_EXACT = 1 << 53
+_SMALL = 1 << 31
+_LONGEST = 64
+_COMPARED = frozenset({torch.equal, Tensor.equal, torch.allclose, Tensor.allclose})
+_NUMBERS = frozenset({Tensor.item, Tensor.__int__, Tensor.__index__, Tensor.__float__})
+_COMPARISONS = frozenset(
+    {operator.eq, operator.ne, operator.lt, operator.le, operator.gt, operator.ge}
+)
+_UNARY: dict[Any, str] = {
+    operator.neg: "neg", operator.pos: "positive", operator.abs: "abs", abs: "abs",
+}  # fmt: skip
+# Of a tensor and a number, which is the same with a tensor without dimensions.
+_PLAIN_ARITHMETIC = frozenset(
+    {
+        "add", "sub", "mul", "div", "truediv", "true_divide", "radd", "rsub", "rmul", "rtruediv",
+        "eq", "ne", "lt", "le", "gt", "ge", "multiply", "subtract", "divide", "iadd", "isub",
+        "imul", "itruediv", "rdiv", "idiv",
+    }
+)  # fmt: skip

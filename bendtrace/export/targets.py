@@ -1,0 +1,237 @@
+"""Writing an exported program to a file: for torch, as a compiled package, or for ONNX."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import logging
+import os
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten
+
+from bendtrace.compiled.attempts import Quiet
+from bendtrace.errors import ExportError, InputError
+
+__all__ = ["OnnxProgram", "quiet", "save_onnx", "save_package", "save_program", "target_of"]
+
+_LOGGERS = ("torch.onnx", "torch._export", "onnxscript", "onnx_ir")
+_SUBGRAPHS = "pkg.torch.__subgraph__"
+_UNSEEN = "bendtrace_unseen"  # the last output of an ONNX model, and the key of its messages
+
+
+def target_of(path: str | os.PathLike[str]) -> str:
+    """Return as what a file is to be written, by its ending.
+
+    Raises:
+        InputError: the ending is not known, or the folder is not there.
+    """
+    file = Path(path)
+    if not file.parent.is_dir():
+        raise InputError(f"there is no folder {str(file.parent)!r} to write {file.name} to")
+    if file.is_dir() or not os.access(file.parent, os.W_OK):
+        raise InputError(f"{str(file)!r} cannot be written")
+    for ending, target in ((".aoti.pt2", "aoti"), (".pt2", "pt2"), (".onnx", "onnx")):
+        if file.name.endswith(ending):
+            if target == "onnx":
+                _onnx()
+            return target
+    raise InputError(
+        f"{file.name!r} has to end with .pt2 (torch.export), .aoti.pt2 (a compiled package) or "
+        ".onnx"
+    )
+
+
+@contextlib.contextmanager
+def _written_whole(path: str | os.PathLike[str], ending: str) -> Iterator[str]:
+    """Give a file to write to, which takes its place only if nothing went wrong."""
+    file = Path(path)
+    handle, temporary = tempfile.mkstemp(ending, f".{file.stem}-", file.parent)
+    os.close(handle)
+    try:
+        yield temporary
+        umask = os.umask(0)
+        os.umask(umask)
+        os.chmod(temporary, 0o666 & ~umask)
+        os.replace(temporary, file)
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(temporary)
+
+
+Check = Callable[[Callable[..., Any]], None]
+
+
+def save_program(
+    program: torch.export.ExportedProgram, path: str | os.PathLike[str], check: Check
+) -> None:
+    """Write a program for `torch.export.load`, and check what is loaded.
+
+    Args:
+        program: the program.
+        path: the file.
+        check: raises if what it is given does not do what the model does.
+    """
+    with _written_whole(path, ".pt2") as temporary, quiet():
+        torch.export.save(program, temporary)
+        check(torch.export.load(temporary).module())
+
+
+def save_package(
+    program: torch.export.ExportedProgram, path: str | os.PathLike[str], check: Check
+) -> None:
+    """Compile a program into a package that runs without Python, and check it.
+
+    Args:
+        program: the program.
+        path: the file, for `torch._inductor.aoti_load_package`.
+        check: raises if what it is given does not do what the model does.
+
+    Raises:
+        ExportError: it cannot be compiled.
+    """
+    with _written_whole(path, ".pt2") as temporary, quiet():
+        try:
+            torch._inductor.aoti_compile_and_package(program, package_path=temporary)
+        except Exception as error:
+            raise ExportError(f"AOTInductor cannot compile it: {_first_line(error)}") from error
+        check(torch._inductor.aoti_load_package(temporary))
+
+
+def save_onnx(
+    program: torch.export.ExportedProgram,
+    path: str | os.PathLike[str],
+    messages: dict[int, str],
+    check: Check,
+) -> None:
+    """Write a program for ONNX, and check it in onnxruntime.
+
+    Args:
+        program: the program, whose last output is the number of the unseen side it came to.
+        path: the file.
+        messages: what each number means.
+        check: raises if what it is given does not do what the model does.
+
+    Raises:
+        ExportError: there is something in it that ONNX has no form of.
+    """
+    onnx = _onnx()
+    with _written_whole(path, ".onnx") as temporary, quiet():
+        try:
+            made = _translated(program)
+            made.save(temporary, external_data=False)
+        except Exception as error:
+            raise ExportError(f"ONNX cannot express it: {_first_line(error)}") from error
+        model = onnx.load(temporary)
+        entry = model.metadata_props.add()
+        entry.key, entry.value = _UNSEEN, json.dumps(messages)
+        onnx.save(model, temporary)
+        check(OnnxProgram(temporary))
+
+
+def _translated(program: torch.export.ExportedProgram) -> torch.onnx.ONNXProgram:
+    """Translate a program to ONNX.
+
+    What `torch.onnx.export` does, but for one thing: in loops with branches in them there are
+    functions in functions, which it notes different versions of (torch 2.13; the test of greedy
+    decoding notices).
+    """
+    exporter = importlib.import_module("torch.onnx._internal.exporter._core")
+    model = exporter.exported_program_to_ir(program)
+    for holder in (model, *model.functions.values()):
+        if _SUBGRAPHS in holder.opset_imports:
+            holder.opset_imports[_SUBGRAPHS] = 1
+    made = torch.onnx.ONNXProgram(model, program)
+    made.optimize()
+    return made
+
+
+class OnnxProgram:
+    """An exported model that onnxruntime runs.
+
+    The last output of the file says which unseen side a call came to, or 0: this raises then, as
+    the other targets do by themselves. Inputs and outputs are flat lists of tensors.
+
+    Args:
+        path: the file that `BendedModule.export` has written.
+
+    Attributes:
+        session: the `onnxruntime.InferenceSession`.
+        messages: the unseen sides by their numbers.
+
+    Example:
+        >>> import torch, bendtrace as bt
+        >>> bended = bt.BendedModule(lambda x: x + 1 if x.sum() > 0 else x - 1)
+        >>> _ = bended.export(torch.ones(2), -torch.ones(2), to="m.onnx")  # doctest: +SKIP
+        >>> bt.export.OnnxProgram("m.onnx")(torch.ones(2))  # doctest: +SKIP
+        [tensor([2., 2.])]
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        onnxruntime = _required("onnxruntime")
+        options = onnxruntime.SessionOptions()
+        options.log_severity_level = 3
+        self.session = onnxruntime.InferenceSession(os.fspath(path), options)
+        found = self.session.get_modelmeta().custom_metadata_map
+        self.messages = {int(k): v for k, v in json.loads(found.get(_UNSEEN, "{}")).items()}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> list[Tensor]:
+        """Run it.
+
+        Raises:
+            RuntimeError: the inputs lead to a side that was never seen.
+        """
+        given = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
+        names = [one.name for one in self.session.get_inputs()]
+        if len(given) != len(names):
+            raise InputError(f"the model takes {len(names)} tensors, not {len(given)}")
+        feed = {n: t.detach().cpu().numpy() for n, t in zip(names, given, strict=True)}
+        *outputs, flag = self.session.run(None, feed)
+        if int(flag):
+            raise RuntimeError(self.messages[int(flag)])
+        return [torch.from_numpy(out) for out in outputs]
+
+
+def _onnx() -> Any:
+    for name in ("onnxscript", "onnxruntime"):
+        _required(name)
+    return _required("onnx")
+
+
+def _required(name: str) -> Any:
+    try:
+        return __import__(name)
+    except ImportError as error:
+        raise InputError(
+            f"{name} is missing: pip install 'bendtrace[onnx]' for ONNX files"
+        ) from error
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Within it, torch and onnx log nothing: what they refuse is told by an error."""
+    loggers = [
+        logging.getLogger(name) for name in ("torch.onnx", "torch._export", "onnxscript", "onnx_ir")
+    ]
+    levels = [logger.level for logger in loggers]
+    with warnings.catch_warnings(), Quiet(), torch.no_grad():
+        warnings.simplefilter("ignore")
+        for logger in loggers:
+            logger.setLevel(logging.CRITICAL)
+        try:
+            yield
+        finally:
+            for logger, level in zip(loggers, levels, strict=True):
+                logger.setLevel(level)
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error).strip()
+    return f"{type(error).__name__}: {text.splitlines()[0] if text else ''}"

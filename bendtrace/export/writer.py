@@ -1,0 +1,494 @@
+"""Writing a machine as one function of tensors: questions as `cond`, loops as `while_loop`.
+
+The sides of a question are written up to where they meet again, and a loop as one round of it.
+Each becomes a function whose arguments are all that it uses, and which returns what is held
+where it ends. What is written to in it is copied before, since neither may change its arguments.
+
+A side that nobody has seen is not written: the run goes on along the one that is known, and a
+*flag* says that it should not have. Behind the outermost question or loop it is asserted that the
+flag is not set.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from bendtrace.errors import ExportError
+from bendtrace.export.functions import OWN, Functions, Unseen, order, said, shared_in, unaliased
+from bendtrace.export.machine import END, Loop, Machine, Question, Run, View, Way, told
+from bendtrace.export.ops import Scope, SegmentOps
+from bendtrace.export.outputs import output_of, write_output
+from bendtrace.export.values import (
+    Constant,
+    Number,
+    Several,
+    Static,
+    Tensors,
+    Value,
+    leaves,
+    rebuilt,
+)
+from bendtrace.replay.analysis import GuardKind
+from bendtrace.replay.repeatable import makes_anew
+from bendtrace.replay.schedule import Schedule
+from bendtrace.tape.contexts import current_context
+from bendtrace.tape.tape import Guard, Op, OpKind, Test
+from bendtrace.torch_rules.functions import FLEETING, name_of
+
+__all__ = ["Unseen", "Written", "write"]
+
+
+@dataclass(frozen=True)
+class Written:
+    """A machine as source.
+
+    Attributes:
+        text: the source of a module-level function `forward(self, ...)`.
+        names: what the names in it are bound to.
+        records: for each line, the op or guard that it comes from.
+        tensors: state, by the name of the attribute path in the module.
+        unseen: the sides that no input took.
+        told: what the user should know about it.
+    """
+
+    text: str
+    names: dict[str, Any]
+    records: dict[int, Any]
+    tensors: dict[str, Tensor]
+    unseen: tuple[Unseen, ...]
+    told: tuple[str, ...]
+
+
+def write(
+    machine: Machine,
+    parameters: list[str],
+    head: list[str],
+    state: dict[int, str],
+    flagged: bool,
+) -> Written:
+    """Write a machine as source.
+
+    Args:
+        machine: the machine.
+        parameters: the names of the arguments, in the order in which they are bound.
+        head: the same names, in the order in which they are given.
+        state: the names of the model's tensors, by identity.
+        flagged: whether the program returns its flag, in place of assertions.
+
+    Raises:
+        ExportError: something cannot be written so.
+    """
+    return _Writer(machine, parameters, state, flagged).write(head)
+
+
+class _Writer(Functions):
+    def __init__(
+        self, machine: Machine, parameters: list[str], state: dict[int, str], flagged: bool
+    ) -> None:
+        super().__init__(parameters, state, flagged)
+        self._machine = machine
+        self._rounds: dict[Loop, Any] = {}  # what each loop began its round with
+
+    def write(self, head: list[str]) -> Written:
+        machine = self._machine
+        view = machine.view
+        scope = Scope(0)
+        if self._flagged:
+            scope.flag = self._start_flag(scope)
+        env = self._follow(scope, machine.begin, (), view)
+        env = self._go(scope, machine.begin.target, env, END, view)
+        output = write_output(env[0], self._names, self._told)
+        if self._flagged:
+            output = f"{output}, {scope.flag}"
+        scope.add(f"return {output}")
+        lines: list[tuple[str, Any]] = [
+            (f"def forward(self, {', '.join(head)}):", None),
+            *((f"    {line}", None) for line in self._prelude),
+            *((f"    {line}", record) for line, record in scope.lines),
+        ]
+        text = "\n".join(line for line, _ in lines) + "\n"
+        records = {n: record for n, (_, record) in enumerate(lines, 1) if record is not None}
+        names = {k: v for k, v in self._names.items() if k not in OWN}
+        return Written(
+            text, names, records, self._tensors, tuple(self._unseen.values()), tuple(self._told)
+        )
+
+    # Walking
+
+    def _go(
+        self, scope: Scope, node: Any, env: tuple[Value, ...], until: Any, view: View
+    ) -> tuple[Value, ...]:
+        """Write all from a state to another one, and return what is held there."""
+        while node is not until and node is not view.sink:
+            loop = view.loops.get(node)
+            if loop is not None:
+                env = self._loop(scope, loop, env, view)
+                view = view.without(loop)
+                if node not in view.edges:
+                    raise ExportError("a loop was never left", node.place)
+            join = view.join(node)
+            ways = view.ways(node)
+            env = self._branch(scope, node, ways, env, view, join, not node.is_complete)
+            node = join
+        return env
+
+    def _branch(
+        self, scope: Scope, question: Question, ways: list[Way], env: tuple[Value, ...],
+        view: View, join: Any, is_demanded: bool,
+    ) -> tuple[Value, ...]:  # fmt: skip
+        """Write what follows the answers of a question, up to where they meet again."""
+        if len(ways) == 1:
+            if is_demanded:
+                holds = self._test(scope, question, ways[0].answer, env)
+                self._demand(scope, holds, question.place, question)
+            env = self._follow(scope, ways[0], env, view)
+            return self._go(scope, view.edges[question][ways[0]], env, join, view)
+        asked = self._test(scope, question, ways[0].answer, env)
+        sides: list[tuple[Scope, tuple[Value, ...]]] = []
+        for listed, demanded in ((ways[:1], False), (ways[1:], is_demanded)):
+            side = Scope(scope.depth + 1)
+            made = self._branch(side, question, listed, env, view, join, demanded)
+            sides.append((side, made))
+        return self._cond(scope, question, asked, sides)
+
+    def _test(self, scope: Scope, question: Question, answer: Any, env: tuple[Value, ...]) -> str:
+        """Return an expression for whether the answer to a question is some one."""
+        run, guard = question.run, question.guard
+        holes = run.recording.tape.states[question.number].holes
+        ops = self._ops(scope, run, None, dict(zip(holes, env, strict=True)))
+        op = run.recording.tape.ops[guard.index]
+        if guard.test is Test.LENGTH:
+            if op.target is Tensor.tolist or op.target is Tensor.__len__:
+                size = f"{ops.name(op.args[0].index)}.size(0)"
+            else:
+                raise ExportError(
+                    "it depends on values how many things there are: test a mask, and keep all "
+                    "of them",
+                    question.place,
+                )
+            text = f"(torch.scalar_tensor({size}, dtype=torch.int64) == {answer})"
+        else:
+            value = ops.value_of(guard.index)
+            text = self._compared(ops, value, answer, guard, question, op)
+        name = self._new("n")
+        scope.own.add(name)
+        scope.add(f"{name} = {text}", guard)
+        return name
+
+    def _compared(
+        self, ops: SegmentOps, value: Value, answer: Any, guard: Guard, question: Question, op: Op
+    ) -> str:
+        if isinstance(value, Several) and type(answer) is list:
+            flat = [leaf for leaf in leaves(value)]
+            wanted = _flat(answer)
+            if len(flat) != len(wanted):
+                raise ExportError("lists of different lengths are compared", question.place)
+            parts = [
+                self._equal(ops.lifted(one, op), other, question)
+                for one, other in zip(flat, wanted, strict=True)
+            ]
+            return f"torch.stack([{', '.join(parts)}]).all()"
+        if isinstance(value, Tensors):
+            raise ExportError("something is asked of a tensor as a whole", question.place)
+        text = ops.lifted(value, op)
+        kind = value.type if isinstance(value, (Number, Static)) else object
+        if guard.test is Test.TRUTH:
+            if kind is bool:
+                return text if answer else f"{text}.logical_not()"
+            return f"({text} {'!=' if answer else '=='} 0)"
+        return self._equal(text, answer, question)
+
+    def _equal(self, text: str, answer: Any, question: Question) -> str:
+        if type(answer) is bool:
+            return text if answer else f"{text}.logical_not()"
+        if type(answer) is int and abs(answer) < 1 << 53:
+            return f"({text} == {answer})"
+        raise ExportError(
+            f"Python takes {answer!r} out of a tensor, and would have to be asked again for every "
+            "other number: compute with the tensor",
+            question.place,
+        )
+
+    def _ops(
+        self, scope: Scope, run: Run, schedule: Schedule | None, known: dict[int, Value]
+    ) -> SegmentOps:
+        return SegmentOps(
+            scope, run, schedule, known, self._part, self._new, self._demand, self._names
+        )
+
+    # Segments
+
+    def _follow(
+        self, scope: Scope, way: Way, env: tuple[Value, ...], view: View
+    ) -> tuple[Value, ...]:
+        """Write what follows an answer, up to the next question, and return what is held there."""
+        loop = view.loop
+        if loop is not None and way in loop.leaving:
+            return Constant(False), *self._rounds[loop]
+        made = self._segment(scope, way, env)
+        if loop is not None and way in loop.again and self._rounds.get(loop) is not None:
+            return Constant(True), *made
+        return made
+
+    def _segment(self, scope: Scope, way: Way, env: tuple[Value, ...]) -> tuple[Value, ...]:
+        run, tape = way.run, way.run.recording.tape
+        entry = current_context()
+        schedule = Schedule.of_segment(
+            run.recording,
+            run.analysis,
+            entry,
+            way.after,
+            way.stop,
+            {},
+        )
+        holes = tape.states[way.after].holes if way.after >= 0 else ()
+        known = dict(zip(holes, env, strict=True))
+        ops = self._ops(scope, run, schedule, known)
+        self._copy_written(scope, schedule, ops)
+        for position in range(schedule.start, schedule.end + 1):
+            for number, guard in schedule.guards.get(position, ()):
+                if number != way.stop and number > way.after and not run.is_question(number):
+                    self._require(scope, ops, guard)
+            if way.after < 0:
+                self._require_inputs(scope, ops, run, position)
+            op = schedule.op_at(position)
+            if op is not None and position < schedule.end and op.index not in ops.known:
+                ops.emit(op)
+        if way.stop is None:
+            return (output_of(run.recording.root.output, ops, self._part, self._told),)
+        return tuple(ops.value_of(hole) for hole in tape.states[way.stop].holes)
+
+    def _require_inputs(self, scope: Scope, ops: SegmentOps, run: Run, position: int) -> None:
+        """Write the guards of the inputs' sizes: torch.export learns from them what is open."""
+        tape = run.recording.tape
+        for number, guard in enumerate(tape.guards):
+            if guard.position == position and run.analysis.kinds[number] is GuardKind.INPUT:
+                self._require(scope, ops, guard)
+
+    def _require(self, scope: Scope, ops: SegmentOps, guard: Guard) -> None:
+        """Write what is tested while the code is traced."""
+        if guard.is_on_identity or guard.test is Test.KIND:
+            return
+        op, expected = ops.op(guard.index), guard.expected
+        if op.kind is OpKind.CALL and name_of(op.target) in _OF_MEMORY:
+            raise ExportError(
+                f"it asks for {name_of(op.target)} of a tensor, which exported programs do not "
+                "know: leave the question out",
+                told(guard),
+            )
+        if guard.test is Test.RANK:
+            scope.add(f"require({ops.name(guard.index)}.dim() == {expected})", guard)
+            return
+        if guard.test is Test.LENGTH:
+            return  # it follows from how it is taken apart
+        value = ops.value_of(guard.index)
+        if isinstance(value, Several) and isinstance(expected, tuple):
+            for item, size in zip(value.items, expected, strict=True):
+                if isinstance(item, Static):
+                    scope.add(f"require({item.text} == {size!r})", guard)
+            return
+        if not isinstance(value, Static) or type(expected) not in (int, float, bool):
+            return
+        if guard.test is Test.TRUTH:
+            text = value.text if expected else f"not {value.text}"
+        else:
+            text = f"{value.text} == {expected!r}"
+        scope.add(f"require({text})", guard)
+
+    def _copy_written(self, scope: Scope, schedule: Schedule, ops: SegmentOps) -> None:
+        """Copy what a segment writes to, where that was made outside of the function."""
+        roots: dict[int, set[int]] = {}
+        written: dict[int, Op] = {}
+        for index in range(schedule.start, schedule.end):
+            op = schedule.op_at(index)
+            if op is None:
+                continue
+            own: set[int] = set()
+            if not makes_anew(op.target) or op.writes:
+                for operand in op.operands:
+                    own |= roots.get(operand, {operand})
+            roots[index] = own if own else {index}
+            for target in op.writes:
+                for root in roots.get(target, {target}):
+                    written.setdefault(root, op)
+        for root, op in written.items():
+            if root >= schedule.start and root not in ops.known:
+                continue
+            value = ops.value_of(root)
+            for leaf in leaves(value):
+                if isinstance(leaf, Tensors):
+                    self._copy(scope, ops, leaf, op)
+
+    def _copy(self, scope: Scope, ops: SegmentOps, tensor: Tensors, op: Op) -> None:
+        if tensor.name in scope.own and not tensor.is_torn:
+            return
+        if tensor.name[1] in "ap":
+            if op.writes and ops.op(op.writes[0]).is_given:
+                raise ExportError("the model writes to what was there before", told(op))
+            return
+        others = {
+            leaf.name
+            for value in ops.known.values()
+            for leaf in leaves(value)
+            if isinstance(leaf, Tensors) and leaf.memory & tensor.memory
+        }
+        if others - {tensor.name}:
+            if scope.depth == 0 and not tensor.is_torn:
+                return
+            raise ExportError(
+                "a tensor that shares memory with another one is written to in place behind a "
+                "question: write to a copy, or by torch.where",
+                told(op),
+            )
+        if scope.depth == 0:
+            return
+        name = self._new("v")
+        scope.own.add(name)
+        scope.add(f"{name} = {tensor.name}.clone()", op)
+        copied = self._tensor(name)
+        for index, value in ops.known.items():
+            ops.known[index] = rebuilt(value, lambda leaf: copied if leaf == tensor else leaf)
+
+    # Loops
+
+    def _loop(
+        self, scope: Scope, loop: Loop, env: tuple[Value, ...], view: View
+    ) -> tuple[Value, ...]:
+        """Write a loop, and return what is held at its header when it is left for good."""
+        header = loop.header
+        is_simple = all(way in header.ways for way in loop.leaving) and bool(loop.leaving)
+        staying = [way for way in view.ways(header) if way not in loop.leaving]
+        entered: list[Value] = []
+
+        def enter(leaf: Value) -> Value:
+            entered.append(leaf)
+            if isinstance(leaf, Tensors):
+                return self._tensor(self._new("q"), leaf.is_torn)
+            if isinstance(leaf, Number):
+                return Number(self._new("q"), leaf.type)
+            return leaf
+
+        start = Several(env)
+        carried = rebuilt(start, enter)
+        assert isinstance(carried, Several)
+        body = Scope(scope.depth + 1)
+        old = dict(self._rounds)
+        self._rounds = {**old, loop: carried.items if not is_simple else None}
+        keep = (lambda way: way not in loop.leaving) if is_simple else (lambda way: True)
+        inner = view.one_round(loop, keep)
+        if is_simple:
+            # That one of these answers was given is what the loop goes by.
+            join = inner.join(header)
+            made = self._branch(body, header, staying, carried.items, inner, join, False)
+            made = self._go(body, join, made, inner.sink, inner)
+            go: Value | None = None
+        else:
+            join = inner.join(header)
+            missing = not header.is_complete
+            ways = inner.ways(header)
+            made = self._branch(body, header, ways, carried.items, inner, join, missing)
+            made = self._go(body, join, made, inner.sink, inner)
+            go, made = made[0], made[1:]
+        self._rounds = old
+        before, after = list(leaves(carried)), list(leaves(Several(made)))
+        if len(before) != len(after):
+            raise ExportError(
+                "what the loop holds has another structure after each round: keep it in tensors "
+                "of a fixed size",
+                header.place,
+            )
+        returned: list[tuple[Value, Value, Value]] = []  # before the loop, in a round, behind it
+        for first, one, other in zip(entered, before, after, strict=True):
+            if one == other:
+                continue
+            if isinstance(one, Static) and isinstance(other, Static):
+                body.add(f"require({one.text} == {other.text})", header.guard)
+                continue
+            if not isinstance(one, (Tensors, Number)) or type(one) is not type(other):
+                raise ExportError(
+                    f"a loop goes on with {said(one)} at first and {said(other)} later",
+                    header.place,
+                )
+            returned.append((first, one, other))
+        params = [one.name for _, one, _ in returned]  # type: ignore[union-attr]
+        inits = [first.name for first, _, _ in returned]  # type: ignore[union-attr]
+        given = unaliased([self._made(body, other, None) for _, _, other in returned])
+        test = Scope(scope.depth + 1)
+        if is_simple:
+            tests = [self._test(test, header, way.answer, carried.items) for way in staying]
+            condition = " | ".join(tests)
+        else:
+            flag = self._new("q")
+            params.append(flag)
+            first_go = self._new("n")
+            scope.add(f"{first_go} = torch.ones((), dtype=torch.bool)")
+            inits.append(first_go)
+            assert go is not None
+            given.append(self._made(body, go, bool))
+            condition = flag
+        if body.flag is not None:
+            flag = self._new("q")
+            params.append(flag)
+            inits.append(self._start_flag(scope))
+            given.append(body.flag)
+            condition = f"({condition}) & ({flag} == 0)"
+        if not params:
+            raise ExportError("a loop changes nothing that is a tensor", header.place)
+        test.add(f"return ({condition}).clone()")
+        body.add(f"return ({''.join(text + ', ' for text in given)})")
+        fixed = {
+            one.name: first.name
+            for first, one in zip(entered, before, strict=True)
+            if isinstance(one, (Tensors, Number)) and isinstance(first, (Tensors, Number))
+        }
+        free = [n for side in (test, body) for n in self._free(side) if n not in params]
+        free = sorted(dict.fromkeys(free), key=order)
+        names = [f"test{self._new('g')}", f"round{self._new('g')}"]
+        for name, side in zip(names, (test, body), strict=True):
+            self._put(scope, name, side, [*params, *free], header.guard)
+        scope.loops.update(params, fixed)
+        result = self._new("r")
+        passed = self._apart(scope, inits + [fixed.get(name, name) for name in free])
+        begin, rest = (
+            "".join(f"{name}, " for name in names)
+            for names in (passed[: len(inits)], passed[len(inits) :])
+        )
+        scope.add(
+            f"{result} = while_loop({names[0]}, {names[1]}, ({begin}), ({rest}))", header.guard
+        )
+        ends: dict[Value, Value] = {}
+        shared = shared_in([[other] for _, _, other in returned])
+        for place, (_, one, _) in enumerate(returned):
+            name = self._new("v" if isinstance(one, Tensors) else "n")
+            scope.own.add(name)
+            scope.add(f"{name} = {result}[{place}]")
+            ends[one] = (
+                self._tensor(name, place in shared)
+                if isinstance(one, Tensors)
+                else Number(name, one.type)  # type: ignore[union-attr]
+            )
+        if body.flag is not None:
+            flag = self._new("f")
+            scope.add(f"{flag} = {result}[{len(params) - 1}]")
+            self._take_flag(scope, flag, body.asked)
+        behind = iter(zip(entered, before, strict=True))
+
+        def leave(_: Value) -> Value:
+            first, one = next(behind)
+            return ends.get(one, first)
+
+        found = rebuilt(start, leave)
+        assert isinstance(found, Several)
+        return found.items
+
+
+_OF_MEMORY = FLEETING | {"is_contiguous", "stride", "storage_offset"}
+
+
+def _flat(value: Any) -> list[Any]:
+    if type(value) is list:
+        return [leaf for item in value for leaf in _flat(item)]
+    return [value]
