@@ -811,7 +811,7 @@ def test_of_the_calls_of_a_module_one_is_meant() -> None:
 
     bended, x, v = bt.BendedModule(made(Model)), torch.ones(2), torch.full((2,), 9.0)
     fc = bended.model.fc
-    with pytest.raises(InputError, match="'fc' means both 'fc' and 'fc_1': name one"):
+    with pytest.raises(InputError, match="'fc' matches both 'fc' and 'fc_1': name one"):
         from_activations(bended, {"fc": v}, (x,))
     bended(x)
     for _ in range(2):

@@ -281,7 +281,7 @@ def test_noise_can_be_kept_and_multiplied() -> None:
     assert bits(kept(torch.zeros(4, 8))) == bits(first)
     by = Normal(2.0, seed=3, fresh=False, op="mul")
     assert bits(by(torch.full((4, 8), 3.0))) == bits(3.0 * first)
-    with pytest.raises(InputError, match="op of Normal is 'add' or 'mul', not 'div'"):
+    with pytest.raises(InputError, match="op of Normal has to be 'add' or 'mul', not 'div'"):
         Normal(op="div")  # type: ignore[arg-type]
 
 
@@ -365,7 +365,7 @@ def test_a_new_shape_is_refused_with_the_dimension_to_give() -> None:
     with pytest.raises(BendShapeError) as caught:
         mask(torch.ones(4, 4, 30), "conv_module")
     assert str(caught.value) == (
-        "Mask at 'conv_module' drew its numbers for shape (1, 4, 14), and now meets shape "
+        "Mask at 'conv_module' drew its numbers for shape (1, 4, 14), and now received shape "
         "(4, 4, 30): give Mask dim=-2 (size 4 in both), so that other sizes may change, or call "
         "reset()"
     )
@@ -987,7 +987,8 @@ def test_nothing_by_a_name_is_an_error_with_near_misses(stanley: bt.BendedModule
     with pytest.raises(InputError) as caught:
         stanley.bend(Bias(1.0), "conv_module.0.weigth")
     assert str(caught.value) == (
-        "nothing to bend is called 'conv_module.0.weigth'; did you mean 'conv_modules.0.weight', "
+        "nothing that can be bent matches 'conv_module.0.weigth'; did you mean "
+        "'conv_modules.0.weight', "
         "'conv_modules.1.weight', 'conv_modules.0.bias', 'conv_modules.1.bias', 'conv_modules'? "
         "(allow_none=True waits for something to come up)"
     )
@@ -1258,7 +1259,7 @@ def test_some_of_what_is_bent_can_be_reset(stanley: bt.BendedModule) -> None:
     stanley.reset(bias)
     assert bits(stanley(x)) == bits(model(x) * 2)
     with pytest.raises(
-        bt.errors.InputError, match=r"'conv_modules_0' names nothing that is bent; there"
+        bt.errors.InputError, match=r"'conv_modules_0' matches nothing that is bent; there"
     ):
         stanley.reset("conv_modules_0")
     with pytest.raises(InputError, match=r"takes callbacks, names and patterns, not 3"):

@@ -683,7 +683,7 @@ def test_names_that_cannot_be_given_are_refused_before_anything_changes(
             lambda: manager.register_forward_hook(print, b=b, hook_fn_name="g"),
             "'g' is registered as 'f' already",
         ),
-        (lambda: manager.register_forward_hook(3, b=b), "a hook has to be callable; 3 is not"),
+        (lambda: manager.register_forward_hook(3, b=b), "a hook has to be callable, and 3 is not"),
         (lambda: manager.register_forward_hook(repr, b=3), "on modules; b= is a int"),
         (lambda: manager.register_forward_hook(repr, b, 3), "a positional argument is a int"),
         (lambda: manager.register_forward_hook(repr, activate=b), "is no bool"),
@@ -709,7 +709,8 @@ def test_names_that_cannot_be_given_are_refused_before_anything_changes(
 def test_scripted_modules_are_refused(manager: bt.HookManager) -> None:
     scripted = torch.jit.script(nn.ReLU())
     with pytest.raises(
-        bt.errors.InputError, match="a scripted module takes no hooks; relu= is one"
+        bt.errors.InputError,
+        match=("hooks cannot be registered on a scripted module; relu= is a scripted module"),
     ):
         manager.register_forward_hook(print, relu=scripted)
     assert len(manager.name_to_module) == 0

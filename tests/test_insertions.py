@@ -430,8 +430,8 @@ def test_a_parameter_is_handed_out_as_a_copy() -> None:
     [
         ("sigmoyd", "did you mean 'sigmoid'"),
         ("big.lin", "did you mean 'linear'"),
-        (re.compile("conv"), "/conv/ means no node that is known; there are 'a', "),
-        (nn.Conv1d, "Conv1d means no node that is known"),
+        (re.compile("conv"), "/conv/ selects no known node; there are 'a', "),
+        (nn.Conv1d, "Conv1d selects no known node"),
         (lambda node: False, "means no node that is known"),
         (bt.node_selector.Activations.GELU, "means no node that is known"),
     ],
@@ -805,9 +805,9 @@ def test_a_report_says_if_only_the_passes_or_the_backward_pass_were_missing() ->
     told = bended.interject("relu", Told())
     out = bended(x)
     assert late.report().notes == (
-        "'relu' had one pass, none of which counts (passes [1], from 0)",
+        "'relu' had one pass, none of which is selected (passes [1], from 0)",
     )
-    assert told.report().notes == ("no backward pass came by 'relu'",)
+    assert told.report().notes == ("no backward pass reached 'relu'",)
     out.sum().backward()
     assert told.report().notes == ()
     assert told.report().rows[0].backward == 1

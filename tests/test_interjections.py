@@ -900,7 +900,10 @@ def test_a_handler_of_the_model_does_not_hide_what_an_interjection_raised() -> N
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        ("text", "After at sub_1 gave what cannot take the place of the node's value: expected a"),
+        (
+            "text",
+            "After at sub_1 returned a value that cannot replace the node's value: expected a",
+        ),
         (3.0, "expected a tensor, got 3.0"),
         ((torch.ones(2, 3),), "expected a tensor, got a tuple of 1"),
     ],

@@ -184,7 +184,7 @@ def test_numbers_are_patched_as_numbers_of_their_type() -> None:
         patched(AddPatch(value=0.5), 2)
     with pytest.raises(PatchError, match=r"there was the number 2, .* Tensor\(1\) cannot stand"):
         patched(ReplacePatch(value=torch.ones(1)), 2)
-    with pytest.raises(PatchError, match=r"only of tensors can a slice be taken; there was 2"):
+    with pytest.raises(PatchError, match=r"only tensors can be sliced, and the value is 2"):
         patched(ZeroPatch(slice=0), 2)
 
 

@@ -92,7 +92,7 @@ class AnalyserEvaluation:
         epochs: the number of finished epochs.
 
     Raises:
-        InputError: an argument makes no sense.
+        InputError: an argument is invalid.
 
     Example:
         >>> import torch, bendtrace as bt

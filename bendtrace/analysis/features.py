@@ -120,7 +120,7 @@ class FeatureStatistics(_Corrected):
     `min` and `max` are exact, in the dtype of the values. A nan makes those of its unit nan.
 
     Args:
-        keep: which dimensions have results of their own: see `UnitAnalyser`.
+        keep: the dimensions with separate results: see `UnitAnalyser`.
         higher: whether skewness and (excess) kurtosis are wanted, as `scipy.stats` defines them.
         correction: subtracted from the count in the divisor of the variance: 1 as in `torch.var`, 0
             as in `numpy.var`.
@@ -180,7 +180,7 @@ class RunningMean(UnitAnalyser):
     """The mean of each unit: `count`, `mean`.
 
     Args:
-        keep: which dimensions have results of their own: see `UnitAnalyser`.
+        keep: the dimensions with separate results: see `UnitAnalyser`.
         per_pass: see `Analyser`.
 
     Example:
@@ -200,7 +200,7 @@ class RunningVariance(_Corrected):
     """Mean and variance of each unit: `count`, `mean`, `var`.
 
     Args:
-        keep: which dimensions have results of their own: see `UnitAnalyser`.
+        keep: the dimensions with separate results: see `UnitAnalyser`.
         correction: see `FeatureStatistics`.
         per_pass: see `Analyser`.
 
@@ -245,7 +245,7 @@ class RunningMinMax(UnitAnalyser):
     """The smallest and largest value of each unit, in the values' own dtype: `count`, `min`, `max`.
 
     Args:
-        keep: which dimensions have results of their own: see `UnitAnalyser`.
+        keep: the dimensions with separate results: see `UnitAnalyser`.
         per_pass: see `Analyser`.
 
     Example:
@@ -268,7 +268,7 @@ class RunningQuantile(UnitAnalyser):
 
     Args:
         ranks: which quantiles, from 0 to 1.
-        keep: which dimensions have results of their own: see `UnitAnalyser`.
+        keep: the dimensions with separate results: see `UnitAnalyser`.
         size: how many values are kept at each level; more is more precise.
         per_pass: see `Analyser`.
 
@@ -312,7 +312,7 @@ class RunningHistogram(UnitAnalyser):
         edges: (bins + 1,), ascending; or how many bins of equal width.
         low: the beginning of the lowest bin, for a number of bins.
         high: the end of the highest one.
-        keep: which dimensions have results of their own: see `UnitAnalyser`.
+        keep: the dimensions with separate results: see `UnitAnalyser`.
         per_pass: see `Analyser`.
 
     Raises:
@@ -361,7 +361,7 @@ class RunningTopK(UnitAnalyser):
 
     Args:
         k: how many.
-        keep: which dimensions have results of their own: see `UnitAnalyser`.
+        keep: the dimensions with separate results: see `UnitAnalyser`.
         largest: whether the largest, or the smallest.
         once: whether each sample counts once, with its best value, or at all positions.
         per_pass: see `Analyser`.
@@ -503,7 +503,7 @@ class GradientAnalyser(UnitAnalyser):
     Args:
         of: `"output"`, the gradients of outputs; or `"input"`, of inputs, under `fc.input`. These
             are the gradients through this execution of the node alone.
-        keep: which dimensions have results of their own: see `UnitAnalyser`.
+        keep: the dimensions with separate results: see `UnitAnalyser`.
         per_pass: see `Analyser`.
 
     Raises:

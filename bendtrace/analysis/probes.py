@@ -78,7 +78,7 @@ class LinearProbe(Analyser):
         per_pass: whether each pass of a node has a probe of its own.
 
     Raises:
-        InputError: an argument makes no sense.
+        InputError: an argument is invalid.
 
     Example:
         >>> import torch, bendtrace as bt

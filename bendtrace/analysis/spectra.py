@@ -97,10 +97,10 @@ class Rank(_Spectral):
         max_features: the limit of features in the mode `"aTa"`; memory is its square.
         subset: the number of features to look at, if there are more; `seed` chooses them.
         seed: of that choice. The global random numbers are not touched.
-        per_pass: whether each pass of a node has results of its own.
+        per_pass: whether to keep separate results for each pass of a node.
 
     Raises:
-        InputError: an argument makes no sense.
+        InputError: an argument is invalid.
 
     Example:
         >>> import torch, bendtrace as bt
@@ -207,10 +207,10 @@ class CovarianceSpectrum(_Spectral):
         max_features: how many features there may be; memory is the square of it.
         subset: the number of features to look at, if there are more; `seed` chooses them.
         seed: of that choice. The global random numbers are not touched.
-        per_pass: whether each pass of a node has results of its own.
+        per_pass: whether to keep separate results for each pass of a node.
 
     Raises:
-        InputError: an argument makes no sense.
+        InputError: an argument is invalid.
 
     Example:
         >>> import torch, bendtrace as bt

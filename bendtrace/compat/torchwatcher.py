@@ -256,16 +256,16 @@ def interject_by_match(
         interjection: what is inserted; also a function of the value.
         tracer_kwargs: `{"leaf_modules": [...]}`: classes of modules, modules or qualified names
             that are not looked into. Their calls are nodes, what is in them is not meant.
-        passes: in which passes of each node, as for `BendedModule.interject`.
-        every: in every how manieth pass.
-        allow_none: whether it is right that no node is meant.
+        passes: the passes of each node to apply to, as for `BendedModule.interject`.
+        every: apply only in every n-th pass.
+        allow_none: whether to accept that no node is selected.
 
     Returns:
         The `BendedModule`; `.insertions[-1]` is the handle.
 
     Raises:
-        InputError: something given makes no sense.
-        NodePathError: no node is meant; without a run so far, the first call says so.
+        InputError: an argument is invalid.
+        NodePathError: no node is selected; without a run so far, the first call says so.
 
     Example:
         >>> import torch, bendtrace as bt
@@ -301,16 +301,16 @@ def interject_by_module_class(
         target_module_class: the class, or several.
         interjection: what is inserted; also a function of the value.
         tracer_kwargs: as for `interject_by_match`.
-        passes: in which passes of each node, as for `BendedModule.interject`.
-        every: in every how manieth pass.
-        allow_none: whether it is right that no node is meant.
+        passes: the passes of each node to apply to, as for `BendedModule.interject`.
+        every: apply only in every n-th pass.
+        allow_none: whether to accept that no node is selected.
 
     Returns:
         The `BendedModule`; `.insertions[-1]` is the handle.
 
     Raises:
-        InputError: something given makes no sense.
-        NodePathError: no node is meant.
+        InputError: an argument is invalid.
+        NodePathError: no node is selected.
 
     Example:
         >>> import torch, bendtrace as bt
@@ -345,15 +345,15 @@ def interject_by_module(
         model: a model, or a `BendedModule`, as for `interject_by_match`.
         module: the module, one of the model's.
         interjection: what is inserted; also a function of the value.
-        passes: in which passes of each node, as for `BendedModule.interject`.
-        every: in every how manieth pass.
+        passes: the passes of each node to apply to, as for `BendedModule.interject`.
+        every: apply only in every n-th pass.
         allow_none: whether it is right that the module is not called.
 
     Returns:
         The `BendedModule`; `.insertions[-1]` is the handle.
 
     Raises:
-        InputError: something given makes no sense.
+        InputError: an argument is invalid.
         NodePathError: no run so far has called the module.
 
     Example:
@@ -391,15 +391,15 @@ def interject_by_name(
             layer of the log, or several of these.
         interjection: what is inserted; also a function of the value.
         tracer_kwargs: taken for TorchWatcher's sake. What is named is meant wherever it is.
-        passes: in which passes of each node, as for `BendedModule.interject`.
-        every: in every how manieth pass.
+        passes: the passes of each node to apply to, as for `BendedModule.interject`.
+        every: apply only in every n-th pass.
         allow_none: whether it is right that there is no such node.
 
     Returns:
         The `BendedModule`; `.insertions[-1]` is the handle.
 
     Raises:
-        InputError: something given makes no sense.
+        InputError: an argument is invalid.
         NodePathError: there is no such node; without a run so far, the first call says so.
 
     Example:
@@ -444,7 +444,7 @@ def interject_by_module_class_native(
         The model with the hooks: a module of the same class.
 
     Raises:
-        InputError: something given makes no sense, or there are no such modules.
+        InputError: an argument is invalid, or there are no such modules.
 
     Example:
         >>> import torch, bendtrace as bt

@@ -110,7 +110,7 @@ def harvest(
         The `Harvest`, which reads the files.
 
     Raises:
-        InputError: an argument makes no sense, or belongs to another harvest than the one that is
+        InputError: an argument is invalid, or belongs to another harvest than the one that is
             there; nothing has changed.
         SaveError: `out` is something else, or cannot be written to.
         NodePathError: an item of `where` matches no node.
@@ -206,7 +206,7 @@ class _Site:
     """The directory of a harvest.
 
     Args:
-        directory: where it is.
+        directory: its directory.
         about: the description of the harvest: its settings, the model, the number of processes.
         check_weights: whether the weights have to be those of the beginning.
         resume: whether a harvest that is there may be resumed.

@@ -43,10 +43,10 @@ class Harvest:
     complete can be read as far as it goes.
 
     Args:
-        directory: where it is.
+        directory: its directory.
 
     Attributes:
-        directory: where it is.
+        directory: its directory.
         settings: the options of `harvest`, as plain values.
         is_complete: whether all of the data set is there.
 
@@ -86,7 +86,7 @@ class Harvest:
         """Open a harvest; the same as the constructor.
 
         Args:
-            directory: where it is.
+            directory: its directory.
 
         Raises:
             LoadError: there is none, or it is damaged.

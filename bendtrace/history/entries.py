@@ -38,7 +38,7 @@ class About(Protocol):
         """Count the floating point operations of all entries."""
 
     def describe(self, entry: LayerEntry) -> str:
-        """Return all about an entry as text."""
+        """Return a text that describes an entry in full."""
 
     def keys_of(self, entry: LayerEntry) -> list[str]:
         """Return the keys that find an entry."""

@@ -87,8 +87,8 @@ class Lookup:
     Args:
         log: the log.
         tree: the node paths.
-        select: returns the paths of the nodes that a selector, or what stands for one, means;
-            None for a log whose model is not there, in which regular expressions alone are.
+        select: returns the paths of the nodes that a selector, or any value that converts to one,
+            means; None for a log whose model is not there, in which regular expressions alone are.
     """
 
     def __init__(

@@ -181,7 +181,7 @@ class RunLog:
     # Telling
 
     def describe(self, entry: LayerEntry) -> str:
-        """Return all about an entry as text."""
+        """Return a text that describes an entry in full."""
         return entry_text(entry, self._log, self._lookup)
 
     def keys_of(self, entry: LayerEntry) -> list[str]:

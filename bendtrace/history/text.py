@@ -119,7 +119,7 @@ def flow_text(log: Log, most: int | None = None) -> str:
 
 
 def entry_text(entry: LayerEntry, log: Log, lookup: Lookup) -> str:
-    """Return all about an entry as text."""
+    """Return a text that describes an entry in full."""
     lines = [_head(entry, lookup)]
     if entry.layer_type == "unknown":
         lines.append("\tA tensor of unknown origin: nothing that was recorded has made it")

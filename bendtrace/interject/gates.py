@@ -1,7 +1,7 @@
-"""Gates: the ops of a tape at which the interjections of a node are called.
+"""Gates: the ops of a tape that call the interjections of a node.
 
-A gate is recorded once for each pass of a node. It does not hold what is called: each run says
-which insertions are there, so that another patch at the same node can be served by the same trace.
+A gate is recorded once for each pass of a node. It does not store which interjections to call: each
+run supplies its insertions, so that one trace also serves another patch at the same node.
 """
 
 from __future__ import annotations
@@ -68,10 +68,10 @@ _local = _Local()
 
 @contextmanager
 def running(plan: Plan) -> Iterator[None]:
-    """Have the gates that the calling thread comes by call the insertions of a plan.
+    """Make the gates that the calling thread reaches call the insertions of a plan.
 
     Raises:
-        Exception: what an insertion raised, if the model has a handler that let it pass.
+        Exception: an error raised by an insertion, if the model has caught it.
     """
     before = _local.plan, _local.through, _local.error, _local.kept, _local.reshaped
     _local.plan, _local.through, _local.error, _local.kept, _local.reshaped = plan, {}, None, {}, {}
@@ -108,13 +108,13 @@ def _note_reshaped(entry: Entry, at: NodePass, old: Any, new: Any) -> None:
 
 
 def noted(error: Exception) -> Exception:
-    """Have an error come out of the call also if the model has a handler that lets it pass."""
+    """Remember an error, so that the call raises it even if the model catches it."""
     _local.error = _local.error or error
     return error
 
 
 def of_this_run() -> dict[Any, Any]:
-    """Return what interjections keep for the time of one call of the model on this thread."""
+    """Return the store that interjections use during one call of the model on this thread."""
     return _local.kept
 
 
@@ -123,9 +123,9 @@ class Gate:
 
     Args:
         at: the pass.
-        slots: what the insertions have in common that are called here.
-        shape: of what they are given.
-        plan: the insertions that the gate was recorded with.
+        slots: the slots of the insertions that are called here.
+        shape: the structure of the values passed to them.
+        plan: the insertions that were active when the gate was recorded.
     """
 
     is_gate = True
@@ -155,10 +155,10 @@ class Gate:
 
     @property
     def described(self) -> str:
-        """What messages call it."""
+        """Its description for messages."""
         where = f"at {self.at.path!r}" if self.at.path else "around the whole model"
         labels = self.__name__.split("__")[1:]
-        return f"what is inserted {where} ({', '.join(labels)})"
+        return f"the insertion {where} ({', '.join(labels)})"
 
     def __eq__(self, other: object) -> bool:
         return (
@@ -177,8 +177,8 @@ class Gate:
         """Call the insertions.
 
         Returns:
-            The tensors and numbers to go on with; where there are lists or dicts, followed by
-            whether these themselves are to get them.
+            The tensors and numbers to continue with; if there are lists or dicts, followed by a
+            flag that says whether to update these in place.
         """
         self._in_place = False
         try:
@@ -201,7 +201,7 @@ class Gate:
         plan = _local.plan or self._plan()
         if plan is None:
             raise InterjectionError(
-                f"what was inserted at {self.at.path or '<root>'} when this was recorded is gone",
+                f"the insertion at {self.at.path or '<root>'} that was recorded is gone",
                 self.at.path,
             )
         return self.entries_in(plan)
@@ -223,16 +223,16 @@ class Gate:
 
 
 class AfterGate(Gate):
-    """Is given what a node gave, and what the node was given where somebody wants that.
+    """Receives the output of a node, and its inputs if an insertion wants them.
 
     Args:
         at: the pass.
-        slots: what the insertions have in common that are called here.
-        shape: of what the node gave.
-        plan: the insertions that the gate was recorded with.
-        given: shape of what the node was given; None if nobody wants it.
-        writes: whether the node has worked in place, on a copy of the tensor that is handed over
-            last, which is to get the value.
+        slots: the slots of the insertions that are called here.
+        shape: the structure of the node's output.
+        plan: the insertions that were active when the gate was recorded.
+        given: the structure of the node's inputs; None if no insertion wants them.
+        writes: whether the node worked in place, on a copy of the last tensor passed here, which
+            has to receive the value.
     """
 
     role = "after"
@@ -328,14 +328,14 @@ class AfterGate(Gate):
         if value.shape != original.shape:
             raise InterjectionError(
                 f"{self.at.path} works in place on a tensor of shape {tuple(original.shape)}, "
-                f"which {describe(value)} cannot take the place of",
+                f"which {describe(value)} cannot replace",
                 self.at.path,
             )
         return original.copy_(value)
 
 
 class StateGate(AfterGate):
-    """Is given a parameter or buffer, which has to stay as it is."""
+    """Receives a parameter or buffer, whose shape and dtype must not change."""
 
     def _exchange(self, entry: Entry, value: Any, at: NodePass) -> Any:
         if entry.place.shown not in ("", at.path):
@@ -355,14 +355,14 @@ class StateGate(AfterGate):
 
 
 class BeforeGate(Gate):
-    """Is given what a node is about to be given.
+    """Receives the inputs of a node before it runs.
 
     Args:
         at: the pass.
-        slots: what the insertions have in common that are called here.
-        shape: of the arguments: a tuple of them, and a dict.
-        plan: the insertions that the gate was recorded with.
-        places: where inputs are that insertions are for: for each slot what leads to it.
+        slots: the slots of the insertions that are called here.
+        shape: the structure of the arguments: a tuple of them, and a dict.
+        plan: the insertions that were active when the gate was recorded.
+        places: the inputs that insertions apply to: for each slot the keys that lead to it.
         written: number of the tensor that the node works on in place; None if it does not.
     """
 
@@ -447,12 +447,12 @@ class BeforeGate(Gate):
 
 
 class CountGate(Gate):
-    """Tells that a node is come by, and is given nothing.
+    """Reports that a node was reached, and receives no values.
 
     Args:
         at: the pass.
-        slots: what the insertions have in common that are told here.
-        plan: the insertions that the gate was recorded with.
+        slots: the slots of the insertions to notify.
+        plan: the insertions that were active when the gate was recorded.
     """
 
     role = "before"
@@ -467,20 +467,20 @@ class CountGate(Gate):
 
 
 class InsteadGate(Gate):
-    """Is called in place of a function, or of a module.
+    """Is called instead of a function or a module.
 
     Args:
         at: the pass.
-        slots: what the insertions have in common that are called here.
-        shape: of the arguments: a tuple of them, and a dict.
-        plan: the insertions that the gate was recorded with.
+        slots: the slots of the insertions that are called here.
+        shape: the structure of the arguments: a tuple of them, and a dict.
+        plan: the insertions that were active when the gate was recorded.
     """
 
     role = "instead"
 
     @property
     def stands_for(self) -> Callable[..., Any] | None:
-        """The function that it takes the place of, whose node it is."""
+        """The function that it replaces, whose node it is."""
         return self.at.function
 
     def _through(self, values: tuple[Any, ...]) -> Any:
@@ -560,7 +560,7 @@ _NOTHING = Inputs(())
 
 
 def as_inputs(value: Any) -> Inputs:
-    """Make what interjections are given of the arguments of a node."""
+    """Convert the arguments of a node to the form that interjections receive."""
     args, kwargs = value
     return Inputs(tuple(args), kwargs)
 
@@ -580,7 +580,7 @@ def count_of(shape: Any) -> int:
 
 
 def has_mutable(shapes: Any) -> bool:
-    """Whether there is something among shapes that can be changed itself."""
+    """Return whether a structure contains mutable containers."""
     return any(
         type(shape) is Shape
         and (not issubclass(shape.kind, tuple) or has_mutable((*shape.items, *shape.attributes)))
@@ -589,7 +589,7 @@ def has_mutable(shapes: Any) -> bool:
 
 
 def exchangeable(shape: Any) -> tuple[int, ...]:
-    """Which of the values of a shape can be exchanged: tensors and numbers."""
+    """Return which values of a structure can be replaced: tensors and numbers."""
     kinds = (Tensor, int, float, bool)
     return tuple(
         leaf.number for leaf in leaves_of_shape(shape) if leaf.number >= 0 and leaf.kind in kinds
@@ -627,8 +627,8 @@ def _collect(shape: Any, result: Any, found: list[Any], at: NodePass, entry: Ent
         collect(shape, result, found)
     except Mismatch as error:
         raise InterjectionError(
-            f"{entry.what.label} at {at.path or '<root>'} gave what cannot take the place of the "
-            f"node's value: {error}",
+            f"{entry.what.label} at {at.path or '<root>'} returned a value that cannot replace "
+            f"the node's value: {error}",
             at.path,
         ) from None
 
@@ -651,7 +651,8 @@ def _changed(
     other = [(old, new) for old, new in zip(before, found, strict=True) if new is not old]
     if entry.what.observes and (written or other):
         raise InterjectionError(
-            f"{entry.what.label} at {at.path or '<root>'} promised to observe, but changed a value",
+            f"{entry.what.label} at {at.path or '<root>'} declares observes=True, but changed "
+            "a value",
             at.path,
         )
     if written or entry.insertion.is_known_to_change(at.path):

@@ -1,4 +1,4 @@
-"""Putting gates into a run while it is recorded."""
+"""Adds gates to a run while it is recorded."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ _GOING_BACK = frozenset({torch.autograd.grad, torch.autograd.backward, Tensor.ba
 
 
 class Within(NamedTuple):
-    """Where in a model a part of it is that is run by itself.
+    """The position in a model of a part that is run separately.
 
     Attributes:
         model: the model.
@@ -67,7 +67,7 @@ class Within(NamedTuple):
 
 
 def is_meant_within(plan: Plan, module: nn.Module, within: Within) -> bool:
-    """Whether something of a plan is, or may be, in the calls of a part of a model."""
+    """Whether insertions of a plan apply, or may apply, to the calls of a part of a model."""
     for slot in plan.slots:
         matcher = slot.place.matcher
         if slot.place.role == "state":
@@ -119,7 +119,7 @@ def _with(slots: tuple[Slot, ...], *forms: str) -> tuple[Slot, ...]:
 
 
 class LiveInserter:
-    """An `Inserter` that puts the gates of a plan into one run.
+    """An `Inserter` that adds the gates of a plan to one run.
 
     Args:
         plan: the insertions.
@@ -132,7 +132,7 @@ class LiveInserter:
         plan: as given.
         stage: the run.
         names: names of its nodes.
-        entry: the grad mode and so on that it began under.
+        entry: the grad mode and other modes at the start of the run.
     """
 
     stage: Stage
@@ -162,13 +162,13 @@ class LiveInserter:
 
     @property
     def passes(self) -> dict[str, int]:
-        """How often each node was come by."""
+        """The number of passes so far, by node."""
         return {path: spot.number for path, spot in self._spots.items()}
 
     # Being asked
 
     def begins(self, stage: Stage) -> None:
-        """Get ready for a run (see `recording.inserter.Inserter`)."""
+        """Prepare for a run (see `recording.inserter.Inserter`)."""
         self.stage = stage
         prefix = "" if self._within is None else self._within.path
         self.names = LiveNames(self._registry, self._function, stage.scope, prefix, self._path_of)
@@ -177,7 +177,7 @@ class LiveInserter:
     def starts(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Exchange what a function is given (see `recording.inserter.Inserter`)."""
+        """Replace the inputs of a function (see `recording.inserter.Inserter`)."""
         if isinstance(self._function, nn.Module):
             return args, kwargs
         self.names.function(args, kwargs)
@@ -186,7 +186,7 @@ class LiveInserter:
         return self._before(spot, self.stage.scope, args, kwargs, frame)
 
     def ends(self, output: Any, frame: FrameType) -> Any:
-        """Exchange what a function gave (see `recording.inserter.Inserter`)."""
+        """Replace the output of a function (see `recording.inserter.Inserter`)."""
         if isinstance(self._function, nn.Module):
             return output
         if self._states:
@@ -280,9 +280,9 @@ class LiveInserter:
                 raise
             raise noted(
                 InterjectionError(
-                    f"at {user_place(frame)} a tensor is changed in place that is a view of what a "
-                    "node was given whose gradients an interjection is told of: torch cannot tell "
-                    "these gradients from others then",
+                    f"at {user_place(frame)} a tensor is changed in place that is a view of an "
+                    "input of a node with a backward interjection: torch cannot separate the "
+                    "gradients then",
                     base_name_of(function),
                 )
             ) from error
@@ -292,11 +292,11 @@ class LiveInserter:
         self.names.op(self.stage.scope, self.stage.site(frame), function, ())
 
     def recomputed(self, entering: bool) -> None:
-        """Note that a checkpointed block begins or ends (see `recording.inserter.Inserter`)."""
+        """Record that a checkpointed block begins or ends (see `recording.inserter.Inserter`)."""
         self._recomputed += 1 if entering else -1
 
     def wants_inside(self, scope: ModuleCall) -> bool:
-        """Whether something is inserted below a call (see `recording.inserter.Inserter`)."""
+        """Return whether there are insertions below a call (see `recording.inserter.Inserter`)."""
         if scope.module is None:
             return False
         below = f"{self.names.path(scope)}." if self.names.path(scope) else ""
@@ -333,7 +333,7 @@ class LiveInserter:
         return f"{self._within.name}.{path}" if path else self._within.name
 
     def inside(self, module: nn.Module, path: str) -> None:
-        """Refuse what is inserted where no gate can be (see `recording.inserter.Inserter`)."""
+        """Raise if an insertion is at a place without gates (see `recording.inserter.Inserter`)."""
         slots = self._slots_at(module, path)
         slots += [
             slot
@@ -345,9 +345,9 @@ class LiveInserter:
             what = path or type(module).__name__
             raise noted(
                 InterjectionError(
-                    f"{what} is called inside of something that is recorded as one op (an "
-                    "autograd.Function, a transform, bendtrace.opaque), where nothing can be "
-                    "inserted; leave it out, or permit it with allow_none=True",
+                    f"{what} is inserted inside something that is recorded as one op (an "
+                    "autograd.Function, a transform, bendtrace.opaque), where insertions are "
+                    "not supported; leave it out, or accept this with allow_none=True",
                     what,
                 )
             )
@@ -360,12 +360,12 @@ class LiveInserter:
         return self.stage.gate(gate, tuple(values), frame)
 
     def require_once(self, path: str) -> None:
-        """Refuse what the backward pass will run again."""
+        """Raise if the backward pass will run the current code again."""
         if self._recomputed and torch.is_grad_enabled():
             raise noted(
                 InterjectionError(
-                    f"{path or '<root>'} is inside torch.utils.checkpoint, which runs it again in "
-                    "the backward pass, past what is inserted: switch checkpointing off",
+                    f"{path or '<root>'} is inside torch.utils.checkpoint, which runs it again "
+                    "in the backward pass without the insertions: switch checkpointing off",
                     path,
                 )
             )
@@ -543,8 +543,8 @@ def _resolved(where: Any, dig: tuple[Any, ...]) -> tuple[Any, ...] | None:
         if key is None:
             raise noted(
                 InterjectionError(
-                    "the whole of what *args or **kwargs take cannot be exchanged, only what is in "
-                    "it: name it, as in 'args|sub_0' or 'kwargs|name'",
+                    "*args or **kwargs cannot be replaced as a whole, only its elements: name "
+                    "one, as in 'args|sub_0' or 'kwargs|name'",
                     "",
                 )
             )

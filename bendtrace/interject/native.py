@@ -1,10 +1,10 @@
-"""Interjections at the calls of plain modules, by torch's own hooks.
+"""Interjections at the calls of plain modules, with torch's own hooks.
 
-All that is attached to a module is called by one `Station`, in the order in which it was made. Up
-to three hooks of torch's are registered on the module: one that comes before the call; one that
-comes first after it, so that other hooks see what they would see without gradients being watched;
-and one that comes in its turn. What they call is a user's code: a recorded run of a model with such
-hooks is not replayed. In a `BendedModule`, insertions are.
+Everything attached to a module is called by one `Station`, in the order of attachment. Up to three
+of torch's hooks are registered on the module: one before the call; one that runs first after it, so
+that other hooks see what they would see without watched gradients; and one that runs in its own
+turn. They call user code, so a recorded run of a model with such hooks is not replayed. Insertions
+in a `BendedModule` are replayed.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ _orders = itertools.count()
 
 
 class Counts:
-    """How often each module was called in the call of the model that a thread is in."""
+    """The number of calls of each module in the current call of the model on a thread."""
 
     def __init__(self) -> None:
         self._passes: dict[tuple[int, str], int] = {}
 
     def begin(self, *call: Any) -> None:
-        """Begin anew, since a call of the model begins."""
+        """Reset the counts, because a call of the model begins."""
         thread = threading.get_ident()
         for key in [key for key in self._passes if key[0] == thread]:
             del self._passes[key]
@@ -59,9 +59,9 @@ class Attached:
 
     Args:
         module: the module.
-        what: what is called there.
-        path: what it is told as the path of the node.
-        counts: counts the calls; None if nobody wants to know their numbers.
+        what: the interjection.
+        path: the node path that it sees.
+        counts: counts the calls; None if their numbers are not needed.
     """
 
     active = True  # as long as it is installed: nobody else takes it away
@@ -81,7 +81,7 @@ class Attached:
 
     @property
     def is_paired(self) -> bool:
-        """Whether the end of a call has to be paired with its beginning."""
+        """Whether the end of a call has to be matched with its beginning."""
         return self.backward or (self.before and self.counts is not None)
 
     def at(self, module: nn.Module) -> NodePass:
@@ -90,7 +90,7 @@ class Attached:
         return NodePass(self.path, number, module)
 
     def install(self) -> None:
-        """Have the module call it, in the order in which such things were made."""
+        """Make the module call it, in the order of attachment."""
         with _lock:
             station = _station_of(self.module) or Station(self.module)
             found = {one.order: one for one in (*station.entries, self)}
@@ -98,7 +98,7 @@ class Attached:
             station.update()
 
     def remove(self) -> None:
-        """Have the module not call it any more."""
+        """Stop the module from calling it."""
         with _lock:
             station = _station_of(self.module)
             if station is not None:
@@ -114,7 +114,7 @@ def _station_of(module: nn.Module) -> Station | None:
 
 
 class Station:
-    """All that is attached to a module, and what calls it.
+    """Calls everything that is attached to a module.
 
     Attributes:
         module: the module; None for the station of a copy, which nothing else is attached to.
@@ -129,11 +129,11 @@ class Station:
 
     @property
     def pairs_calls(self) -> bool:
-        """Whether the end of a call has to be paired with its beginning."""
+        """Whether the end of a call has to be matched with its beginning."""
         return any(one.is_paired for one in self.entries)
 
     def update(self) -> None:
-        """Register what is needed by what is attached, and remove the rest."""
+        """Register the torch hooks that are needed, and remove the others."""
         if self.module is None:
             return
         # A call that has begun has to be ended; one that was interrupted has not.
@@ -173,7 +173,7 @@ class Station:
             _local.calls.pop()
 
     def call_of(self, module: nn.Module) -> _Call | None:
-        """The call of a module that the calling thread is in."""
+        """The call of a module that is running on this thread."""
         calls = reversed(_local.calls)
         return next((one for one in calls if one.station is self and one.module is module), None)
 
@@ -361,7 +361,7 @@ def _checked(what: Interjection, at: NodePass, value: Any, result: Any) -> Any:
         collect(shape, result, found)
     except Mismatch as error:
         raise InterjectionError(
-            f"{what.label} at {at.path or '<root>'} gave what cannot take the place of the "
+            f"{what.label} at {at.path or '<root>'} returned a value that cannot replace the "
             f"module's value: {error}",
             at.path,
         ) from None

@@ -1,4 +1,4 @@
-"""Which attributes of a model what is inserted might look at, going by the names in its code."""
+"""The attributes of a model that an insertion might read, judged by the names in its code."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from bendtrace.recording.recorder import Recording
 
 __all__ = ["is_contained", "read_and_changed"]
 
-# With these, code can come by an attribute whose name it does not write out.
+# With these, code can reach an attribute whose name it does not write out.
 _ANY = frozenset(
     {"getattr", "vars", "__dict__", "__getattribute__", "attrgetter", "eval", "exec", "globals"}
 )
 
 
 def read_and_changed(plan: Plan, recording: Recording) -> frozenset[str]:
-    """Return the attributes that a run changes and what is inserted might look at: `self.count`.
+    """Return the attributes that a run changes and an insertion might read: `self.count`.
 
-    A replay changes attributes at its end, the model's own Python when it comes to it.
+    A replay changes attributes at its end, the model's own Python when it reaches the assignment.
     """
     changed = {change.label for change in recording.changes}
     if not changed:
@@ -44,11 +44,11 @@ def _is_contained(what: Interjection, own: Container[int]) -> bool:
 
 
 def is_contained(function: Any, own: Container[int] | None = None) -> bool:
-    """Whether a function, or a module, can look at nothing of the model but what it is given.
+    """Return whether a function, or a module, can read nothing of the model but its arguments.
 
     Args:
         function: the function.
-        own: identities of the model's own modules; None if they are not known.
+        own: identities of the model's own modules; None if unknown.
     """
     return _is_plain(function, _Search(own))
 

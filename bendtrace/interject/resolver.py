@@ -1,4 +1,4 @@
-"""What somebody names in a model: the same thing for every entry point, or an error."""
+"""Resolves the names of things in a model, in the same way for every entry point, or raises."""
 
 from __future__ import annotations
 
@@ -31,21 +31,21 @@ class Runs(Protocol):
         """The model."""
 
     def names(self) -> Iterable[Names]:
-        """The names of the runs, those without insertions first."""
+        """The names in the runs, those without insertions first."""
 
     def mirror_path(self, name: str) -> str:
-        """Return the path of the node of the latest mirror that has a name; "" if none has."""
+        """Return the path of the node of the latest mirror that has a name; "" if there is none."""
 
 
 def name_of(where: Any, known: Runs) -> str | None:
-    """Return the name that a node or an entry of a run stands for; None if `where` is neither.
+    """Return the name for a node or an entry of a run; None if `where` is neither.
 
     Args:
         where: a name, a node of a tree of paths or of a mirror, or an entry of a log.
-        known: what is known of the model.
+        known: the recorded runs of the model.
 
     Raises:
-        NodePathError: no mirror has such a node.
+        NodePathError: no mirror contains the node.
         InputError: the entry has no node.
     """
     if isinstance(where, Node):
@@ -60,17 +60,17 @@ def name_of(where: Any, known: Runs) -> str | None:
     if isinstance(where, (LayerEntry, ModuleEntry)):
         name = where.name if isinstance(where, ModuleEntry) else NodePath(where.node_path)
         if not name:
-            raise InputError(f"{where!r} has no path that could be inserted at")
+            raise InputError(f"{where!r} has no path, so nothing can be inserted at it")
         return name
     return None
 
 
 @dataclass(frozen=True)
 class Meant:
-    """What a string names.
+    """The result of resolving a string.
 
     Attributes:
-        kind: what it is.
+        kind: the kind of object.
         name: for modules and states, the qualified name.
         module: for modules, the module.
         places: nodes of runs: the root of the tree, the node, and its passes; None for all.
@@ -85,7 +85,7 @@ class Meant:
 
     @property
     def is_whole_state(self) -> bool:
-        """Whether it is a parameter or buffer wherever it is used."""
+        """Whether it is a parameter or buffer, in all its uses."""
         return self.is_owned and self.kind == "state"
 
     def paths(self) -> list[str]:
@@ -98,10 +98,10 @@ class Meant:
 
 
 def meant_by(text: str, known: Runs) -> Meant | None:
-    """Return what a string names in a model; None if nothing by it is known.
+    """Resolve a string in a model; return None if nothing known has this name.
 
     Raises:
-        NodePathError: it names several things.
+        NodePathError: the string matches several things.
     """
     found: list[tuple[Names, Meaning]] = []
     for names in known.names():
@@ -170,7 +170,7 @@ def _refusal(
 
 
 def text_of(where: Any) -> str:
-    """Return the path that a key is, or stands for.
+    """Return the path for a key: a path or a node.
 
     Raises:
         InputError: it is neither a path nor a node.
@@ -178,7 +178,7 @@ def text_of(where: Any) -> str:
     if isinstance(where, Node):
         return where._path
     if not isinstance(where, str):
-        raise InputError(f"activations are given by node paths, not by {where!r}")
+        raise InputError(f"activations have to be given by node path, not by {where!r}")
     return where
 
 
@@ -190,8 +190,8 @@ def by_path(model: Any, activations: Mapping[Any, Any]) -> dict[str, Any]:
         activations: the values, by path or node.
 
     Raises:
-        InputError: a key is no path, or means something that cannot be given, or does not say
-            which of two things it means, or two are the same.
+        InputError: a key is not a path, selects something whose value cannot be given, or is
+            ambiguous, or two keys select the same value.
     """
     found: dict[str, Any] = {}
     values: list[tuple[str, _Value]] = []
@@ -208,11 +208,13 @@ def by_path(model: Any, activations: Mapping[Any, Any]) -> dict[str, Any]:
             raise InputError(_STATE.format(said))
         if meant.role == "input" and meant.scope:
             raise InputError(
-                f"{said} is what a module is given: give the value of the node that it comes from"
+                f"{said} is the input of a module: give the value of the node that computes it"
             )
         for other, before in values:
             if meant.overlaps(before):
-                raise InputError(f"{other} and {said} mean the same value, or parts of it")
+                raise InputError(
+                    f"{other} and {said} select the same value, or overlapping parts of it"
+                )
         values.append((said, meant))
     return found
 
@@ -230,10 +232,10 @@ def _path_of(model: Any, where: Any) -> str:
             return text
         if text is None:
             if not (isinstance(where, (NodeSelector, re.Pattern)) or callable(where)):
-                raise InputError(f"activations are given by node paths, not by {where!r}")
+                raise InputError(f"activations have to be given by node path, not by {where!r}")
             paths = known.select(where)
             if not paths:
-                raise InputError(f"{said} means no node that is known")
+                raise InputError(f"{said} selects no known node")
         elif (meant := meant_by(text, known)) is None:
             return text
         elif meant.is_whole_state:
@@ -246,15 +248,15 @@ def _path_of(model: Any, where: Any) -> str:
         raise InputError(str(error)) from None
     if len(paths) > 1:
         listed = " and ".join(map(repr, paths))
-        raise InputError(f"{said} is ambiguous: it names {listed}. Write one of these")
+        raise InputError(f"{said} is ambiguous: it matches {listed}. Write one of these")
     return NodePath(paths[0]) if paths else str(text)
 
 
 def node_meant(model: Any, text: str) -> Node | None:
-    """Return the node of a path in a run that has come by it, if one has.
+    """Return the node with a path in a run that has reached it, if any.
 
-    A run may have another node that answers to the path: the call `fc_1` of a module to `fc`. That
-    is meant if no run has a node with that very path.
+    In some run, another node may answer to the path: the call `fc_1` of a module to `fc`. That node
+    is returned if no run has a node with exactly this path.
     """
     other = None
     for tree in model._known.trees():
@@ -312,11 +314,11 @@ class _Value(NamedTuple):
         )
 
 
-_STATE = "{} is a parameter or buffer, not an activation: bend it, or patch it"
+_STATE = "{} is a parameter or buffer, not an activation: bend or patch it"
 
 
 def describe_where(where: Any) -> str:
-    """Say in a few words where something is."""
+    """Return a short description of a location."""
     if isinstance(where, (list, tuple, set, frozenset)):
         return ", ".join(map(describe_where, where))
     if isinstance(where, Node):

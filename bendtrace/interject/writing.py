@@ -1,4 +1,4 @@
-"""Which nodes work in place, and on what: what is inserted there has to reach that tensor."""
+"""Nodes that work in place, and their targets: insertions there have to update that tensor."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["overlaps", "written_by"]
 
 
 def overlaps(tensor: Tensor, args: tuple[Any, ...]) -> bool:
-    """Whether another argument lies in the memory of a tensor, which torch may refuse then."""
+    """Return whether another argument shares memory with a tensor, which torch may refuse."""
     with torch._C.DisableTorchFunction():
         place = storage_of(tensor)
         return any(

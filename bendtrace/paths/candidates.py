@@ -179,11 +179,11 @@ class NodeSelector:
     needs_output: bool = False
 
     def matches(self, node: Candidate) -> bool:
-        """Whether a node is meant, going by the node alone."""
+        """Return whether the selector selects a node, judged by the node alone."""
         raise NotImplementedError
 
     def select(self, graph: CandidateGraph) -> set[str]:
-        """Return the paths of the nodes of a graph that are meant."""
+        """Return the paths of the selected nodes of a graph."""
         return {node.path for node in graph if self.matches(node)}
 
 

@@ -72,7 +72,7 @@ class Values(Protocol):
         """Say where the model is."""
 
     def writes_outside(self) -> bool:
-        """Whether the run has written to tensors that were there before it."""
+        """Whether the run has written to tensors that existed before it."""
 
 
 class Encoder:
@@ -86,7 +86,7 @@ class Encoder:
         self._values = values
 
     def writes_outside(self) -> bool:
-        """Whether the run has written to tensors that were there before it."""
+        """Whether the run has written to tensors that existed before it."""
         return self._values.writes_outside()
 
     def arguments(self, args: tuple[Any, ...]) -> tuple[tuple[Any, ...], Any]:

@@ -142,7 +142,7 @@ class Finish:
 
         Args:
             output: what it gave.
-            ran: the code that it came by.
+            ran: the code that it reached.
         """
         root = self._writer.root
         if self.tape.calls and self.tape.calls[0].module is self._function:

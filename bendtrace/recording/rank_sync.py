@@ -352,7 +352,7 @@ class _Overhearing(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         if types and any(map(_is_dtensor, types)):
-            return NotImplemented  # what it does with its parts comes by here
+            return NotImplemented  # what it does with its parts reaches here
         if func.namespace in _NAMESPACES:
             collective = collective_of(func, args)
             if collective is not None:

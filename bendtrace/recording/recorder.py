@@ -98,7 +98,7 @@ class Recorder(TorchFunctionMode):
     Args:
         function: what is going to be run.
         environment: what the run can read.
-        prefix: for a resumed run, what was carried out already.
+        prefix: for a resumed run, the ops carried out before.
         observer: is shown the values of the run.
         inserter: puts ops of its own into the run.
         reads_states: whether it reads all states in which the run asks for values (`states.py`).

@@ -110,7 +110,7 @@ def record(
         args: its positional arguments.
         kwargs: its keyword arguments.
         signature: names the arguments.
-        prefix: for a resumed run, what was carried out already.
+        prefix: for a resumed run, the ops carried out before.
         observer: is shown the values of the run.
         inserter: puts ops of its own into the run.
         reads_states: whether it reads all states in which the run asks for values.

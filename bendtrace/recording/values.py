@@ -194,7 +194,7 @@ class Values:
         return known
 
     def writes_outside(self) -> bool:
-        """Whether the run has written to tensors that were there before it."""
+        """Whether the run has written to tensors that existed before it."""
         ops = self.tape.ops
         for op in ops:
             if op.writes and any(ops[i].kind in (OpKind.INPUT, OpKind.STATE) for i in op.writes):

@@ -74,7 +74,7 @@ class Writer:
 
     Args:
         environment: what the run can read.
-        prefix: for a resumed run, what was carried out already.
+        prefix: for a resumed run, the ops carried out before.
         boundaries: code at which the chain of calls that led to an op ends.
 
     Attributes:

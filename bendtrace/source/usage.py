@@ -1,4 +1,4 @@
-"""What code does with the values it comes by, judging by its instructions.
+"""What code does with the values it reaches, judging by its instructions.
 
 Traced scalars and real tensors pass for what the model expects nearly everywhere. Where code
 would tell the difference, it is given plain values, or more is guarded.

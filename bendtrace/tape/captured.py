@@ -234,7 +234,7 @@ class AttributeKey(str):
 
     Attributes:
         name: of the attribute; the text differs from it where a dict has an item by that name.
-        access: how to come by it.
+        access: how to reach it.
     """
 
     __slots__ = ("access", "name")

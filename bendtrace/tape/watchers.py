@@ -28,7 +28,7 @@ __all__ = [
 ]
 
 
-# Who is told what the calling thread comes by: its recorder, while it is recording.
+# Who is told what the calling thread reaches: its recorder, while it is recording.
 
 
 class Watcher(Protocol):
@@ -54,7 +54,7 @@ class Watcher(Protocol):
         """Ask something of a tensor that is not its values, and guard the answer."""
 
     def unseen(self, what: str) -> None:
-        """Note that the run comes by something that a replay could not repeat."""
+        """Note that the run reaches something that a replay could not repeat."""
 
     def recomputed(self, entering: bool) -> None:
         """Note that a block begins or ends that the backward pass runs again."""

@@ -65,7 +65,7 @@ def _wirings(_: int) -> tuple[type, ...]:
 
 
 def joint_functions() -> Iterator[tuple[Any, str]]:
-    """Yield, as owner and name, functions in Python that are one op when a run comes by them.
+    """Yield, as owner and name, functions in Python that are one op when a run reaches them.
 
     Those of torch.distributed work on process groups past the function mode; the methods of
     DTensors consist of Python that handles their local parts.

@@ -183,7 +183,7 @@ class _Before(_JointHook):
         for places, parameter in zip(gathered_names(module), given[len(tensors) :], strict=True):
             for holder, name in places:
                 held = holder._parameters
-                # A resumed run comes by what was done before: FSDP has the shards back in place.
+                # A resumed run reaches what was done before: FSDP has the shards back in place.
                 if held[name] is not parameter:
                     self.shards.append((held, name, held[name]))
                     held[name] = parameter

@@ -61,7 +61,7 @@ def opaque(function: Callable[..., Any]) -> Callable[..., Any]:
         function: any callable; usable as a decorator, also of methods.
 
     Returns:
-        A function that does the same, and is one op when a trace comes by it.
+        A function that does the same, and is one op when a trace reaches it.
 
     Raises:
         InputError: if `function` cannot be called.

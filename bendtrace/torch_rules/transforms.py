@@ -42,7 +42,7 @@ def as_one_op(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def entries_of_transforms() -> Iterator[tuple[Any, str, Any]]:
     """Yield what is to be exchanged while a run is recorded: an attribute of what, and for what."""
-    # What most come down to, whichever way the model came by them.
+    # What most come down to, whichever way the model reached them.
     for owner, name in (
         (apis, "vmap_impl"), (eager_transforms, "grad_impl"),
         (eager_transforms, "grad_and_value_impl"), (eager_transforms, "_jvp_with_argnums"),

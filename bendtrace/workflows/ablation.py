@@ -101,7 +101,7 @@ def ablate(
         seed: for "resample": of the cycle, or the samples of the reference, which are drawn with
             `torch.Generator().manual_seed(seed)` anew in each call, so that all nodes, passes and
             calls with as many samples have the same.
-        passes: in which passes of each node; see `BendedModule.interject`.
+        passes: the passes of each node to apply to; see `BendedModule.interject`.
         every: only in every n-th pass.
         allow_none: whether `where` may match no node.
 
@@ -111,7 +111,7 @@ def ablate(
     Raises:
         SiteError: the output of a node has no such part.
         NodePathError: `where` matches no node.
-        InputError: an argument makes no sense.
+        InputError: an argument is invalid.
 
     Example:
         >>> import torch, bendtrace as bt
@@ -276,7 +276,7 @@ def ablation_study(
     Raises:
         SiteError: no run reached a site, or it has no such part.
         NodePathError: a site matches no node.
-        InputError: an argument makes no sense.
+        InputError: an argument is invalid.
 
     Example:
         >>> import torch, bendtrace as bt

@@ -155,7 +155,7 @@ def attribution_patching(
     Raises:
         SiteError: a value is missing; it names the site.
         NodePathError: a site matches no node.
-        InputError: an argument makes no sense, or no gradient reaches the metric.
+        InputError: an argument is invalid, or no gradient reaches the metric.
 
     Example:
         >>> import torch, bendtrace as bt

@@ -416,7 +416,7 @@ def splice_autoencoder(
         A handle on the latents, which is also a context manager.
 
     Raises:
-        InputError: an argument makes no sense.
+        InputError: an argument is invalid.
         NodePathError: `where` matches no node.
 
     Example:

@@ -231,8 +231,7 @@ def bending_session(model: Callable[..., Any], bends: Mapping[Any, Any]) -> Bend
         A `BendingSession`.
 
     Raises:
-        InputError: an argument makes no sense, or two parameters have one name. Then nothing is
-            bent.
+        InputError: an argument is invalid, or two parameters have one name. Then nothing is bent.
 
     Example:
         >>> import torch, bendtrace as bt

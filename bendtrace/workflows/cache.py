@@ -134,7 +134,7 @@ def run_with_cache(
     Raises:
         NodePathError: a name matches no node; for names of TransformerLens without an equal here
             it says why.
-        InputError: an argument makes no sense.
+        InputError: an argument is invalid.
 
     Example:
         >>> import torch, bendtrace as bt

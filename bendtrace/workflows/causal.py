@@ -162,7 +162,7 @@ def causal_tracing(
     Raises:
         SiteError: a value cannot be restored; it names the site.
         NodePathError: a site matches no node.
-        InputError: an argument makes no sense.
+        InputError: an argument is invalid.
 
     Example:
         >>> import torch, bendtrace as bt

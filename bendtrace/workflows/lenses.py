@@ -163,7 +163,7 @@ def logit_lens(
         has the logits of the model, bit for bit.
 
     Raises:
-        InputError: the end does not take the output of a site, or an argument makes no sense.
+        InputError: the end does not take the output of a site, or an argument is invalid.
         NodePathError: a site matches no node.
 
     Example:
@@ -300,7 +300,7 @@ class TunedLens(nn.Module):
         steps: the number of batches that it was trained on.
 
     Raises:
-        InputError: an argument makes no sense.
+        InputError: an argument is invalid.
         NodePathError: a site matches no node.
 
     Example:
@@ -393,7 +393,7 @@ class TunedLens(nn.Module):
             The loss at each site, for each batch, those before a resumption included.
 
         Raises:
-            InputError: an argument makes no sense, or the file is of another lens.
+            InputError: an argument is invalid, or the file is of another lens.
         """
         if epochs < 1 or every < 1 or not lr > 0:
             raise InputError("epochs= and every= are at least 1, and lr= is above 0")

@@ -113,7 +113,7 @@ def activation_patching(
     Raises:
         SiteError: a value cannot be replaced; it names the site.
         NodePathError: a site matches no node.
-        InputError: an argument makes no sense.
+        InputError: an argument is invalid.
 
     Example:
         >>> import torch, bendtrace as bt

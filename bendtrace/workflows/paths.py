@@ -162,7 +162,7 @@ def path_patching(
         SiteError: a value cannot be replaced, there is no such path, or an op on the way cannot
             run on the side: numbers that Python computes with, writes into parts of tensors.
         NodePathError: an item matches no node.
-        InputError: an argument makes no sense.
+        InputError: an argument is invalid.
 
     Example:
         >>> import torch, bendtrace as bt

@@ -89,7 +89,7 @@ def ancestry(trace: Any, node: Any, inputs: Any = None) -> Reach:
 
     Raises:
         NodePathError: there is no such node.
-        InputError: an argument makes no sense.
+        InputError: an argument is invalid.
 
     Example:
         >>> import torch, bendtrace as bt
@@ -138,7 +138,7 @@ def influence(trace: Any, node: Any, inputs: Any = None) -> Reach:
 
     Raises:
         NodePathError: there is no such node.
-        InputError: an argument makes no sense.
+        InputError: an argument is invalid.
 
     Example:
         >>> import torch, bendtrace as bt
@@ -274,7 +274,7 @@ def receptive_field(
 
     Raises:
         NodePathError: there is no such node.
-        InputError: an argument makes no sense.
+        InputError: an argument is invalid.
 
     Example:
         >>> import torch, bendtrace as bt

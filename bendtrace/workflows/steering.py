@@ -483,7 +483,7 @@ def steer(
         A handle, which is also a context manager.
 
     Raises:
-        InputError: an argument makes no sense.
+        InputError: an argument is invalid.
         NodePathError: `where` matches no node.
 
     Example:

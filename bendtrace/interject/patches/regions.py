@@ -1,4 +1,4 @@
-"""The part of a value that a patch is about."""
+"""The part of a value that a patch changes."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ Index = IndexItem | tuple[IndexItem, ...] | list[IndexItem]
 
 
 def check_index(index: Any) -> None:
-    """Refuse what cannot stand in brackets behind a tensor.
+    """Raise if something is not a valid index of a tensor.
 
     Raises:
-        InputError: it is no index expression.
+        InputError: it is not an index expression.
     """
     items = index if isinstance(index, (list, tuple)) else (index,)
     for item in items:
@@ -44,11 +44,13 @@ def check_index(index: Any) -> None:
             check_index(item)
         elif isinstance(item, Tensor):
             if item.is_floating_point() or item.is_complex():
-                raise InputError(f"slice={described(index)}: a tensor of {item.dtype} is no index")
+                raise InputError(
+                    f"slice={described(index)}: a tensor of {item.dtype} is not a valid index"
+                )
         elif item is not None and item is not ... and not _indexes(item):
             raise InputError(
-                f"slice={described(index)}: {item!r} cannot stand in brackets behind a tensor; "
-                "write x[:, 2] as slice=(slice(None), 2)"
+                f"slice={described(index)}: {item!r} is not a valid index of a tensor; write "
+                "x[:, 2] as slice=(slice(None), 2)"
             )
 
 
@@ -72,10 +74,10 @@ def _indexes(item: Any) -> bool:
 
 
 def check_value(value: Any) -> None:
-    """Refuse what can be neither added to a tensor nor put in its place.
+    """Raise if something can neither be added to a tensor nor replace it.
 
     Raises:
-        InputError: it is no tensor and no number.
+        InputError: it is neither a tensor nor a number.
     """
     if not isinstance(value, (Tensor, bool, int, float, complex)):
         raise InputError(
@@ -91,27 +93,27 @@ def _check_number(original: Any, value: Any) -> None:
     """
     if not isinstance(original, (bool, int, float, complex)):
         raise PatchError(
-            f"there was {described(original)} ({type(original).__name__}), neither a tensor nor a "
-            "number: give the path of a part of it, or use a CustomPatch",
+            f"the value is {described(original)} ({type(original).__name__}), neither a tensor "
+            "nor a number: give the path of a part of it, or use a CustomPatch",
             expected="Tensor", got=type(original).__name__,
         )  # fmt: skip
     if isinstance(value, Tensor):
         raise PatchError(
-            f"there was the number {original!r}, for which {described(value)} cannot stand",
+            f"the value is the number {original!r}, which {described(value)} cannot replace",
             expected=type(original).__name__, got=described(value),
         )  # fmt: skip
 
 
 def edited(original: Any, index: Index, edit: Callable[[Tensor], Any]) -> Any:
-    """Return a copy of a tensor with something else in one part.
+    """Return a copy of a tensor with one part changed.
 
     Args:
-        original: the tensor; it stays as it is.
+        original: the tensor; it is not changed.
         index: the part.
-        edit: gives a tensor that fits for the one that is there.
+        edit: returns the new part for the present one.
 
     Raises:
-        PatchError: there is no such part, or what is to come in its place does not fit.
+        PatchError: the part does not exist, or the new part does not fit.
     """
     new = edit(_part_of(original, index))
     made = original.clone()
@@ -123,12 +125,12 @@ def added(original: Any, index: Index, value: Any) -> Any:
     """Return a value with something added to a part of it.
 
     Args:
-        original: a tensor or a number; it stays as it is.
+        original: a tensor or a number; it is not changed.
         index: the part; None for all of it.
-        value: what to add.
+        value: the summand.
 
     Raises:
-        PatchError: there is no such part, or the sum is none that it can hold.
+        PatchError: the part does not exist, or the value cannot hold the sum.
     """
     if index is not None:
         return edited(original, index, lambda part: added(part, None, value))
@@ -147,15 +149,15 @@ def added(original: Any, index: Index, value: Any) -> Any:
 
 
 def replaced(original: Any, index: Index, value: Any) -> Any:
-    """Return a value with something else in the place of a part of it.
+    """Return a value with a part of it replaced.
 
     Args:
-        original: a tensor or a number; it stays as it is.
+        original: a tensor or a number; it is not changed.
         index: the part; None for all of it.
-        value: what to put there.
+        value: the new part.
 
     Raises:
-        PatchError: there is no such part, or it cannot hold the value.
+        PatchError: the part does not exist, or cannot hold the value.
     """
     if index is None and not isinstance(original, Tensor):
         _check_number(original, value)
@@ -184,7 +186,7 @@ def _part_of(original: Any, index: Index) -> Tensor:
     """
     if not isinstance(original, Tensor):
         raise PatchError(
-            f"only of tensors can a slice be taken; there was {described(original)}",
+            f"only tensors can be sliced, and the value is {described(original)}",
             expected="Tensor", got=described(original),
         )  # fmt: skip
     try:

@@ -1,4 +1,4 @@
-"""Selectors for the layers of torch, whether called as module, function or method."""
+"""Selectors for the layers of torch, called as module, function or method."""
 
 from __future__ import annotations
 
@@ -190,11 +190,11 @@ PARTS: dict[str, str] = {
 
 @dataclass(frozen=True, repr=False)
 class Layers(Selector):
-    """Some layers of torch: calls of the modules, of the functions and of the methods.
+    """Some layers of torch: calls of their modules, functions and methods.
 
-    What a layer consists of is not meant besides the layer: the `F.relu` in the code of an
-    `nn.ReLU` is that module's, and found by its call. A function that several layers share, such
-    as `F.batch_norm`, is meant by each of them.
+    The inside of a layer is not selected in addition to the layer: the `F.relu` in the code of an
+    `nn.ReLU` belongs to that module, whose call is selected. A function that several layers share,
+    such as `F.batch_norm`, is selected by each of them.
 
     Attributes:
         family: the family they are of.
@@ -216,7 +216,7 @@ class Layers(Selector):
     members: tuple[str, ...]
 
     def matches(self, node: Candidate) -> bool:
-        """Whether a node is meant, going by the node alone."""
+        """Return whether the selector selects a node, judged by the node alone."""
         if node.module is not None:
             return isinstance(node.module, _classes(self.family, self.members))
         if node.function is None:
@@ -226,12 +226,12 @@ class Layers(Selector):
 
     @property
     def classes(self) -> tuple[type[nn.Module], ...]:
-        """The classes of modules that are meant, with their subclasses."""
+        """The selected classes of modules; their subclasses are selected, too."""
         return _classes(self.family, self.members)
 
     @property
     def functions(self) -> frozenset[Callable[..., Any]]:
-        """The functions and methods that are meant; operators of `torch.ops` are besides."""
+        """The selected functions and methods; operators of `torch.ops` are selected, too."""
         names = _names(self.family, self.members)
         return frozenset(found for found, of in _spellings().items() if of & names)
 
@@ -253,7 +253,7 @@ class Family(Layers):
         family: the name of the family: "Activations", "Convolutions", ...
 
     Raises:
-        NoLayerError: there is no such family.
+        NoLayerError: the family does not exist.
 
     Example:
         >>> import bendtrace as bt
@@ -267,8 +267,10 @@ class Family(Layers):
     def __init__(self, family: str) -> None:
         if family not in FAMILIES:
             near = get_close_matches(str(family), FAMILIES, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(FAMILIES)}"
-            raise NoLayerError(f"there is no family of layers {family!r}; {hint}")
+            hint = (
+                f"did you mean {near[0]!r}?" if near else f"known families: {', '.join(FAMILIES)}"
+            )
+            raise NoLayerError(f"no family of layers is called {family!r}; {hint}")
         super().__init__(family, tuple(FAMILIES[family]))
 
     def __getattr__(self, name: str) -> Layers:
@@ -330,7 +332,7 @@ _NOTHING: frozenset[str] = frozenset()
 
 
 def functions_named(function: Callable[..., Any]) -> frozenset[str]:
-    """Return the names under which the families have a function, method or operator."""
+    """Return the names of a function, method or operator in the families."""
     if isinstance(function, OpOverload):
         return _operators().get(function.name().partition(".")[0], _NOTHING)
     if isinstance(function, OpOverloadPacket):  # prints as `aten.relu`

@@ -189,7 +189,7 @@ class Difference:
         Args:
             path: where to save the picture; the ending says as what: .svg, .png, .pdf, .html or
                 .dot (which has no colours).
-            format: as what to save it, if the ending does not say.
+            format: the file format, if the file name's ending does not say.
             rolled: whether the passes of an op are one node.
             collapse: whether of blocks that are alike, and differ in the same way, one is drawn.
             depth: how many boxes deep to draw; None for all.

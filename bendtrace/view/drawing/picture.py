@@ -207,7 +207,7 @@ def draw(
     Args:
         history: the log of the run.
         path: where to save the picture; the ending says as what: .svg, .png, .pdf, .html or .dot.
-        format: as what to save it, if the ending does not say.
+        format: the file format, if the file name's ending does not say.
         rolled: whether the passes of an op are one node, with lines that run back. Otherwise
             each is its own.
         collapse: whether, of at least three blocks that are alike in a row, and of passes of

@@ -119,7 +119,7 @@ class StateGraph(nx.MultiDiGraph):  # type: ignore[type-arg]  # not generic when
         Args:
             path: where to save the picture; the ending says as what: .svg, .png, .pdf, .html or
                 .dot.
-            format: as what to save it, if the ending does not say.
+            format: the file format, if the file name's ending does not say.
 
         Raises:
             InputError: as for `Picture.save`. Nothing is written then.

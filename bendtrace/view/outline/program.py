@@ -322,7 +322,7 @@ class Outline:
 
         Args:
             path: where to save it; the ending says as what: .svg, .png, .pdf or .html.
-            format: as what to save it, if the ending does not say.
+            format: the file format, if the file name's ending does not say.
 
         Raises:
             InputError: for unknown endings; nothing is written then.
