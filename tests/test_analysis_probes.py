@@ -900,7 +900,7 @@ def test_features_and_targets_of_other_sizes_than_before_are_refused() -> None:
         probe.update("x", torch.randn(4, 3), torch.rand(4, 2))
         with pytest.raises(InputError, match="5 features, but 3 before"):
             probe.update("x", torch.randn(4, 5), torch.rand(4, 2))
-        with pytest.raises(InputError, match="targets of 1 values, but of 2 before"):
+        with pytest.raises(InputError, match="targets have 1 values, but 2 before"):
             probe.update("x", torch.randn(4, 3), torch.rand(4))
     big = LinearProbe(3, closed_form=True, max_features=10)
     with pytest.raises(InputError, match="11 features need"):

@@ -870,5 +870,5 @@ def test_values_whose_squares_are_no_numbers_are_refused(scale: float) -> None:
     exact = Rank("a")
     exact.update("x", rows)
     assert exact.results["x"]["rank"] == 4
-    with pytest.raises(KeyError, match="no results under 'y'; by node paths there are 'x'"):
+    with pytest.raises(KeyError, match="no results under 'y'; node paths with results: 'x'"):
         exact.results["y"]

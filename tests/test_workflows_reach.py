@@ -260,7 +260,7 @@ def test_dropout_in_training_is_as_it_was_drawn() -> None:
     [
         ({"index": (9, 9)}, bt.errors.InputError, "no index into"),
         ({"index": slice(3, 3)}, bt.errors.InputError, "means no element"),
-        ({"of": "y"}, bt.errors.InputError, "no input is called 'y'; there are input"),
+        ({"of": "y"}, bt.errors.InputError, "no input is called 'y'; the inputs are input"),
         ({"node": "nothing"}, bt.errors.NodePathError, "no node 'nothing'"),
         ({"node": 3}, bt.errors.InputError, "given by a name"),
     ],
@@ -427,7 +427,7 @@ def test_what_is_missing_or_too_much_is_refused() -> None:
         ancestry(trace, "relu", torch.ones(2))
     with pytest.raises(InputError, match="inputs="):
         influence(torch.relu, "relu")
-    with pytest.raises(InputError, match="no node is given"):
+    with pytest.raises(InputError, match="no node was given"):
         influence(trace, [])
     assert F.relu is not None
 
