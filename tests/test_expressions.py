@@ -139,7 +139,7 @@ def test_anything_else_is_refused_and_not_run(
         ("ones(2, dtype=floot32)", "`floot32` in `ones(2, dtype=floot32)` is not known: did you"),
         ("ones(2, device='cpu')", "it is written ones(*size, dtype=..., requires_grad=...)"),
         ("ones(2, **{})", "it is written ones(*size, dtype=..., requires_grad=...)"),
-        ("ones('a')", "`'a'` in `ones('a')`: it takes numbers, and lists of them"),
+        ("ones('a')", "`'a'` in `ones('a')`: only numbers and lists of numbers are allowed"),
         ("tensor([ones(1)])", "it takes numbers, and lists of them"),
         ("full(2)", "cannot make `full(2)`: it is written full(size, fill_value,"),
         ("randn(-1)", "cannot make `randn(-1)`: Trying to create tensor with negative dimension"),
@@ -153,7 +153,7 @@ def test_anything_else_is_refused_and_not_run(
         ("(" * 5000 + ")" * 5000, "`((("),
         ("-" * 50_000 + "1", "is nested too deeply"),
         ("", "an input is empty"),
-        ("load(3)", '`load(3)`: it is written load("file.pt")'),
+        ("load(3)", '`load(3)`: write load("file.pt")'),
         ("load('a.txt')", "'a.txt': its name has to end in one of .pt, .pth, .bin, .ckpt, .safe"),
     ],
 )
@@ -162,7 +162,7 @@ def test_what_is_wrong_is_said(text: str, message: str) -> None:
 
 
 def test_a_name_is_given_once() -> None:
-    with pytest.raises(InputError, match="there are two inputs called 'x'"):
+    with pytest.raises(InputError, match="two inputs are called 'x'"):
         made("x=1", "x=2")
 
 

@@ -438,10 +438,13 @@ def test_another_structure_of_an_argument_is_a_divergence() -> None:
     module = bt.trace(model, [one, one + 1], {"scale": 2}).to_fx()
     assert torch.equal(module([one, one], {"scale": 2}), one * 4)
     for args, message in [
-        (([one], {"scale": 2}), "argument xs has other content than when traced"),
+        (([one], {"scale": 2}), "argument xs has different content than when traced"),
         (((one, one), {"scale": 2}), "argument xs was a list when traced and is a tuple now"),
-        (([one, 1], {"scale": 2}), "argument xs[1] was a tensor when traced and is none now"),
-        (([one, one], {}), "argument options has other content than when traced"),
+        (
+            ([one, 1], {"scale": 2}),
+            "argument xs[1] was a tensor when traced and is not a tensor now",
+        ),
+        (([one, one], {}), "argument options has different content than when traced"),
         (([one, one], {"scale": 3}), "argument options['scale'] was 2 when traced and is 3 now"),
     ]:
         with pytest.raises(DivergenceError) as caught:

@@ -127,7 +127,7 @@ def test_two_processes_give_what_one_gives_also_after_a_kill(tmp_path: Path) -> 
     assert run("killed 7", tmp_path / "killed").startswith("failed")
     part = Harvest.open(tmp_path / "killed")
     assert 0 < len(part) < COUNT
-    with pytest.raises(InputError, match="2 processes wrote there, and these are 1"):
+    with pytest.raises(InputError, match="2 processes wrote there, but now there are 1"):
         harvested(tmp_path / "killed")
     assert run("batches 0", tmp_path / "killed").count("done") == 2
     assert files_of(tmp_path / "killed") == files_of(tmp_path / "two")

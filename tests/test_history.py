@@ -243,7 +243,7 @@ def test_slices_go_by_position_or_by_name() -> None:
     assert labels(log[1:3]) == ["getitem_1_1", "norm_1_2:1"]
     assert labels(log["getitem_1_1":"sigmoid_1"]) == labels(log[1 : log["sigmoid_1:1"].ordinal])
     assert labels(log[::-1]) == labels(log)[::-1]
-    with pytest.raises(LayerKeyError, match="item_1 is no layer, and so has no position"):
+    with pytest.raises(LayerKeyError, match="item_1 is not a layer, and so has no position"):
         log["item_1":]  # type: ignore[misc]
 
 
@@ -252,8 +252,8 @@ def test_slices_go_by_position_or_by_name() -> None:
     [
         ("liner_1", "there is no layer, module or node path 'liner_1'; near to it: linear_1"),
         ("", "there is no layer, module or node path ''"),
-        (99, r"there is no layer 99: there are \d+, from 0 to \d+, or from -\d+ to -1"),
-        (True, "layers are found by name, module, position or node path, not by True"),
+        (99, r"there is no layer 99: the \d+ layers have positions 0 to \d+, or -\d+ to -1"),
+        (True, "layers are looked up by name, module, position or node path, not by True"),
         (2.5, "not by 2.5"),
         ("getitem_1:2", r"'getitem_1:2' is ambiguous: .* Write '.getitem_1' or 'getitem'"),
         ("getitem_1_1:2", "there is no layer, module or node path 'getitem_1_1:2'"),

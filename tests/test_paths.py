@@ -926,18 +926,18 @@ def test_a_wrong_attribute_or_key_names_what_there_is() -> None:
         graph.low = 1
     with pytest.raises(AttributeError, match="cannot be deleted"):
         del graph.low
-    with pytest.raises(InputError, match="a node path is a string, not float"):
+    with pytest.raises(InputError, match="a node path has to be a string, not float"):
         graph[1.5]
-    with pytest.raises(InputError, match="a node path is a string or a node, not list"):
+    with pytest.raises(InputError, match="a node path has to be a string or a node, not list"):
         graph._tree.resolve(["low"])
 
 
 @pytest.mark.parametrize(
     ("path", "message"),
     [
-        ("low", "'low' is a Graph(5), not a value; in it there are 'low.input', 'low.weight', "
+        ("low", "'low' is a Graph(5), not a value; it contains 'low.input', 'low.weight', "
          "'low.bias', 'low.linear', 'low.output'"),
-        ("", "'<root>' is a Graph(9), not a value; in it there are 'x', 'sum', 'gt', 'bool', "
+        ("", "'<root>' is a Graph(9), not a value; it contains 'x', 'sum', 'gt', 'bool', "
          "'low', 'add', 'last', 'add_1', 'output'"),
         ("low|linear", "no node 'low|linear': 'low' is a Graph(5): only into tuples, lists, dicts "
          "and the like can one dig with '|'"),

@@ -356,7 +356,7 @@ def test_values_are_found_after_the_caller_and_the_optimizer_wrote_over_theirs()
     log.output.data.zero_()
     found = log.validate()
     assert found, str(found)
-    assert found.skipped == {"linear_1_1": "it reads state that was changed since"}
+    assert found.skipped == {"linear_1_1": "it reads state that has changed since"}
     assert found.ops == 1
 
 
@@ -474,9 +474,7 @@ def test_draws_without_a_known_state_are_told(log: bt.Trace) -> None:
     capture: Any = log._capture
     del capture.random[op_of(log, "dropout_1").index]
     found = log.validate()
-    assert found.skipped == {
-        "dropout_1_4": "it draws random numbers, in a way that was not foreseen"
-    }
+    assert found.skipped == {"dropout_1_4": "it draws random numbers in an unexpected way"}
 
 
 def test_another_context_is_found() -> None:
@@ -564,7 +562,7 @@ def test_idle_edges_and_what_was_left_out_are_printed() -> None:
     assert str(logged(model, torch.ones(2)).validate()) == (
         "2 ops carried out again: bitwise the same\n"
         "3 edges tried, 1 without effect: input_1_0 -> zeroslike_1_1\n"
-        "not carried out again: rand_1_2 (it was given an object)"
+        "not recomputed: rand_1_2 (it received an object)"
     )
 
 
