@@ -1,4 +1,4 @@
-"""From a recorded run to its log."""
+"""Builds the log of a recorded run."""
 
 from __future__ import annotations
 
@@ -52,15 +52,15 @@ class Log:
     """A run as plain data.
 
     Attributes:
-        name: of the model.
-        entries: a value each, in the order of the run.
-        modules: a call of a module each, in the order in which they began.
+        name: name of the model.
+        entries: one entry per value, in the order of the run.
+        modules: one entry per module call, in the order in which the calls began.
         flow_steps: where the model's Python depended on the inputs.
-        step_labels: for each of them, the label of the entry whose value was consumed.
-        parameters: how many elements the parameters have that the run computed with.
+        step_labels: for each step, the label of the entry with the value that it used.
+        parameters: the number of elements of the parameters used in the run.
         parameter_bytes: their size.
         places: the entries of the values on the tape, by op and element.
-        given_out: for outputs that were written to since their op gave them, the op.
+        given_out: the op of each output that was written to after its op returned it.
     """
 
     name: str
@@ -75,11 +75,11 @@ class Log:
 
 
 def build_log(recording: Recording, name: str, tree: Tree) -> Log:
-    """Return the log of a run, without what only a capture knows.
+    """Return the log of a run, without the data that only a capture has.
 
     Args:
         recording: the run.
-        name: how to call the model.
+        name: the name of the model.
         tree: the node paths.
     """
     builder = _Builder(recording, name, tree)

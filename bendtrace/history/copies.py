@@ -1,4 +1,4 @@
-"""What is kept of values: copies that are made only once somebody writes, and gradients."""
+"""Kept values: copies that are made only when the original is written to, and gradients."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ _is_shared = torch._C._is_cow_tensor  # type: ignore[attr-defined]  # missing in
 
 
 def lazily_copied(value: Tensor) -> Tensor:
-    """Return a tensor with the values that another has now; nothing is copied before a write.
+    """Return a tensor with the present values of another; nothing is copied before a write.
 
-    What torch cannot copy lazily is copied at once.
+    Tensors that torch cannot copy lazily are copied at once.
     """
     # Not for quantised values, whose copy would have no quantizer, nor for those that are only
     # marked as conjugated or negated: the copy would lose that, and its values with it.
@@ -58,11 +58,11 @@ def lazily_copied(value: Tensor) -> Tensor:
 
 
 def lazily_copied_unless(value: Tensor, fixed: Container[int]) -> Tensor | None:
-    """Copy an exact `Tensor` lazily, in one go; None if that takes a closer look.
+    """Copy an exact `Tensor` lazily; return None if it needs a closer look.
 
     Args:
-        value: what to copy.
-        fixed: storages (see `storage_of`) that have to stay where they are.
+        value: the value to copy.
+        fixed: storages (see `storage_of`) that must not move.
     """
     if value.layout is not torch.strided or value.dtype not in _LAZY or value.is_neg():
         return None
@@ -75,7 +75,7 @@ def lazily_copied_unless(value: Tensor, fixed: Container[int]) -> Tensor | None:
 
 
 def copied(value: Tensor) -> Tensor:
-    """Return a copy with the same strides, also where they overlap or leave gaps, and alignment."""
+    """Return a copy with the same alignment and strides, even if they overlap or leave gaps."""
     if (
         type(value) not in _PLAIN
         or value.layout is not torch.strided
@@ -112,9 +112,9 @@ def _shift(value: Tensor) -> int:
 
 
 def materialize(tensor: Tensor) -> None:
-    """Give a tensor memory of its own, if it shares some until one writes.
+    """Give a tensor memory of its own, if it shares memory until a write.
 
-    torch cannot change the size of shared memory, and nobody can be told of writes by its address.
+    torch cannot change the size of shared memory, and writes through its address go unnoticed.
     """
     if type(tensor) not in _PLAIN or tensor.layout is not torch.strided:
         return
@@ -149,12 +149,12 @@ class Gradients:
     """The gradients of the latest backward pass through a run.
 
     Args:
-        convert: what to do with them before they are kept; None for nothing.
+        convert: applied to gradients before they are kept; None for nothing.
 
     Attributes:
         kept: the gradients, by op and element.
-        watched: the values whose gradients are asked for.
-        wanted: those of them whose gradients are kept; None for all.
+        watched: the values whose gradients are requested.
+        wanted: those whose gradients are kept; None for all.
     """
 
     def __init__(self, convert: Callable[[Tensor], Tensor] | None) -> None:
@@ -167,12 +167,12 @@ class Gradients:
         self._inner, self._task = 0, -1
 
     def attach(self, key: Key, entry: LayerEntry) -> None:
-        """Give an entry its gradient, now or when it comes."""
+        """Give an entry its gradient, now or when it is computed."""
         entry.gradient = self.kept.get(key)
         self._entries.setdefault(key, []).append(entry)
 
     def watch(self, key: Key, tensor: Tensor) -> None:
-        """Have the gradient of a tensor kept, as long as there is someone to keep it."""
+        """Keep the gradient of a tensor, as long as an owner is alive."""
         if not requires_grad(tensor):
             return
         self.watched.add(key)
