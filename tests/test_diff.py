@@ -605,7 +605,7 @@ def test_long_tables_end_with_a_line_that_says_how_to_see_more() -> None:
     difference = bt.diff(run(Net(8), X), run(Net(8), X * 2))
     text = difference.text(limit=3)
     rows = len(difference.changed)
-    assert f"    ... {rows - 3} more rows: text(limit=None) has them all" in text.splitlines()
+    assert f"    ... {rows - 3} more rows: text(limit=None) shows all" in text.splitlines()
     assert "more row" not in difference.text(limit=None)
     assert len(difference.text(limit=None).splitlines()) > rows
 

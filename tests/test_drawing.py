@@ -601,7 +601,7 @@ def test_bytes_and_seconds_have_units() -> None:
         ({"linaer_1_1": 1}, "did you mean linear_1_1"),
         ({"linear_1_1": "high"}, "which is no number"),
         ("speed", 'an overlay is "time", "memory", "flops"'),
-        (3, "an overlay is a name, a mapping or a function, not int"),
+        (3, "overlay= has to be a name, a mapping or a function, not int"),
         ("time", "the run was not timed, as log_forward_pass does"),
         ({}, "no node of the picture has a number"),
     ],

@@ -1,4 +1,4 @@
-"""Comparing what is in both runs: layers, modules, flow steps and guards, pair by pair."""
+"""Compares the items that both runs have: layers, modules, flow steps and guards, pair by pair."""
 
 from __future__ import annotations
 
@@ -34,14 +34,17 @@ _LABEL = re.compile(r"\w[\w.]*(?::\d+)?")
 
 @dataclass
 class Compared:
-    """How many values could be compared.
+    """The number of values that could be compared.
 
     Attributes:
-        compared: pairs of tensors whose values were compared.
-        unsaved_a: pairs that were not, because the value was not saved in the first run.
-        unsaved_b: pairs that were not, because the value was not saved in the second run.
-        unsaved: pairs that were not, because it was not saved in one of them.
-        reshaped: pairs that were not, because they differ in shape.
+        compared: the number of pairs of tensors whose values were compared.
+        unsaved_a: the number of pairs not compared because the value was not saved in the first
+            run.
+        unsaved_b: the number of pairs not compared because the value was not saved in the second
+            run.
+        unsaved: the number of pairs not compared because the value was not saved in one of the
+            runs.
+        reshaped: the number of pairs not compared because their shapes differ.
     """
 
     compared: int = 0
@@ -55,7 +58,7 @@ class Comparison:
     """Compares two runs.
 
     Args:
-        matching: what of the runs is the same.
+        matching: the matching of the runs.
         rtol: relative tolerance for values, as in `torch.isclose`.
         atol: absolute tolerance for values, as in `torch.isclose`.
     """
@@ -68,7 +71,7 @@ class Comparison:
         self._tolerances = {"rtol": rtol, "atol": atol}
 
     def modules(self) -> Iterator[ModuleChange]:
-        """Yield how the modules differ: in the order of the first run, then those only in b."""
+        """Yield differences of modules: in the order of the first run, then those only in b."""
         names = self.matching.modules
         for name, class_a in self.a.classes.items():
             calls_a = self.a.modules.get(name, [])
@@ -100,7 +103,7 @@ class Comparison:
                 yield ModuleChange("added", None, calls_b[0])
 
     def flow(self) -> Iterator[FlowChange]:
-        """Yield how the flow differs: steps of the first run in order, then those only in b."""
+        """Yield differences of the flow: steps of the first run in order, then those only in b."""
         steps_a, steps_b, pairs = self.a.steps, self.b.steps, self.matching.steps
         for number, step in enumerate(steps_a):
             if number not in pairs:
@@ -115,7 +118,7 @@ class Comparison:
                 yield FlowChange("added", None, step)
 
     def layers(self) -> Iterator[LayerChange]:
-        """Yield how entries that are in both runs differ, in the order of the first run."""
+        """Yield differences of entries that both runs have, in the order of the first run."""
         for i, j in sorted(self.matching.entries.items()):
             a, b = self.a.entries[i], self.b.entries[j]
             aspects = dict(self._aspects(a, b))
@@ -288,11 +291,12 @@ def _are_close(a: Any, b: Any, tolerances: dict[str, float]) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class GuardChange:
-    """A guard that one run has only, or that had another outcome in the other.
+    """A guard that only one run has, or that had another outcome in the other.
 
     Attributes:
         kind: "removed", "added", or "expected" for another outcome.
-        a: the guard in the first run, as a row of `RunLog.guard_rows()`; None if not there.
+        a: the guard in the first run, as a row of `RunLog.guard_rows()`; None if it does not exist
+            there.
         b: the guard in the second run.
     """
 
@@ -316,7 +320,7 @@ def guard_changes(matching: Matching) -> list[GuardChange]:
     """Compare the guards of two runs.
 
     Args:
-        matching: what of the runs is the same.
+        matching: the matching of the runs.
     """
     rows_a, rows_b = (_keyed(run, matching) for run in (matching.a, matching.b))
     changes = []

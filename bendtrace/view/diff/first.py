@@ -1,4 +1,4 @@
-"""Where two runs first part."""
+"""Where two runs first diverge."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ Time = tuple[float, int]
 
 
 class Timeline:
-    """The two runs on one time: what both have, in the order of the first.
+    """A common order for the two runs: that of their common entries in the first run.
 
     Args:
-        matching: what of the runs is the same.
-        flow: how their flow differs.
+        matching: the matching of the runs.
+        flow: the differences of their flow.
     """
 
     def __init__(self, matching: Matching, flow: Sequence[FlowChange]) -> None:
@@ -36,7 +36,7 @@ class Timeline:
         self.flow = flow
 
     def first(self, changed: Sequence[LayerChange]) -> Parting | None:
-        """Return where the runs first part: in their path, or else in what they computed."""
+        """Return where the runs first diverge: in their path, or else in computed values."""
         events = [*self._flow_events(), *self._layer_events()]
         if events:
             return min(events, key=lambda event: event[0])[1]
@@ -52,11 +52,11 @@ class Timeline:
         return [i for i, _ in pairs], [j for _, j in pairs]
 
     def of_a(self, position: int) -> Time:
-        """Return the time of an entry of the first run."""
+        """Return the position of an entry of the first run."""
         return float(position), 0
 
     def of_b(self, position: int) -> Time:
-        """Return the time of an entry of the second run."""
+        """Return the position of an entry of the second run."""
         mine, theirs = self._anchors
         before = bisect_right(theirs, position) - 1
         if before >= 0 and theirs[before] == position:
@@ -193,7 +193,7 @@ def without_tests(steps: Sequence[FlowStep], flow: Sequence[FlowChange]) -> list
 
     Args:
         steps: the steps of the first run.
-        flow: how the flow differs.
+        flow: the differences of the flow.
     """
     told = {id(change.a) for change in flow if change.kind == "iterations"}
     tests = {id(step) for step, loop in zip(steps, headers(steps), strict=True)

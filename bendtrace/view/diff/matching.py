@@ -1,9 +1,9 @@
-"""Which module, flow step and entry of one run is which of the other.
+"""Matches the modules, flow steps and entries of two runs.
 
-The same is what happened at the same place: in the same module, at the same expression of the
-same function. Where two versions of a model are compared, code has moved and modules have been
-renamed or wrapped; then what stands between the same neighbours is the same, if it is of one
-kind. The loops and calls that they ran in distinguish the passes of a place.
+Items at the same place match: in the same module, at the same expression of the same function.
+Between two versions of a model, code has moved and modules have been renamed or wrapped; then items
+of one kind between the same neighbours match. The passes of a place are distinguished by their
+loops and calls.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ _DEPTH = 32
 def match(
     a: Sequence[Sequence[Hashable]], b: Sequence[Sequence[Hashable]], single: int = 0
 ) -> dict[int, int]:
-    """Pair the items of two sequences, by keys that are weaker in each round.
+    """Pair the items of two sequences, with weaker keys in each round.
 
-    In the first round a key that is unique on both sides makes a pair wherever it stands. In
-    those that follow, the items left over between two pairs are aligned in their order. An item
-    whose key is None sits a round out.
+    In the first round a key that is unique on both sides makes a pair wherever it is. In the
+    following rounds, the items left over between two pairs are aligned in order. An item whose key
+    is None skips the round.
 
     Args:
         a: for each round, the key of each item of one sequence.
         b: the same for the other.
-        single: so many of the last rounds pair only what is left over once on either side.
+        single: in so many of the last rounds, pair only keys that are left over once on each side.
 
     Returns:
-        For positions in `a` their partner's in `b`.
+        The position of the partner in `b`, by position in `a`.
 
     Example:
         >>> match([["x", "f", "y"], [0, 1, 2]], [["new", "x", "g", "y"], [9, 0, 1, 2]])
@@ -76,8 +76,8 @@ def match(
 def align(a: Sequence[Hashable], b: Sequence[Hashable]) -> list[Pair]:
     """Pair equal keys of two sequences, keeping their order.
 
-    Keys that are unique on both sides are anchors (the patience method); what lies between
-    two anchors is aligned in the same way, and short stretches without any by their longest blocks.
+    Keys that are unique on both sides are anchors (the patience method); the items between two
+    anchors are aligned in the same way, and short sections without anchors by their longest blocks.
     The time is about linear in the length of the sequences.
 
     Example:
@@ -114,7 +114,7 @@ def align(a: Sequence[Hashable], b: Sequence[Hashable]) -> list[Pair]:
 
 
 def increasing(pairs: Sequence[Pair]) -> list[Pair]:
-    """Return a longest choice of pairs that goes up on both sides.
+    """Return a longest subset of pairs that increases on both sides.
 
     Args:
         pairs: sorted by their first items.
@@ -177,7 +177,7 @@ def _gaps(anchors: Sequence[Pair], length_a: int, length_b: int) -> Iterator[tup
 
 
 class RunIndex:
-    """One of two runs, with what is looked up in it again and again."""
+    """One of two runs, with indexes for repeated look-ups."""
 
     def __init__(self, history: RunLog) -> None:
         self.history = history
@@ -204,37 +204,37 @@ class RunIndex:
 
     @cached_property
     def classes(self) -> dict[str, str]:
-        """The class of each module, the root's included."""
+        """The class of each module, including the root's."""
         return {"": self.history.name} | {
             name: calls[0].class_name for name, calls in self.modules.items()
         }
 
     def classes_around(self, scopes: Sequence[str]) -> tuple[str, ...]:
-        """Return the classes of the innermost of some module calls, the root's included."""
+        """Return the classes of the innermost of some module calls, including the root's."""
         inner = [self.calls[scope].class_name if scope in self.calls else ""
                  for scope in scopes[-3:]]  # fmt: skip
         return (self.history.name, *inner)[-3:]
 
     def own_source(self, entry: LayerEntry) -> Source | None:
-        """Return where an entry happened in the code of the module that it happened in.
+        """Return the source of an entry in the code of its module.
 
-        None in modules whose code is installed: there the source of an entry is that of the
-        call of the module.
+        None in modules with installed code: there the source of an entry is that of the module
+        call.
         """
         call = self.calls.get(entry.scopes[-1]) if entry.scopes else None
         return None if call is not None and call.source == entry.source else entry.source
 
     @cached_property
     def conditions(self) -> set[tuple[str, str]]:
-        """The conditions that were decided, as function and expression."""
+        """The conditions that were evaluated, as function and expression."""
         return {(step.place.function, step.text) for step in self.steps}
 
     def side(self, flow: Iterable[int], known: set[tuple[str, str]]) -> Hashable:
-        """Return the innermost of some conditions among flow steps, and which side was taken.
+        """Return the innermost of some conditions among flow steps, and the side that was taken.
 
         Args:
             flow: numbers of the flow steps.
-            known: the conditions that count.
+            known: the conditions to consider.
         """
         for number in reversed(tuple(flow)):
             step = self.steps[number]
@@ -244,7 +244,7 @@ class RunIndex:
         return None
 
     def iteration(self, flow: Iterable[int]) -> tuple[int, ...]:
-        """Return the iteration that something ran in, as far as its flow steps tell."""
+        """Return the iteration of an item, as far as its flow steps show it."""
         return next((self.steps[n].iteration for n in reversed(tuple(flow))
                      if self.steps[n].iteration), ())  # fmt: skip
 
@@ -258,7 +258,7 @@ class _Site:
 
 
 class Matching:
-    """What of two runs is the same.
+    """The matching of two runs.
 
     Args:
         a: one run.
@@ -272,7 +272,7 @@ class Matching:
 
     @cached_property
     def modules(self) -> dict[str, str]:
-        """For names of modules in `a`, the same module's name in `b`; the root is ""."""
+        """For names of modules in `a`, the name of the same module in `b`; the root is ""."""
         names_a, names_b = list(self.a.classes), list(self.b.classes)
         shifted = _shifted(self.a.classes, self.b.classes)
         found = match(
@@ -286,19 +286,19 @@ class Matching:
 
     @cached_property
     def entries(self) -> dict[int, int]:
-        """For positions of entries in `a`, the position of the same in `b`."""
+        """For positions of entries in `a`, the position of the matching entry in `b`."""
         a, b = (_entry_sites(run, self._module_ids(run), self._same_source)
                 for run in (self.a, self.b))  # fmt: skip
         return _match_sites(a, b, rounds=_ROUNDS)
 
     @cached_property
     def back(self) -> dict[int, int]:
-        """For positions of entries in `b`, the position of the same in `a`."""
+        """For positions of entries in `b`, the position of the matching entry in `a`."""
         return {j: i for i, j in self.entries.items()}
 
     @cached_property
     def steps(self) -> dict[int, int]:
-        """For numbers of flow steps in `a`, the number of the same in `b`."""
+        """For numbers of flow steps in `a`, the number of the matching step in `b`."""
         a, b = (_step_sites(run, self._module_ids(run), self._same_source)
                 for run in (self.a, self.b))  # fmt: skip
         return _match_sites(a, b, rounds=4)

@@ -1,4 +1,4 @@
-"""The picture of a difference: both runs as one log, with colours for what is not the same."""
+"""The picture of a difference: both runs as one log, with colours for differences."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ __all__ = ["StepText", "Union", "difference_picture", "union_of"]
 
 @dataclass
 class Union:
-    """Two runs in one log. The names of entries that only one of them has say so.
+    """Two runs in one log. Entries that only one of them has are named accordingly.
 
     Attributes:
-        name: of the model, or of both.
-        entries: all values, in the order of the first run; those that only the second has come
-            after what they come after there.
+        name: name of the model, or of both models.
+        entries: all values, in the order of the first run; a value that only the second run has
+            follows its predecessor there.
         modules: all calls of modules.
-        flow_steps: all flow steps, with what they came to in both runs as their value.
-        step_labels: for each of them the label of the entry whose value was consumed.
+        flow_steps: all flow steps, with their outcomes in both runs as the value.
+        step_labels: for each of them, the label of the entry with the value that it used.
         tones: "added", "removed", "changed" or "value" for entries, by label.
         notes: what changed, for entries, by label.
         step_changes: how flow steps differ, by number.
-        under: entries that only one run has and that ran under a flow step of both, by the
-            number of the step: their labels, and what it came to in that run.
+        under: entries that only one run has and that ran under a flow step of both, by the number
+            of the step: their labels, and the outcome in that run.
     """
 
     name: str
@@ -265,7 +265,7 @@ def _told(step: FlowStep, change: FlowChange) -> FlowStep:
 
 
 class StepText(str):
-    """The text of a flow step that knows the step's number, also where only the text is kept."""
+    """The text of a flow step that knows the step's number, even if only the text is kept."""
 
     number: int
 
@@ -304,8 +304,8 @@ def difference_picture(difference: Difference, **options: Any) -> Picture:
     """Draw both runs of a difference.
 
     Args:
-        difference: what to draw.
-        **options: of `bendtrace.view.drawing.scene.scene`.
+        difference: the difference to draw.
+        **options: options of `bendtrace.view.drawing.scene.scene`.
     """
     union = union_of(difference)
     # A scene takes no more of a log than a union has.

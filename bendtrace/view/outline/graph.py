@@ -1,4 +1,4 @@
-"""StateGraph: what is known of a model as a networkx graph, with its loops and joins."""
+"""StateGraph: the known paths of a model as a networkx graph, with its loops and joins."""
 
 from __future__ import annotations
 
@@ -33,37 +33,37 @@ EdgeName = tuple[str, str, str]
 
 
 class StateGraph(nx.MultiDiGraph):  # type: ignore[type-arg]  # not generic when running
-    """What is known of a model, as a networkx multigraph: states, and the segments between them.
+    """The known paths of a model, as a networkx multigraph of states and the segments between them.
 
-    A node is a state: a question that the model's Python has asked about a value, and all that it
-    held when it asked. An edge is a segment: the operations that follow an answer, up to the next
-    question. Ways that come to one state join in it, and a `while` is a cycle. It shows the moment
-    at which it was made; names and attributes are plain values, so that it can be pickled, and
+    A node is a state: a question that the model's Python asked about a value, together with
+    everything that it held at that moment. An edge is a segment: the operations that follow an
+    answer, up to the next question. Paths that reach the same state join in it, and a `while` is a
+    cycle. The graph is a snapshot; names and attributes are plain values, so it can be pickled, and
     written as JSON or GraphML.
 
-    Nodes are called `program 1`, `1.1`, `1.2`, ... and carry
+    Nodes are called `program 1`, `1.1`, `1.2`, ... and have the attributes
 
     - `kind`: "start" for a program, that of the flow step for a question ("if", "while", "for",
       "value", ...), and "return", "raise" or "live" for an end;
     - `text`, the source text; `at`, its place ("file:line"); `hits`, how often calls reached it;
       and `program`, the number of the program, as in `BendedModule.tree`;
-    - a start also `selected_by`, what is so for these inputs and not for those of other programs,
-      and `joins`, whether paths join in it. Where they do not, each question has the nodes
+    - a start also `selected_by`, the properties of its inputs that differ from those of other
+      programs, and `joins`, whether paths join in it. If they do not, each question has the nodes
       of a tree, one for each path to it;
-    - a question also `module_path`; `answers`, how many answers of it are known; `never`, the sides
-      of a condition that no call took; `when`: "data" if the value is asked for in the run, "input"
-      or "implied" if the inputs decide before; and `known_by`: "state", or "path" where nobody
-      has read the state, so that the node stands for a position on a path.
+    - a question also `module_path`; `answers`, the number of its known answers; `never`, the sides
+      of a condition that no call took; `when`: "data" if the value is asked for during the run,
+      "input" or "implied" if the inputs decide beforehand; and `known_by`: "state", or "path" if
+      the state could not be read, so that the node is a position on a path.
 
-    Edges have the answer as their key, and carry
+    Edges have the answer as their key, and the attributes
 
-    - `answer`, a plain value, and `outcome`, how it reads; the edge out of a start has none;
-    - `hits`, how many times calls went along it;
-    - `ops`, the number of operations in it; `trace`, the recorded run that it is known from, as a
-      position in `traces`; and `first` and `stop`, the range of `Trace.ops` that it stands for.
+    - `answer`, a plain value, and `outcome`, its text; the edge out of a start has none;
+    - `hits`, how many calls took it;
+    - `ops`, the number of operations in it; `trace`, the recorded run that contains it, as a
+      position in `traces`; and `first` and `stop`, its range in `Trace.ops`.
 
-    Counts are of calls that came to an end. Of a call that raised after an answer that was new,
-    how it came to the question counts only where there is one way to it.
+    Counts include only calls that came to an end. For a call that raised after a new answer, the
+    segment before the question counts only if it is the only one that leads there.
 
     Attributes:
         traces: the recorded runs. A copy has none.
@@ -91,22 +91,22 @@ class StateGraph(nx.MultiDiGraph):  # type: ignore[type-arg]  # not generic when
     traces: tuple[Trace, ...] = ()
 
     def operations(self, edge: EdgeName) -> list[NodeRef]:
-        """Return what is carried out along an edge, by the names of the nodes in its trace.
+        """Return the operations of an edge, by the names of the nodes in its trace.
 
         Args:
-            edge: where it comes from, where it goes to, and its key.
+            edge: its start, its end, and its key.
 
         Returns:
-            Nodes of the mirror, `graph.traces[...].graph`, of the run that the edge is known from.
+            Nodes of the mirror, `graph.traces[...].graph`, of the run that contains the edge.
 
         Raises:
-            InputError: there is no such edge, or this is a copy, which has no traces.
+            InputError: the edge does not exist, or this is a copy, which has no traces.
         """
         if not self.has_edge(*edge):
             raise InputError(f"there is no edge {edge!r}: edges(keys=True) lists them")
         data = self.edges[edge]
         if not self.traces:
-            raise InputError("a copy of the graph has no traces: ask BendedModule.graph itself")
+            raise InputError("a copy of the graph has no traces: use BendedModule.graph itself")
         trace = self.traces[data["trace"]]
         done = _done(trace.recording.tape, data["first"], data["stop"])
         return [NodeRef(trace.names[index]) for index in done]
@@ -117,8 +117,8 @@ class StateGraph(nx.MultiDiGraph):  # type: ignore[type-arg]  # not generic when
         """Draw it as a flow chart, one program below the other.
 
         Args:
-            path: where to save the picture; the ending says as what: .svg, .png, .pdf, .html or
-                .dot.
+            path: where to save the picture; the ending selects the format: .svg, .png, .pdf, .html
+                or .dot.
             format: the file format, if the file name's ending does not say.
 
         Raises:
@@ -174,11 +174,11 @@ _ENDS = ("return", "raise", "live")
 
 
 def state_graph(tree: TraceTree, trace_of: Callable[[Recording, Program], Trace]) -> StateGraph:
-    """Return what is known of a model as a graph.
+    """Return the known paths of a model as a graph.
 
     Args:
         tree: the programs.
-        trace_of: returns a recorded run as people see it.
+        trace_of: returns a recorded run as a `Trace`.
     """
     graph = StateGraph()
     programs = sorted(tree.programs(), key=lambda program: program.serial)

@@ -1,4 +1,4 @@
-"""What selects a program: how its arguments, flags and state differ from the others'."""
+"""The selection of a program: how its arguments, flags and state differ from those of others."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Facts = dict[str, str]
 
 
 def signature_of(program: Program) -> str:
-    """Say what the program was first called with: `x: float32[5, 4], n: 3`."""
+    """Return the inputs of the program's first call: `x: float32[5, 4], n: 3`."""
     metas = {op.target: op.meta for op in program.recording.tape.ops if op.kind is OpKind.INPUT}
     parts = [part for part in program.recording.environment.parts if part.is_argument]
     shown = []
@@ -44,7 +44,7 @@ _SHOWN = 8
 
 
 def selection(programs: Sequence[Program]) -> list[list[str]]:
-    """Say for each program what is not so in all of them, the most telling first."""
+    """Return for each program the properties that not all of them share, the most telling first."""
     facts = [_facts_of(program) for program in programs]
     different = set(_distinct(facts))
     return [
@@ -54,7 +54,7 @@ def selection(programs: Sequence[Program]) -> list[list[str]]:
 
 
 def differing(programs: Sequence[Program]) -> tuple[str, int]:
-    """Say what has the most values among the programs, and how many."""
+    """Return the property with the most values among the programs, and their number."""
     distinct = _distinct([_facts_of(program) for program in programs])
     label, values = max(distinct.items(), key=lambda item: item[1], default=("", 0))
     label, _, aspect = label.partition("#")

@@ -1,4 +1,4 @@
-"""The ways that calls have gone through a program: the branches and loops of each, in order."""
+"""The walks of calls through a program: the branches and loops of each, in order."""
 
 from __future__ import annotations
 
@@ -66,24 +66,24 @@ class Event:
     """A branch, loop or value that a path reached.
 
     Attributes:
-        key: the same wherever the same piece of source was run in the same way.
+        key: the same wherever the same piece of source ran in the same way.
         order: sorts events as the source has them.
         kind: the kind of its flow step, or "value" or "raised" for guards without one.
-        header: how its line reads.
-        outcome: how it came out; None for a loop, which has no sides.
-        place: where in the source.
-        module_path: whose forward was running.
+        header: the text of its line.
+        outcome: its outcome; None for a loop, which has no sides.
+        place: its place in the source.
+        module_path: path of the module whose forward was running.
         when: when its guard is tested; None if it has none.
-        number: the guard on the tape; -1 - i for op i that raised; None for a `while` as a
-            whole, of which each part of the test is an event of its own.
-        position: the op that comes after it.
-        under: the event, by its place in the path, under one of whose sides it ran.
-        iterations: for a loop, how often its body was begun.
-        iteration: for each loop around it, the iteration that it was in. Empty under a `while`,
-            of which calls may come to one state in different iterations.
-        outermost: whether it is in the code of the model itself, not in what that calls.
+        number: the guard on the tape; -1 - i for op i that raised; None for a whole `while`, whose
+            test parts are separate events.
+        position: the op after it.
+        under: the event, by its index in the path, under one of whose sides it ran.
+        iterations: for a loop, the number of iterations.
+        iteration: for each loop around it, its iteration. Empty under a `while`, whose calls may
+            reach one state in different iterations.
+        outermost: whether it is in the code of the model itself, not in a function called there.
         is_condition: whether its outcome is True or False.
-        is_loop: whether it is a loop over things, which is entered and has no sides.
+        is_loop: whether it is a loop over an iterable, which is entered and has no sides.
     """
 
     key: Key
@@ -109,7 +109,7 @@ class PathEvents:
 
     Args:
         recording: the run.
-        asked: keys of guards that no flow step stands for, and whose outcomes differ somewhere.
+        asked: keys of guards without a flow step whose outcomes differ somewhere.
     """
 
     def __init__(self, recording: Recording, asked: Collection[Key] = frozenset()) -> None:
@@ -232,7 +232,7 @@ class PathEvents:
                 self._deciding.setdefault(running[0][1], []).append(entry)
 
     def at(self, position: int, number: int) -> int:
-        """Return where in the events a guard is, or would be."""
+        """Return the position of a guard in the events, or where it would be."""
         keys = [
             (event.position, -1 if event.number is None else event.number) for event in self.events
         ]
@@ -279,24 +279,24 @@ class _Raised:
 
 
 def raised_as(raised: Raised | None) -> str:
-    """Say what an op raised, in a word."""
+    """Return the name of an op's exception."""
     return "no error" if raised is None else str(raised.type.__name__)
 
 
 def key_of_guard(guard: Guard) -> Key | None:
-    """What makes guards of several runs the same question."""
+    """Return a key that is equal for guards of several runs that ask the same question."""
     if guard.site is None:
         return None
     return guard.test, guard.how, guard.site.chain[0]
 
 
 def key_of_raise(op: Op) -> Key | None:
-    """What makes ops of several runs the same one that can raise."""
+    """Return a key that is equal for the same op of several runs, which can raise."""
     return None if op.site is None else ("raised", op.site.chain[0])
 
 
 def outcome_of(guard: Guard, outcome: Any, header: Header) -> Any:
-    """Return another outcome of a guard, as an event has it."""
+    """Return another outcome of a guard, in the form of an event."""
     if guard.test in _OTHER:
         return _OTHER[guard.test]
     if guard.test is Test.TRUTH:
@@ -317,14 +317,14 @@ _ASKED = {
 
 @dataclass(eq=False)
 class End:
-    """Where runs end.
+    """An end of runs.
 
     Attributes:
-        kind: "return", "live" (what follows can only be run live) or "raise".
+        kind: "return", "live" (the rest can only run live) or "raise".
         text: the statement, the reason, or the name of the exception.
-        file: the file it is in, or "" where that is not known.
+        file: its file, or "" if unknown.
         line: its line there.
-        hits: how many runs ended here.
+        hits: the number of runs that ended here.
     """
 
     kind: str
@@ -335,7 +335,7 @@ class End:
 
     @property
     def where(self) -> str:
-        """File, without its folder, and line; "" where they are not known."""
+        """File, without its folder, and line; "" if unknown."""
         return place_text(self.file, self.line) if self.file else ""
 
     def to_dict(self) -> dict[str, Any]:
@@ -348,20 +348,20 @@ class End:
 
 @dataclass(eq=False)
 class Walk:
-    """One way through a program, or a part of one, and how many calls took it.
+    """One walk through a program, or through a part of it, and how many calls took it.
 
     Attributes:
         path: the events of the recorded run that it follows.
-        events: those of them that it came to.
-        end: how the run ended, as far as the walk leads there.
-        end_under: the event under one of whose sides the end stands.
+        events: the events that it reached.
+        end: how the run ended, if the walk leads there.
+        end_under: the event that has the end under one of its sides.
         hits: how many calls took it.
-        begin: the first event whose outcome it tells of.
-        first: the first event that it leads to; other walks have led to those before.
-        stop: the event, after the others, that it came to and whose outcome other walks tell of:
-            the number of events if it came to the end.
-        ends: whether its calls ended with it; if not, other walks tell how they went on.
-        is_part: whether it is a part of a way.
+        begin: the first event whose outcome it includes.
+        first: the first event that it leads to; other walks lead to those before.
+        stop: the event after the others, which it reached and whose outcome other walks include:
+            the number of events if it reached the end.
+        ends: whether its calls ended with it; if not, other walks continue them.
+        is_part: whether it is a part of a longer walk.
         positions: the ops before which it begins and ends.
     """
 
@@ -385,7 +385,7 @@ class Walk:
 
     @property
     def passed(self) -> list[Event]:
-        """The events whose outcome it tells of."""
+        """The events whose outcome it includes."""
         return self.events[self.begin : self.stop]
 
     @property
@@ -395,12 +395,12 @@ class Walk:
 
     @property
     def leads_to_end(self) -> bool:
-        """Whether no event lies between it and the end of the run."""
+        """Whether there is no event between it and the end of the run."""
         return self.end is not None and self.first <= self.stop == len(self.events)
 
 
 def walks_of(program: Program) -> Iterator[Walk]:
-    """Yield all ways through a program that calls have gone."""
+    """Yield all walks of calls through a program."""
     if program.live is not None:
         yield _live(PathEvents(program.recording), program.live, None)
         return
@@ -497,7 +497,7 @@ def _trips(piece: Piece, path: PathEvents) -> Iterator[Walk]:
 
 
 def keys_asked(stretch: Stretch) -> Iterator[Key]:
-    """Yield the keys of guards, and of ops that raised, that a stretch has other sides of."""
+    """Yield the keys of guards, and of ops that raised, for which a segment has other sides."""
     tape = stretch.recording.tape
     for number in list(stretch.sides):
         if number >= len(tape.guards):  # of a run in whose place this one is

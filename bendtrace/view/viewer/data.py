@@ -1,4 +1,4 @@
-"""What the viewer shows, as plain values ready for JSON."""
+"""The data of the viewer, as plain values ready for JSON."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ def activation_data(contents: Any) -> dict[str, Any] | None:
     """Describe a saved activation: range, mean, spread, first values and a histogram.
 
     Args:
-        contents: what was saved of an entry, None for nothing. What is no dense tensor of
-            numbers is described by its printed form.
+        contents: the saved value of an entry; None for nothing. Anything other than a dense tensor
+            of numbers is described by its printed form.
 
     Returns:
         Plain values ready for JSON, or None if nothing was saved. Statistics are of the finite
-        values, and texts, so that nan and infinities can be told.
+        values, and are texts, so that nan and infinities can be represented.
 
     Example:
         >>> import torch
@@ -90,13 +90,13 @@ _Row = TypeVar("_Row", bound=Hashable)
 
 
 def viewer_data(history: RunLog) -> dict[str, Any]:
-    """Return all that the viewer shows of a run.
+    """Return all data that the viewer shows of a run.
 
-    Entries, modules, states, sources and files name each other by their positions in the lists;
-    what is empty is left out.
+    Entries, modules, states, sources and files refer to each other by their positions in the lists;
+    empty fields are left out.
 
     Args:
-        history: a run, just traced or loaded.
+        history: a run, traced or loaded.
     """
     shared = _Shared(history)
     entries = [shared.entry(entry) for entry in history.entries]
