@@ -1,10 +1,10 @@
 """The fast path: the usual op, recorded in one function.
 
-What `Recorder` does with a call that torch reports is spread over several objects, each with its
-own idea. Most ops are of one kind: a function of torch's that writes to nothing, given tensors
-that are on the tape by now and plain values, giving a new tensor. For these, all of it is done
-here, without a call in between: the time it takes is most of what tracing costs. Whatever is
-unusual about an op is left to those who know about it.
+`Recorder` handles a call that torch reports in several objects, each with its own concern. Most ops
+are of one kind: a torch function that writes to nothing, with arguments that are plain values or
+tensors already on the tape, returning a new tensor. For these, everything is done here, without
+intermediate calls, because their time is most of the cost of tracing. Unusual ops are left to the
+other objects.
 """
 
 from __future__ import annotations
@@ -69,16 +69,16 @@ def fast_path_for(
     observer: Observer | None,
     show: Callable[[Op, Any, Any], None],
 ) -> FastPath:
-    """Return a function that records usual ops as `Recorder` does, and gives what they gave.
+    """Return a function that records usual ops like `Recorder`, and returns their results.
 
-    For others it does nothing, and gives `NOT_TAKEN`.
+    For other ops it does nothing, and returns `NOT_TAKEN`.
 
     Args:
-        values: which op gave which value.
-        writer: puts ops on the tape.
-        encoder: writes arguments down.
-        observer: is shown the values of the run.
-        show: shows it what an op of any kind gave.
+        values: the mapping from values to ops.
+        writer: records ops on the tape.
+        encoder: encodes arguments.
+        observer: sees the values of the run.
+        show: passes it the result of any kind of op.
     """
     ops, known_as, writes = writer.tape.ops, writer.known, writer.writes
     known_at = known_as.get
@@ -248,7 +248,7 @@ def _never() -> bool:
 
 
 def hooks_around() -> bool:
-    """Whether ops call Python that is not their own: dispatch modes, hooks for saved tensors."""
+    """Return whether ops call other Python: dispatch modes, hooks for saved tensors."""
     if torch._C._len_torch_dispatch_stack():
         return True
     return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None

@@ -1,4 +1,4 @@
-"""The end of a run: what it changed, what it gave, and why it might not be repeatable."""
+"""The end of a run: its changes, its result, and why it might not be repeatable."""
 
 from __future__ import annotations
 
@@ -41,17 +41,18 @@ T = TypeVar("T")
 
 
 class Recording:
-    """What a finished run leaves.
+    """The result of a finished run.
 
     Attributes:
         tape: the records.
-        environment: what the run could read.
+        environment: the values that the run could read.
         root: the outermost scope; its `output` is the encoded output.
-        changes: what the run changed in its environment, values encoded.
-        result: what the model returned, free of traced scalars.
-        output_reads: for outputs that were written to since their op gave them, the op that wrote.
-        is_transient: whether a next run with the same inputs would do something else, in a way
-            that no guard notices: by then a cache is filled.
+        changes: the changes of its environment, with encoded values.
+        result: the return value of the model, without traced scalars.
+        output_reads: for outputs that were written to after their op returned them, the op that
+            wrote.
+        is_transient: whether another run with the same inputs would behave differently, unnoticed
+            by guards: for example because a cache is filled by then.
         draws: whether it drew from torch's generators.
         error: what the function raised, where the run is kept nevertheless.
         writes_outside: whether it wrote to tensors that were there before.
@@ -85,10 +86,10 @@ class Recording:
         self.views: dict[Callable[[Recording], Any], Any] = {}
 
     def view(self, derive: Callable[[Recording], T]) -> T:
-        """Return what a function derives from the run, computed once.
+        """Return a value derived from the run, computed once.
 
         Args:
-            derive: the function; what it returns must not refer to the recording.
+            derive: the function that computes it; its result must not refer to the recording.
         """
         if derive not in self.views:
             self.views[derive] = derive(self)
@@ -97,7 +98,7 @@ class Recording:
 
     @property
     def names(self) -> list[str]:
-        """The name of each op's node."""
+        """The node name of each op."""
         return self.view(_names)
 
 
@@ -106,14 +107,14 @@ def _names(recording: Recording) -> list[str]:
 
 
 class Finish:
-    """Compares the world after a run with how it was before.
+    """Compares the state after a run with the state before.
 
     Args:
-        writer: what the run was written with.
-        environment: what it could read.
-        encoder: writes values down.
-        start: where the model's code begins, for messages.
-        function: what is run.
+        writer: the writer of the run.
+        environment: the values that it could read.
+        encoder: encodes values.
+        start: the place where the model's code begins, for messages.
+        function: the function that is run.
     """
 
     def __init__(
@@ -138,10 +139,10 @@ class Finish:
             self.block("the values of parametrizations are cached around the call")
 
     def recording(self, output: Any, ran: Ran | None = None) -> tuple[Recording, list[Change]]:
-        """Write down what the run gave and changed; return that and the changes as they are.
+        """Record the result and the changes of the run; return the recording and the plain changes.
 
         Args:
-            output: what it gave.
+            output: its output.
             ran: the code that it reached.
         """
         root = self._writer.root
@@ -171,8 +172,8 @@ class Finish:
             for code in learn(self._function, ran, self.environment.functions):
                 recording.is_transient = True
                 self.tape.block(
-                    f"{code.co_qualname} at {code.co_filename}:{code.co_firstlineno} was called in "
-                    "a way that could not be known before"
+                    f"{code.co_qualname} at {code.co_filename}:{code.co_firstlineno} was "
+                    "called in an unforeseeable way"
                 )
         for reason, cache in self.environment.misses():
             # What a function computes in Python alone is the same when it comes from the cache.
@@ -204,13 +205,13 @@ class Finish:
         return recording, changes
 
     def block(self, reason: str, *names: str) -> None:
-        """Note why the run must not be replayed, and where the model uses one of the names."""
+        """Record why the run must not be replayed, and where the model uses one of the names."""
         named = filter(None, map(self.environment.place_of, names))
         place = next(named, self._start)
         self.tape.block(f"{reason} (see {place})" if place else reason)
 
     def clean(self, changes: list[Change], *own: Any) -> dict[int, Any]:
-        """Make plain what the run left in its environment; return what is plain by now."""
+        """Make the run's remains in its environment plain; return the plain values."""
         memo = self.environment.things()
         # A trace made inside the run can lead here, by way of this run's scalars.
         memo.update({id(thing): thing for thing in (self, self.tape, self.environment, *own)})
@@ -272,7 +273,7 @@ class Finish:
             return
         for op in self.tape.ops:
             if getattr(op.target, "role", "") == "hook":
-                self.tape.block(f"{op.target!r} may look at {', '.join(sorted(changed.values()))}")
+                self.tape.block(f"{op.target!r} may read {', '.join(sorted(changed.values()))}")
             if op.kind is OpKind.CALL and not (is_torchs_function(op.target) or op.target in JOINT):
                 read = changed.keys() & self._names_read(op)
                 if read:

@@ -1,12 +1,12 @@
-"""Which iteration of which loop each record of a tape belongs to.
+"""The iteration of a loop in which each record of a tape was made.
 
-Nothing counts iterations during the run. They follow from the order of the records: one at an
-instruction that does not lie behind the previous one, in the same loop of the same running
-function, belongs to the loop's next iteration.
+Nothing counts iterations during the run. They follow from the order of the records: a record at an
+instruction that is not after the previous one, in the same loop of the same running function,
+belongs to the loop's next iteration.
 
-That is exact for loops whose header is on the tape (over a tensor, or a traced range), and for a
-single loop over other things of which each iteration leaves a record. Of nested loops over other
-things, only the records tell when an outer one goes on.
+This is exact for loops whose header is on the tape (over a tensor, or a traced range), and for a
+single loop over other iterables in which each iteration leaves a record. For nested loops over
+other iterables, the records alone show when an outer one continues.
 """
 
 from __future__ import annotations
@@ -63,20 +63,21 @@ _COMPREHENSIONS = frozenset({"<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Mark:
-    """A record of the tape, seen from the user's code that led to it.
+    """A record of the tape, as seen from the user's code that led to it.
 
     Attributes:
-        order: sorts marks as they happened: an op before the guards on its value.
+        order: sorts marks chronologically: an op before the guards on its value.
         record: the op or guard.
         place: the innermost instruction that is not torch's own.
-        role: what its expression is to the statements around it.
+        role: the role of its expression in the statements around it.
         activation: the same for marks of one running function.
-        outer: for code that the compiler made of a comprehension, the function around it.
+        outer: for code that the compiler made from a comprehension, the function around it.
         scope: the module call whose forward contains the place.
         element_of: for an op that takes an element out of a result, the number of the op that
-            gave the result. It happens where the element is first used, under the other's place.
-        beside: for what was put in besides the model's own ops, whether that was "before" the op
-            at the same place or "after" it; "" for all else.
+            returned the result. It happens where the element is first used, under the other's
+            place.
+        beside: for ops added to the model's own, whether that was "before" the op at the same place
+            or "after" it; "" for all others.
     """
 
     order: Order
@@ -101,10 +102,10 @@ def user_code(scope: ModuleCall, site: Site) -> tuple[Place, object, ModuleCall]
 
 
 def is_inside_comparison(record: Op | Guard, tape: Tape) -> bool:
-    """Whether a truth was asked for by Python as it compares containers, item by item.
+    """Return whether Python asked for a truth while comparing containers, item by item.
 
-    That decides nothing by itself: `(n, 2) != (3, 2)` asks whether n == 3, and looking for an item
-    goes on until one is equal.
+    Such a truth decides nothing by itself: `(n, 2) != (3, 2)` asks whether n == 3, and a search for
+    an item continues until one is equal.
     """
     assert record.site is not None
     found, level, _ = _user_site(record.scope, record.site)
@@ -146,8 +147,8 @@ def _is_users(place: Place) -> bool:
 def running_code(scope: ModuleCall, site: Site) -> Iterator[tuple[Place, object]]:
     """Yield the places outside torch that led to a site, innermost first.
 
-    Each comes with the key of the running function that it is in (see `user_code`). For code
-    that the compiler made of a comprehension, the function around it follows as well.
+    Each place comes with the key of its running function (see `user_code`). For code that the
+    compiler made from a comprehension, the function around it follows as well.
     """
     owner: ModuleCall | None = scope
     found: Site | None = site
@@ -325,11 +326,11 @@ class Iterations:
         return self._at[order]
 
     def begins_while(self, order: Order) -> bool:
-        """Whether the mark is the first test of a `while` that was just entered."""
+        """Return whether the mark is the first test of a `while` that was just entered."""
         return order in self._begun
 
     def count(self, order: Order) -> int:
-        """Return how often the body of a loop was begun, as far as the records show.
+        """Return how often the body of a loop began, as far as the records show.
 
         Args:
             order: the mark of the loop's header.

@@ -1,8 +1,8 @@
-"""Asks whether Python and torch are as the tracer takes them to be, once, at the first trace.
+"""Checks once, at the first trace, that Python and torch behave as the tracer expects.
 
-Snippets are compiled, and what is read off their instructions is compared with what is known of
-them. Tiny models are recorded, one for each part of torch that the tracer steps in at. Versions are
-not asked for: a probe that holds with a new one needs no release of ours.
+Snippets are compiled, and the results of reading their instructions are compared with the expected
+ones. Tiny models are recorded, one for each part of torch that the tracer intercepts. Version
+numbers are not checked: if a probe passes with a new version, bendtrace needs no release.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ __all__ = [
 
 
 def look_once() -> None:
-    """Run the probes that a trace needs, if that has not been done yet; warn of what is off."""
+    """Run the probes that a trace needs, once; warn of features that are switched off."""
     if "python" not in _looked:
         _looked.add("python")
         warn_of(probe_python())
@@ -70,7 +70,7 @@ def look_once() -> None:
 
 
 def look_at_flow_once() -> None:
-    """Run the probe that flow steps need, likewise."""
+    """Run the probe that flow steps need, once."""
     if "flow" not in _looked and not _is_inside_a_mode():
         _looked.add("flow")
         warn_of(_apart(probe_flow))
@@ -93,7 +93,7 @@ def _is_inside_a_mode() -> bool:
 
 
 def warn_of(failed: list[str]) -> None:
-    """Warn of what is switched off, at the line of the user."""
+    """Warn of features that are switched off, at the user's line."""
     if failed:
         versions = f"Python {platform.python_version()} and torch {torch.__version__}"
         warnings.warn(
@@ -108,16 +108,16 @@ def warn_of(failed: list[str]) -> None:
 
 
 def probe_python() -> list[str]:
-    """Compare what is read off snippets with what is known; return what was switched off."""
+    """Compare the reading of snippets with expectations; return what was switched off."""
     return _probe_python(*_PYTHON_PROBES)
 
 
 def probe_flow() -> list[str]:
-    """Compare the flow steps of tiny models with what is known; return what was switched off."""
+    """Compare the flow steps of tiny models with expectations; return what was switched off."""
     return _probe_python(_PythonProbe("iterations", _UNKNOWN, _reads_iterations))
 
 
-_UNKNOWN = "iterations of flow steps are not known"
+_UNKNOWN = "iterations of flow steps are unknown"
 
 
 def _probe_python(*probes: _PythonProbe) -> list[str]:
@@ -263,10 +263,10 @@ class _PythonProbe(NamedTuple):
 
 
 _PYTHON_PROBES = (
-    _PythonProbe("identity", "numbers out of tensors are plain, and guarded", _reads_identity),
-    _PythonProbe("truth", "truths out of tensors are plain, and guarded", _reads_truth_tests),
+    _PythonProbe("identity", "numbers taken from tensors are plain, and guarded", _reads_identity),
+    _PythonProbe("truth", "truth values of tensors are plain, and guarded", _reads_truth_tests),
     _PythonProbe("names", "all calls run live: code cannot be read", _reads_names),
-    _PythonProbe("handlers", "each error is taken for one that is handled", _reads_handlers),
+    _PythonProbe("handlers", "each error is assumed to be handled", _reads_handlers),
     _PythonProbe("places", "flow steps have no kind, only a line", _reads_places),
 )
 

@@ -93,7 +93,7 @@ _LONG_LIST = 256
 
 
 class Recorder(TorchFunctionMode):
-    """Writes down one run.
+    """Records one run.
 
     Args:
         function: what is going to be run.
@@ -154,7 +154,7 @@ class Recorder(TorchFunctionMode):
         """Call the function on the (traced) arguments and return what was recorded.
 
         Raises:
-            Exception: whatever the function raises, as it is.
+            Exception: whatever the function raises, unchanged.
         """
         finish = Finish(self._writer, self.environment, self._encoder, self._start, self._function)
         if any(getattr(_module, f"_global_{name}") for name in _GLOBAL_HOOKS):
@@ -220,7 +220,7 @@ class Recorder(TorchFunctionMode):
         return output
 
     def argument(self, part: Captured, value: Any) -> Any:
-        """Record an argument part and return what the model is given for it."""
+        """Record an argument and return the value that the model receives for it."""
         op = self._writer.emit(OpKind.INPUT, part, (), {}, None)
         if part.kind is CaptureKind.NUMBER:
             op.meta = value
@@ -309,8 +309,8 @@ class Recorder(TorchFunctionMode):
             if self._observer is not None:
                 self._observer.escaped(args)
             self.tape.block(
-                f"{name_of(func)} at {user_place(frame)} hands the content of a tensor to code "
-                "that cannot be watched"
+                f"{name_of(func)} at {user_place(frame)} passes the content of a tensor to "
+                "code that cannot be watched"
             )
             return func(*args, **kwargs)
         if func in REGISTERS:
@@ -633,8 +633,8 @@ class Recorder(TorchFunctionMode):
             op, args, kwargs = self._write(function, args, kwargs, frame)
             if self._values.holds_values(function, set()):
                 self.tape.block(
-                    f"{name_of(function)} at {user_place(frame)} closes over values of the run, "
-                    "which a replay could not exchange"
+                    f"{name_of(function)} at {user_place(frame)} closes over values of the "
+                    "run, which a replay could not replace"
                 )
             if self._observer is not None:
                 self._observer.escaped((args, kwargs))
@@ -645,7 +645,7 @@ class Recorder(TorchFunctionMode):
             set_around(outer)
 
     def read(self, function: Callable[[Tensor], Any], tensor: Tensor) -> Any:
-        """Ask something of a tensor that is not its values (see `watcher.Watcher`)."""
+        """Query something of a tensor other than its values (see `watcher.Watcher`)."""
         with torch._C.DisableTorchFunction():
             return self._metadata(function, (tensor,), {}, sys._getframe(2))
 
@@ -674,11 +674,11 @@ class Recorder(TorchFunctionMode):
         return self._writer.scope
 
     def site(self, frame: FrameType) -> Site | None:
-        """Where `frame` is (see `inserter.Stage`)."""
+        """Return the site of `frame` (see `inserter.Stage`)."""
         return self._writer.site(frame)
 
     def gate(self, function: Callable[..., Any], args: tuple[Any, ...], frame: FrameType) -> Any:
-        """Put a call on the tape that is not the model's own (see `inserter.Stage`)."""
+        """Record a call on the tape that is not the model's own (see `inserter.Stage`)."""
         with torch._C.DisableTorchFunction():
             op, args, _ = self._write(function, args, {}, frame)
             if self._observer is not None:
@@ -686,7 +686,7 @@ class Recorder(TorchFunctionMode):
         return self._as_one(op, function, args, {}, frame)
 
     def expect(self, truth: Any, frame: FrameType) -> bool:
-        """Guard a truth that a gate has given (see `inserter.Stage`)."""
+        """Guard a truth value that a gate has returned (see `inserter.Stage`)."""
         if type(truth) is bool:  # a plain one is guarded by now
             return truth
         self._writer.guard(
@@ -695,25 +695,25 @@ class Recorder(TorchFunctionMode):
         return bool(truth._value)
 
     def state(self, tensor: Tensor) -> Captured | None:
-        """Return the part that a tensor is (see `inserter.Stage`)."""
+        """Return the captured value for a tensor (see `inserter.Stage`)."""
         part = self.environment.find(tensor)
         return None if part is None or part.is_argument else part
 
     def forgot_casts(self) -> None:
-        """Note that autocast forgets what it has cast (see `watcher.Watcher`)."""
+        """Record that autocast clears its cache (see `watcher.Watcher`)."""
         self._writer.forgot_casts()
 
     def forget(self, *tensors: Tensor) -> None:
-        """Let go of tensors altogether, weak references included."""
+        """Release tensors altogether, including weak references."""
         for tensor in tensors:
             self._writer.known.pop(id(tensor), None)
 
     def wants_inside(self) -> bool:
-        """Whether something is inserted in the module that runs (see `watcher.Watcher`)."""
+        """Return whether there are insertions in the running module (see `watcher.Watcher`)."""
         return self._inserter is not None and self._inserter.wants_inside(self._writer.scope)
 
     def called_inside(self, module: nn.Module) -> None:
-        """Tell the inserter of a module that no gate can be put at (see `watcher.Watcher`)."""
+        """Tell the inserter of a module without gates (see `watcher.Watcher`)."""
         if self._inserter is not None:
             with self._ran.left():
                 self._inserter.inside(module, self.environment.module_paths.get(id(module), ""))
@@ -724,7 +724,7 @@ class Recorder(TorchFunctionMode):
             self._inserter.recomputed(entering)
 
     def unseen(self, what: str) -> None:
-        """Note what a replay could not repeat (see `watcher.Watcher`)."""
+        """Record something that a replay could not repeat (see `watcher.Watcher`)."""
         self._fast_path = self._aside = None  # from now on, ops may call what is not their own
         self._ran.leave()  # it is live in any case, and what is not watched may compile itself
         self.tape.block(f"{what} at {user_place(sys._getframe(1))} cannot be watched")

@@ -26,10 +26,10 @@ class Signature:
     """Gives arguments the same names however they were passed.
 
     Args:
-        function: the module or function that is called.
+        function: the called module or function.
 
     Attributes:
-        parameters: the names in its signature that an argument can be given by.
+        parameters: the names in its signature for passing an argument by name.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -59,7 +59,7 @@ class Signature:
         return names
 
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Return the arguments by name, in an order that does not depend on how they came."""
+        """Return the arguments by name, in an order independent of how they were passed."""
         return dict(zip(*self.arrange(args, kwargs), strict=True))
 
     def arrange(
@@ -103,7 +103,7 @@ def record(
     reads_states: bool = False,
     keeps_errors: bool = False,
 ) -> Recording:
-    """Run `function(*args, **kwargs)` and write down what happens.
+    """Run `function(*args, **kwargs)` and record what happens.
 
     Args:
         function: a module, bound method or function.
@@ -117,14 +117,15 @@ def record(
         keeps_errors: whether a run that raises is recorded up to there, instead of raising.
 
     Raises:
-        InputError: if the function is a model with parameters that are not initialised yet.
-        Exception: whatever the function raises, as it is.
+        InputError: the function is a model with uninitialised parameters.
+        Exception: whatever the function raises, unchanged.
     """
     look_once()
     environment = Environment(function, signature.bind(args, kwargs))
     if not environment.is_repeated and uninitialized_in(function):
         raise InputError(
-            "the model has lazy modules, whose parameters the first call makes: call it once first"
+            "the model has lazy modules, whose parameters are created by the first call: call "
+            "it once first"
         )
     recorder = Recorder(
         function, environment, prefix, observer, inserter, reads_states, keeps_errors
@@ -147,7 +148,7 @@ def record(
 
 
 def uninitialized_in(function: Callable[..., Any]) -> bool:
-    """Whether a model has lazy modules that have not been called yet."""
+    """Return whether a model has lazy modules that have not been called yet."""
     return isinstance(function, nn.Module) and any(
         map(is_lazy, itertools.chain(function.parameters(), function.buffers()))
     )

@@ -1,13 +1,13 @@
-"""In which state a run is when it asks for a value: where its Python is, and all that this holds.
+"""The state of a run when it asks for a value: the position of its Python, and everything it holds.
 
-Two runs that ask the same question in the same state go on in the same way, but for the numbers
-inside tensors. The key of a state is made of what can decide how Python goes on: the frames
-from the model's entry to the question with their variables and value stacks, everything mutable
-that these lead to, by content and identity, what the run has changed so far, and the settings of
-torch. Tensors and traced scalars are *holes*: numbered in the order in which they are met, with the
-facts that replays take for granted, and without their numbers.
+Two runs that ask the same question in the same state continue in the same way, except for the
+numbers inside tensors. The key of a state covers everything that can influence what Python does
+next: the frames from the model's entry to the question with their variables and value stacks, all
+mutable objects reachable from these, by content and identity, the changes made by the run so far,
+and the settings of torch. Tensors and traced scalars are *holes*: numbered in the order in which
+they are met, with the properties that replays assume, but without their numbers.
 
-What cannot be read makes a state equal to no other one but the one that the same way leads to.
+If something cannot be read, a state equals only the state reached by the same path.
 """
 
 from __future__ import annotations
@@ -65,14 +65,14 @@ class States:
     """Reads the states of one run.
 
     Args:
-        writer: puts guards on the tape.
-        values: knows which op gave what.
-        environment: what the run could read when it began.
+        writer: adds guards to the tape.
+        values: the mapping from values to ops.
+        environment: the values that the run could read at its start.
         outermost: the code that called the model.
-        reads_all: whether all states are read, also those that take long.
+        reads_all: whether to read all states, including those that take long.
 
     Attributes:
-        unread: why states could not be read.
+        unread: the reasons why states could not be read.
     """
 
     def __init__(
@@ -103,11 +103,11 @@ class States:
 
         Args:
             index: the op.
-            test: what is asked.
-            expected: what came out, which is part of what leads to the next state.
-            turn: counts what code has asked of the tracer. What was asked before in the same turn
-                has answers that only the tracer holds.
-            compared: the identities of what was compared last.
+            test: the question.
+            expected: the answer, which is part of the path to the next state.
+            turn: counts the requests of code to the tracer. Answers to earlier requests in the same
+                turn are held only by the tracer.
+            compared: the identities of the values compared last.
         """
         if not self._reads_all:
             self._left = self._left - 1 if self._is_near() else 0
@@ -185,7 +185,7 @@ def _global_state(modes: int) -> tuple[Any, ...]:
         raise _Unreadable("an exception is being handled")
     context = current_context()
     if context.autocast:
-        raise _Unreadable("autocast keeps what it has cast")
+        raise _Unreadable("autocast has cached casts")
     return (
         context, current_settings(), torch.get_default_dtype(),
         torch._C._len_torch_dispatch_stack() - modes, torch.is_anomaly_enabled(),
@@ -222,7 +222,7 @@ class _Reader:
                 chain.append(frame)
                 frame = frame.f_back
             if frame is None:
-                raise _Unreadable("the model is not called from here")
+                raise _Unreadable("the model was not called from here")
             return tuple(self._read_chain(chain, places, compared))
         finally:
             chain.clear()  # a frame that is held by itself would keep all values alive
@@ -293,7 +293,7 @@ class _Reader:
             hides = True
         if hides:
             raise _Unreadable(
-                f"{name} in {stack.code.co_qualname} may be in the middle of something"
+                f"{name} in {stack.code.co_qualname} may be in the middle of an operation"
             )
 
     def _call_hides(self, called: Any, callee: FrameType | None) -> bool:
@@ -401,7 +401,7 @@ class _Reader:
         elif part is not None:
             what = _named(part)
         else:
-            raise _Unreadable("a tensor is not known by an op")
+            raise _Unreadable("a tensor has no known op")
         memory = storage_of(tensor)
         if memory:
             memory = 1 + self._memories.setdefault(memory, len(self._memories))
@@ -455,7 +455,7 @@ class _Reader:
         if index in self.holes or op.kind in (OpKind.INPUT, OpKind.STATE):
             return self.value_of(index)
         if depth == 0:
-            raise _Unreadable("what is asked for was computed in many steps")
+            raise _Unreadable("the value was computed in too many steps")
         given = map_refs((op.args, op.kwargs), lambda ref: self._described(ref.index, depth - 1))
         return name_of(op.target), repr(given)
 
@@ -463,7 +463,7 @@ class _Reader:
         """Read what the run has changed so far."""
         changes = self._environment.changes_so_far()
         if changes is None:
-            raise _Unreadable("the run has changed what cannot be followed")
+            raise _Unreadable("the run has changed something that cannot be followed")
         return tuple(
             (
                 change.part.label, self._key(change.key), change.deleted,
