@@ -374,7 +374,7 @@ def test_a_pipe_that_closes_is_no_error() -> None:
         ("torch.nn.moduls:Linear", "there is no module 'moduls' in torch.nn; did you mean modules"),
         ("torch.nn.GELU:x", "there is no module 'GELU' in torch.nn; did you mean torch.nn:GELU?"),
         ("torch.nn.functional.gelu:x", "did you mean torch.nn.functional:gelu?"),
-        ("a b:c", "'a b' is not the name of a module"),
+        ("a b:c", "'a b' is not a valid module name"),
         ("model.py:Gate", "there is no file 'model.py'; did you mean models.py?"),
         ("models.py:Gaet", "models.py has no 'Gaet'; did you mean Gate?"),
         ("models.py:thing", "models.py has no 'thing'; it has Gate, Sized, make, plain_make,"),

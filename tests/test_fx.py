@@ -610,7 +610,7 @@ def test_a_graph_from_fx_can_be_changed_before_it_goes_back() -> None:
     assert torch.equal(bt.graph.to_fx(graph)(torch.ones(2)), -torch.ones(2))
     graph.remove_node("_0")
     with pytest.raises(
-        bt.errors.ConversionError, match=r"^%_0 is used before it is defined, or is not"
+        bt.errors.ConversionError, match=r"^%_0 is used before it is defined, or does not"
     ):
         bt.graph.to_fx(graph)
 

@@ -142,8 +142,8 @@ def test_an_error_of_one_process_is_told_in_all(tmp_path: Path) -> None:
 
 def test_loaders_that_give_each_process_a_part(tmp_path: Path) -> None:
     told = run("parts", tmp_path / "parts")
-    assert told.count("gives 1 of them twice") == 2
-    assert told.count("say sharded=True") == 2
+    assert told.count("yields 1 of them twice") == 2
+    assert told.count("pass sharded=True") == 2
     found = Harvest.open(tmp_path / "parts")
     assert sorted(found.ids) == list(range(40))
     assert torch.equal(found["tanh"].tensor(), data()[found.ids].tanh())

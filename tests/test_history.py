@@ -250,14 +250,14 @@ def test_slices_go_by_position_or_by_name() -> None:
 @pytest.mark.parametrize(
     ("key", "message"),
     [
-        ("liner_1", "there is no layer, module or node path 'liner_1'; near to it: linear_1"),
+        ("liner_1", "there is no layer, module or node path 'liner_1'; similar names: linear_1"),
         ("", "there is no layer, module or node path ''"),
         (99, r"there is no layer 99: the \d+ layers have positions 0 to \d+, or -\d+ to -1"),
         (True, "layers are looked up by name, module, position or node path, not by True"),
         (2.5, "not by 2.5"),
         ("getitem_1:2", r"'getitem_1:2' is ambiguous: .* Write '.getitem_1' or 'getitem'"),
         ("getitem_1_1:2", "there is no layer, module or node path 'getitem_1_1:2'"),
-        ("step.linr", "near to it: step.linear"),
+        ("step.linr", "similar names: step.linear"),
     ],
 )
 def test_what_is_not_there_is_a_key_error_that_helps(key: Any, message: str) -> None:
@@ -277,7 +277,7 @@ def test_several_entries_print_as_a_table_and_say_that_they_are_several() -> Non
         "---  ------------  -------  ----------------  ------  --------",
         "4    linear_1_4:1  (2, 4)   float32           32 B    step",
     ]
-    with pytest.raises(AttributeError, match=r"linear_1 is \d+ entries, not one: ask one of them"):
+    with pytest.raises(AttributeError, match=r"linear_1 is \d+ entries, not one: use"):
         passes.tensor_contents  # noqa: B018
     with pytest.raises(AttributeError, match="has no attribute 'colour'"):
         passes.colour  # noqa: B018

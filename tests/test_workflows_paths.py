@@ -386,7 +386,7 @@ def _viewed(x: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("model", "receiver", "said"),
     [
-        (_item, ".mul_1", "number that Python computes with"),
+        (_item, ".mul_1", "Python number, which cannot be replaced; choose"),
         (_assigned, "exp", "a memory edge"),
         (_assigned_before, "cos", "a memory edge"),
         (_assigned_before, "output", "a memory edge"),
@@ -462,14 +462,14 @@ def test_runs_that_differ_raise_or_are_nan() -> None:
     [
         ({"paths": "some"}, "paths="),
         ({"paths": []}, "paths="),
-        ({"paths": [["a"]]}, "a path is a sequence"),
-        ({"paths": ["a", "b"]}, "a path is a sequence"),
+        ({"paths": [["a"]]}, "a path has to be a sequence"),
+        ({"paths": ["a", "b"]}, "a path has to be a sequence"),
         ({"frozen": "b"}, "frozen="),
         ({"direction": "left"}, "direction="),
         ({"senders": []}, "senders="),
         ({"receivers": []}, "receivers="),
         ({"receivers": [["output", "b"]], "paths": "all"}, "by itself"),
-        ({"heads": 2}, "no multiple of 2"),
+        ({"heads": 2}, "not a multiple of 2"),
         ({"metric": None}, "metric="),
     ],
 )

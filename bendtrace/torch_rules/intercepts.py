@@ -131,7 +131,7 @@ def _class_attribute(cls: Any, name: str) -> Any:
     # Whatever makes a node of the backward pass asks for the node's class, also past `apply`.
     watcher = current_watcher() if name == "_backward_cls" else None
     if watcher is not None:
-        watcher.unseen(f"{cls.__name__}.apply, saved before the run,")
+        watcher.unseen(f"{cls.__name__}.apply, taken before the run,")
     return type.__getattribute__(cls, name)
 
 

@@ -119,7 +119,7 @@ def _traces_unseen(function: Callable[..., Any]) -> Any:
     watcher = current_watcher()
     if watcher is None or function is not _make_fx:
         return _disallow(function)
-    watcher.unseen("torch.func.linearize, saved before the run,")
+    watcher.unseen("torch.func.linearize, taken before the run,")
 
     def traces(traced: Callable[..., Any]) -> Callable[..., Any]:
         made = _disallow(_make_fx)(traced)
