@@ -442,8 +442,8 @@ class SiteError(InputError):
         ... except bt.errors.SiteError as error:
         ...     print(error)
         ...     print(error.site)
-        cannot replace 'relu': relu: the corrupted run did not reach it (missing='nan' gives nan for
-        what cannot be replaced)
+        cannot replace 'relu': relu: the corrupted run did not reach it (missing='nan' uses nan for
+        values that cannot be replaced)
         relu
     """
 

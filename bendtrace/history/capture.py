@@ -139,7 +139,7 @@ class Capture:
         self._store = store
         selections = [each for each in (chosen, stop) if isinstance(each, Selection)]
         self._namer = Namer() if selections else None
-        # Whether all there is to be done about a value without a graph is to keep a copy.
+        # Whether keeping a copy is all that a value without a graph needs.
         self._is_simple = self.is_exact and self.gradients is None and not selections
         last = max((each.last for each in selections), default=0)
         self._last: collections.deque[tuple[Key, int, Tensor, Tensor]] = collections.deque(
@@ -151,9 +151,9 @@ class Capture:
         # Of functions, by identity (the tape keeps them): whether they draw random numbers, and
         # whether they change sizes in place.
         self._kinds: dict[int, tuple[bool, bool]] = {}
-        # Memory that others may know by its address has to stay where it is.
+        # Memory whose address others may know must not move.
         self._fixed: set[int] = set()
-        # Everything, where only the finished run can tell what was asked for.
+        # Everything, if only the finished run can resolve the request.
         self._waiting: dict[Key, Tensor] | None = None
         if isinstance(chosen, Selection) and chosen.deferred:
             self._waiting = {}
@@ -185,7 +185,7 @@ class Capture:
             outputs: returns the values of the tape in a result, in order.
         """
         for tensor in tensors_in(result):
-            materialize(tensor)  # what the caller is given is an ordinary tensor
+            materialize(tensor)  # the caller receives an ordinary tensor
         if isinstance(self.chosen, Selection) and self._namer is not None:
             # Finding the outputs takes a walk along the whole run.
             left = self.chosen.last or self.chosen.unmet()
@@ -194,7 +194,7 @@ class Capture:
         self._keys = None
 
     def _choose_from_the_end(self, outputs: list[Key]) -> None:
-        """Keep what is meant by positions from the end, and by names of outputs."""
+        """Keep the values selected by positions from the end, and by names of outputs."""
         assert isinstance(self.chosen, Selection)
         assert self._namer is not None
         count = self._namer.count + len(outputs)
@@ -277,7 +277,7 @@ class Capture:
         if op.target == _DATA:
             self._keep_states(out)
         if isinstance(out, Tensor):
-            # Nearly all values of nearly all logs: what follows costs as little as it can.
+            # Nearly all values of nearly all logs take this path, so it has to be cheap.
             if self._is_simple and type(out) is Tensor and not out.requires_grad:
                 if (copy := lazily_copied_unless(out, self._fixed)) is not None:
                     self.saved[op.index, ()] = copy
@@ -349,7 +349,7 @@ class Capture:
             self._end(f"after {layer.name}", is_running=op.kind is not OpKind.INPUT)
 
     def _make(self, key: Key, entry: LayerEntry, tensor: Tensor) -> None:
-        """Keep what a function makes of an entry."""
+        """Keep the result of a function for an entry."""
         assert isinstance(self.chosen, Selection)
         made = self._asked(self.chosen, entry)
         if made is True:
@@ -359,7 +359,7 @@ class Capture:
             self._put(key, made)
 
     def _asked(self, selection: Selection, entry: LayerEntry) -> Any:
-        """Return what a selection's functions make of an entry; end the run if one raises."""
+        """Return the results of a selection's functions for an entry; end the run if one raises."""
         try:
             return selection.made_of(entry)
         except Exception as error:
@@ -396,7 +396,7 @@ class Capture:
         self.saved[key] = value
 
     def _copy(self, tensor: Tensor, converted: bool = True) -> Tensor:
-        """Return a tensor with the values that one has now, without copying them if possible."""
+        """Return a tensor with the present values of another, without copying them if possible."""
         value = tensor.detach() if self._detach else tensor
         if self._convert is not None and converted:
             moved = self._convert(value)
@@ -408,7 +408,7 @@ class Capture:
         self, op: Op, element: tuple[Any, ...], layer: Layer, passed: int, position: int,
         tensor: Tensor,
     ) -> LayerEntry:  # fmt: skip
-        """Return an entry with what is known while the run is going on."""
+        """Return an entry with the properties known during the run."""
         entry = LayerEntry(
             "input" if op.kind is OpKind.INPUT else "op",
             layer.layer_type, layer.name, layer.short_name, passed, ordinal=position,

@@ -40,8 +40,8 @@ def lazily_copied(value: Tensor) -> Tensor:
 
     Tensors that torch cannot copy lazily are copied at once.
     """
-    # Not for quantised values, whose copy would have no quantizer, nor for those that are only
-    # marked as conjugated or negated: the copy would lose that, and its values with it.
+    # Not for quantised values, whose copy would have no quantizer, nor for tensors that are only
+    # marked as conjugated or negated: the copy would lose the mark, and with it the values.
     if (
         value.dtype in _LAZY
         and type(value) in _PLAIN
@@ -49,8 +49,8 @@ def lazily_copied(value: Tensor) -> Tensor:
         and not value.is_neg()
     ):
         try:
-            # Private to torch (seen in 2.13 to 2.15). tests/test_capture.py notices if later
-            # writes reach what was kept, or if anything is copied without one.
+            # Private to torch (seen in 2.13 to 2.15). tests/test_capture.py notices if later writes
+            # reach kept values, or if anything is copied without a write.
             return value._lazy_clone()
         except RuntimeError:  # memory of others, such as numpy's, or none at all
             pass
@@ -100,9 +100,9 @@ _ALIGNMENT = 64  # bytes, of memory that torch allocates
 
 
 def _shift(value: Tensor) -> int:
-    """Return how many elements a tensor lies behind an address that torch would give it.
+    """Return the offset of a tensor, in elements, from an address that torch would choose.
 
-    Kernels that are given vectors at another alignment can round otherwise.
+    Kernels can round differently for other alignments.
     """
     try:
         address = _address(value) + value.storage_offset() * value.itemsize
@@ -163,7 +163,7 @@ class Gradients:
         self.watched: set[Key] = set()
         self.wanted: Container[Key] | None = None
         self._entries: dict[Key, list[LayerEntry]] = {}
-        # How many values besides leaves have hooks, and in which backward pass one was called.
+        # How many values other than leaves have hooks, and in which backward pass one was called.
         self._inner, self._task = 0, -1
 
     def attach(self, key: Key, entry: LayerEntry) -> None:
@@ -189,7 +189,7 @@ class Gradients:
             weakref.finalize(self, handle.remove)
 
     def _keep(self, key: Key, gradient: Tensor, is_leaf: bool) -> None:
-        """Keep a gradient, unless it is a leaf's and comes from something besides the run."""
+        """Keep a gradient, except that of a leaf from outside the run."""
         task = torch._C._current_graph_task_id()
         if not is_leaf:
             self._task = task
@@ -200,7 +200,7 @@ class Gradients:
         with torch.no_grad():
             try:
                 value = gradient.detach()
-            except RuntimeError:  # one of a batch of gradients is no tensor that could be kept
+            except RuntimeError:  # one of a batch of gradients is not a tensor that could be kept
                 return
             if self._convert is not None:
                 value = self._convert(value)

@@ -266,7 +266,7 @@ class LayerEntry:
 
 
 def _read(kept: Any) -> Any:
-    if kept is None or isinstance(kept, Tensor):  # asking for a protocol is slow
+    if kept is None or isinstance(kept, Tensor):  # checking for a protocol is slow
         return kept
     return kept.read() if isinstance(kept, Readable) else kept
 

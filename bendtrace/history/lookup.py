@@ -179,7 +179,7 @@ class Lookup:
         return [found] if isinstance(found, LayerEntry) else list(found)
 
     def _meant(self, key: Any) -> LayerEntry | Entries:
-        """Return the entries of the nodes that a selector, or what stands for one, means."""
+        """Return the entries of the nodes that a selector selects."""
         found: dict[LayerEntry, None] = {}
         try:
             if isinstance(key, tuple):
@@ -214,7 +214,7 @@ class Lookup:
             waiting += [(child, inner) for child in reversed(node.children.values())]
 
     def _bounds(self, key: slice) -> slice:
-        """Turn names at the ends of a slice into positions; the last one is left out, as ever."""
+        """Turn names at the ends of a slice into positions; the last one is excluded, as usual."""
         ends: list[Any] = []
         for end in (key.start, key.stop):
             if isinstance(end, str):

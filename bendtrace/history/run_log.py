@@ -73,7 +73,7 @@ class RunLog:
     graph: Graph
 
     def _claim(self, log: Log) -> None:
-        """Make entries known as those of this log."""
+        """Mark entries as those of this log."""
         for entry in log.entries:
             entry.belong(weakref.ref(self))
 

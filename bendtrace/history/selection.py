@@ -46,7 +46,7 @@ _DEFERRED = (Node, NodePath, NodeRef, NodeSelector)
 
 @dataclass(eq=False)
 class _Want:
-    """One thing that was asked for."""
+    """One request."""
 
     key: Any
     met: bool = False
@@ -179,12 +179,12 @@ def _called(entry: ModuleEntry) -> str:
 
 
 def _module_names(model: Any) -> frozenset[str] | None:
-    """Return the names of the modules of a model; None if nobody asked for them."""
+    """Return the names of the modules of a model; None if they are not needed."""
     return None if model is None else frozenset(modules_in(model))
 
 
 def _is_deferred(key: Any, modules: frozenset[str] | None) -> bool:
-    """Whether only the finished run can tell what a key means.
+    """Return whether only the finished run can resolve a key.
 
     Args:
         key: the key.
@@ -197,7 +197,7 @@ def _is_deferred(key: Any, modules: frozenset[str] | None) -> bool:
     if modules is None or _WILD.search(key):
         return False
     name = re.sub(r":\d+$", "", key)
-    if is_layer_name(name):  # a module can be called like a layer, and then the name is ambiguous
+    if is_layer_name(name):  # a module can have the name of a layer, and then the name is ambiguous
         return any(name in (module, module.replace(".", "_")) for module in modules)
     return name not in modules
 

@@ -63,7 +63,7 @@ def log_text(log: Log, lookup: Lookup, facts: Facts, most: int | None) -> str:
             all.
     """
     saved = [entry for entry in lookup.layers if entry.has_contents]
-    # An op that gives several tensors has several entries, and computes with its parameters once.
+    # An op with several result tensors has several entries, but its parameters count once.
     uses = len({
         (entry.index, use.name) for entry in log.entries for use in entry.state
         if use.is_parameter and entry.index is not None

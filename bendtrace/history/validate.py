@@ -149,7 +149,7 @@ class Validator:
         except _Random:
             found.skipped[label] = "it draws random numbers in an unexpected way"
             return
-        except Exception:  # on what the log says it was given, it cannot have been carried out
+        except Exception:  # it cannot have run on what the log lists as its inputs
             found.wrong.append(label)
             return
         found.ops += 1
@@ -166,7 +166,7 @@ class Validator:
                     found.idle.append((self._label(self._ops[index]), label))
 
     def _is_element(self, op: Op) -> bool:
-        """Whether an op only names a part of what another one gave."""
+        """Return whether an op only names a part of another op's output."""
         if op.target is tuple:
             return True
         return op.target is operator.getitem and isinstance(op.args[0], Ref)
@@ -192,7 +192,7 @@ class Validator:
         return None
 
     def _gives_sizes(self, op: Op) -> bool:
-        """Whether all that a constructor is given are sizes: `torch.FloatTensor(2, 3)`."""
+        """Return whether a constructor receives only sizes: `torch.FloatTensor(2, 3)`."""
         metas = (self._ops[a.index].meta if type(a) is Ref else a for a in op.args)
         return bool(op.args) and all(type(meta) in (int, tuple) for meta in metas)
 
@@ -271,11 +271,11 @@ class Validator:
         return True
 
     def _matters(self, op: Op, given: dict[int, Any], index: int, again: Any) -> bool:
-        """Whether an op gives something else for another value."""
+        """Return whether an op has another result for another value."""
         for scale in (1.0, 100.0):
             other = _other(given[index], scale, self._generator)
             if other is None:
-                return True  # there is no other
+                return True  # there is no other value
             try:
                 result = self.carry_out(op, {**given, index: other})
             except Exception:  # it cares
@@ -297,10 +297,10 @@ class Validator:
 
 
 class _Random(Exception):
-    """An op has drawn random numbers."""
+    """Raised when an op draws random numbers."""
 
 
-MISSING = object()  # in the place of a value that was not saved
+MISSING = object()  # in place of a value that was not saved
 
 
 def _is_plain(value: Any) -> bool:
@@ -326,7 +326,7 @@ def _copied(value: Any, with_graph: bool) -> Any:
     if isinstance(value, Tensor):
         if value.is_nested:
             return value.detach().clone()
-        # Kernels can depend on it: those of RNNs do, and torch.matmul asks even under no_grad.
+        # Kernels can depend on it: RNN kernels do, and torch.matmul asks even under no_grad.
         graph = with_graph or (
             isinstance(value, nn.Parameter) and value.requires_grad and not value.is_inference()
         )
@@ -351,17 +351,17 @@ def _plainly(value: Any) -> Any:
     return value
 
 
-# What the text of a tensor says of the autograd graph, which a copy does not have (torch 2.13).
+# The part of a tensor's text about the autograd graph, which a copy lacks (torch 2.13).
 _GRAPH = re.compile(r",\s+(grad_fn=<\w+>|requires_grad=True)(?=[,)])")
 
 
 def _without_graph(text: str) -> str:
-    """Return the text of a tensor without what it says of the autograd graph."""
+    """Return the text of a tensor without the part about the autograd graph."""
     return _GRAPH.sub("", text)
 
 
 def _other(tensor: Tensor, scale: float, generator: torch.Generator) -> Tensor | None:
-    """Return a tensor like another one with other values; None if there is none to be had."""
+    """Return a tensor like another one with other values; None if there is none."""
     if tensor.is_nested or tensor.is_quantized or tensor.layout is not torch.strided:
         return None
     if tensor.device.type != "cpu":
@@ -374,7 +374,7 @@ def _other(tensor: Tensor, scale: float, generator: torch.Generator) -> Tensor |
         if tensor.dtype.itemsize > 2:
             wide = tensor.dtype
         return (tensor.detach().to(wide) + noise).to(tensor.dtype)
-    return None  # an index that is not there would be an error of its own
+    return None  # an index out of range would be a different error
 
 
 def flops_of(ops: list[Op]) -> dict[int, int | None]:
@@ -402,7 +402,7 @@ def flops_of(ops: list[Op]) -> dict[int, int | None]:
 
 
 def _carry_out(op: Op, ops: list[Op]) -> bool:
-    """Run an op on tensors without values; say whether that was possible."""
+    """Run an op on tensors without values; return whether that was possible."""
 
     def stand_in(ref: Ref) -> Any:
         meta: Any = ops[ref.index].meta
@@ -416,6 +416,6 @@ def _carry_out(op: Op, ops: list[Op]) -> bool:
             return False
         args = tuple("meta" if isinstance(value, torch.device) else value for value in args)
         op.target(*args, **{**kwargs, **({"device": "meta"} if "device" in kwargs else {})})
-    except Exception:  # it asks for values, or knows no tensors without them
+    except Exception:  # it needs values, or does not support tensors without them
         return False
     return True

@@ -61,7 +61,7 @@ def why_past(
 
 
 def _denied(path: str, nodes: Mapping[str, Candidate], steps: FlowSteps) -> FlowStep | None:
-    """Return the step at which the innermost condition that a node is under was not met."""
+    """Return the step at which the innermost condition around a node was not met."""
     while path:
         node = nodes.get(path)
         for place in () if node is None or node.site is None else node.site.places:
@@ -82,7 +82,7 @@ def _asks(step: FlowStep, branch: Branch, file: str) -> bool:
 
 
 def _parting(one: Recording, other: Recording) -> tuple[int, int | None]:
-    """Return how many decisions two runs have in common, and the second's guard of the next."""
+    """Return the number of decisions that two runs have in common, and the second's next guard."""
     depth = 0
     for (_, mine), (number, theirs) in zip(_decisions(one), _decisions(other), strict=False):
         here = None if mine.site is None else mine.site.identity

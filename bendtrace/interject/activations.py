@@ -24,7 +24,7 @@ from bendtrace.paths.view import Node, NodePath
 
 __all__ = ["Activations", "get_activations", "inputs_of"]
 
-# What no node path has in it, and regular expressions have.
+# Characters that occur in regular expressions, but not in node paths.
 _PATTERN = re.compile(r"[\\^$*+?(){}]")
 _OPTIONS = frozenset(
     {"allow_none", "args", "bended", "detach", "kwargs", "passes", "return_output"}
@@ -110,12 +110,12 @@ class Activations(dict[str, Any]):
 
 
 class _Observer(Interjection):
-    """Keeps what nodes give.
+    """Keeps the outputs of nodes.
 
     Args:
         passes: which passes are kept.
         detach: whether snapshots are kept, instead of the tensors themselves.
-        late: whether it sees what others at the node have made of it.
+        late: whether it sees the values after other insertions at the node.
     """
 
     observes = True
@@ -132,12 +132,11 @@ class _Observer(Interjection):
 
     @property
     def label(self) -> str:
-        """What reports call it."""
         return "get_activations"
 
     def after(self, at: NodePass, inputs: Inputs, output: Any) -> None:
         """Keep it."""
-        if threading.get_ident() != self._thread:  # of a call that somebody else makes
+        if threading.get_ident() != self._thread:  # of a call that other code makes
             return
         path = at.path or "output"
         self.counts[path] = max(self.counts.get(path, 0), at.number + 1)
@@ -274,7 +273,7 @@ def inputs_of(
 
 
 def _users_level() -> int:
-    """The `stacklevel` by which a warning of what is called here names the line of the user."""
+    """The `stacklevel` with which a warning from here shows the user's line."""
     frame, level = sys._getframe(1), 2
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_OWN):
         frame, level = frame.f_back, level + 1

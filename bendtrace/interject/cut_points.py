@@ -50,7 +50,7 @@ def path_in(tree: Tree, text: str) -> str:
         find(tree.data, text)
     except NodePathError:
         around, _, last = text.rpartition(".")
-        if last == "output":  # which has another name where it is of another type
+        if last == "output":  # which has another name if it has another type
             return path_in(tree, around) if around else ""
         raise
     return text
@@ -86,7 +86,7 @@ def spots_of(recording: Recording, tree: Tree, text: str, *, bended: bool) -> tu
 
 
 def _has_values(node: TreeNode, number: int) -> bool:
-    """Whether there is a value of the run in a pass of a node."""
+    """Return whether a pass of a node has a value of the run."""
     if node.kind == "graph":
         return any(
             _has_values(child, inner)
@@ -140,7 +140,7 @@ class _Spots:
     def _of_op(
         self, node: TreeNode, number: int, keys: tuple[Any, ...], gate: Op | None
     ) -> Iterator[Spot]:
-        """Yield the spots of what a function gave, or of a part of that."""
+        """Yield the spots of a function's result, or of a part of it."""
         made = node.passes[number]
         assert made.index is not None
         index = self._op_of(made.index, made.element)
@@ -156,7 +156,7 @@ class _Spots:
         within: int,
         keys: tuple[Any, ...],
     ) -> Iterator[Spot]:
-        """Yield the spots of what a call gave, or of a part of that."""
+        """Yield the spots of a call's output, or of a part of it."""
         made = holder.passes[number].index
         call = self._recording.root if made is None else self._tape.calls[made]
         stop = len(self._tape.ops) if made is None or holder is self._tree.data else call.stop
@@ -179,8 +179,8 @@ class _Spots:
         if gate is None:
             yield Spot(index, start, call, below, node)
             return
-        # Whoever uses the value after what is inserted there has it from the gate; unless that
-        # changed nothing, as for parts of containers, which keep their own name then.
+        # Users of the value after the insertions there read it from the gate; unless the insertions
+        # changed nothing, as for parts of containers, which then keep their own name.
         after = gate.index + 1
         yield Spot(index, max(after, index + 1), call, below, node)
         leaf = _leaf_at(gate.target.shape, keys)
@@ -207,7 +207,7 @@ class _Spots:
                 yield index, number, node, keys
 
     def _op_of(self, index: int, element: tuple[Any, ...]) -> int | None:
-        """Return the op by whose name a part of a result is used; None if it is not."""
+        """Return the op under whose name a part of a result is used; None if there is none."""
         if not element:
             return index
         return next(
@@ -219,7 +219,7 @@ class _Spots:
     ) -> tuple[list[tuple[TreeNode, int]], tuple[Any, ...]]:
         """Return a value, the containers around it and the graph, each with its pass; and keys.
 
-        The keys are what leads from the outermost container to the value.
+        The keys lead from the outermost container to the value.
         """
         line = [self._tree.data]
         for name in node.path.split("."):
@@ -234,7 +234,7 @@ class _Spots:
         return chain, tuple(reversed(keys))
 
     def _gate(self, path: str, number: int) -> Op | None:
-        """Return the op of what is inserted after a pass of a node, if it counts."""
+        """Return the op of the gate after a pass of a node, if it counts."""
         if not self._bended:
             return None
         for op in self._tape.ops:
@@ -248,7 +248,7 @@ class _Spots:
 
 
 def _leaf_at(shape: Any, keys: tuple[Any, ...]) -> Leaf | None:
-    """Return the leaf of a shape that some keys lead to."""
+    """Return the leaf of a structure at some keys."""
     for key in keys:
         if type(shape) is not Shape:
             return None

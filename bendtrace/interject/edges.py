@@ -21,11 +21,11 @@ from bendtrace.interject.structure import assemble, take_apart
 
 __all__ = ["Between", "Edge", "Sent"]
 
-# What is kept of a tensor: itself, as long as there is one, and how often it was written to.
+# A weak reference to a tensor, and how often it was written to.
 _Known = tuple["weakref.ref[Tensor]", int]
 
 
-# A tensor that an edge has made, and the one that it was made of.
+# A tensor that an edge has made, and the original.
 _Made = tuple[Callable[[], Tensor | None], Callable[[], Tensor | None]]
 _NOTHING: _Made = (lambda: None, lambda: None)
 
@@ -80,7 +80,7 @@ class Edge(Interjection):
     def before(self, at: NodePass, inputs: Inputs) -> Inputs | None:
         """Replace the inputs that come from the node."""
         shape, found = take_apart((tuple(inputs), inputs.kwargs))
-        # What other edges to this node have made in this pass, and of what.
+        # The tensors made by other edges to this node in this pass, with their originals.
         former: dict[int, _Made] = of_this_run().setdefault((Edge, at.path, at.number), {})
         made: dict[int, Any] = {}
         for number, value in enumerate(found):

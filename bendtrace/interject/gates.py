@@ -48,7 +48,7 @@ __all__ = [
 ]
 
 
-# What sees to the gradients of a node: for hooks, and for other interjections.
+# The classes that manage the gradients of a node: for hooks, and for other interjections.
 _Watching = tuple[CallGradients | None, CallGradients | None]
 
 
@@ -60,7 +60,7 @@ class _Local(threading.local):
         self.error: Exception | None = None
         self.models_own: Exception | None = None  # raised by the node itself, inside of a gate
         self.kept: dict[Any, Any] = {}
-        self.reshaped: dict[str, None] = {}  # by which insertions, in this call of the model
+        self.reshaped: dict[str, None] = {}  # the insertions, by slot, in this call of the model
 
 
 _local = _Local()
@@ -90,7 +90,7 @@ def running(plan: Plan) -> Iterator[None]:
 
 
 def _note_reshaped(entry: Entry, at: NodePass, old: Any, new: Any) -> None:
-    """Remember that an insertion changed a shape or dtype: errors of the call will say so."""
+    """Record that an insertion changed a shape or dtype, so that errors of the call mention it."""
     if isinstance(old, Tensor) and isinstance(new, Tensor):
         if old.shape != new.shape or old.dtype != new.dtype:
             what = getattr(entry.what, "function", None)
@@ -139,7 +139,7 @@ class Gate:
         if self.role == "before":  # the tuple of arguments and the dict of keywords are new
             args, kwargs = shape.items
             self.tells_in_place = has_mutable((*args.items, *kwargs.items))
-        # Weak, so that paths do not keep what was inserted once. A trace that a person has does.
+        # Weak, so that paths do not keep former insertions alive. A trace held by the user does.
         self._plan = weakref.ref(plan)
         with torch._C.DisableTorchFunction():  # a label may look at tensors
             labels = dict.fromkeys(
@@ -149,7 +149,7 @@ class Gate:
         kind = "input" if self.role == "before" else "output"
         name = at.path.rpartition(".")[2]
         name = f"{name}_{kind}" if name and self.role == "before" else name or kind
-        # No function is called like this, so that names of the model's own ops stay as they are.
+        # No function has this name, so that names of the model's own ops stay unchanged.
         self.__name__ = "__".join([name, *labels] if labels else [name, "gate"])
         self.__module__ = __name__
 
@@ -287,7 +287,7 @@ class AfterGate(Gate):
         return given[0] if len(given) == 1 else tuple(given)
 
     def _exchange(self, entry: Entry, value: Any, at: NodePass) -> Any:
-        """Call an insertion where a node gives one tensor."""
+        """Call an insertion at a node that returns one tensor."""
         version, what, insertion = _version(value), entry.what, entry.insertion
         result = what.after(at, _NOTHING, value)
         if _version(value) == version:  # what follows would find out the same, in more time
@@ -322,7 +322,7 @@ class AfterGate(Gate):
             _note_reshaped(entry, at, old, new)
 
     def _written(self, original: Tensor, value: Tensor) -> Tensor:
-        """Have whoever holds the tensor that the node works on see the value."""
+        """Pass the value on to all holders of the tensor that the node works on."""
         if value is original:
             return value
         if value.shape != original.shape:
@@ -404,9 +404,9 @@ class BeforeGate(Gate):
         return given[0] if len(given) == 1 else tuple(given)
 
     def _watched(self, backward: list[Entry], tensors: list[Tensor]) -> list[Tensor]:
-        """Have insertions told of the gradients; return what the node is to be given."""
+        """Watch the gradients for insertions; return the inputs of the node."""
         watching: list[CallGradients | None] = []
-        for of_hooks in (True, False):  # where they watch alone, one tensor stays one for the node
+        for of_hooks in (True, False):  # if they only watch, one tensor stays one for the node
             told = [
                 (entry.what, self.at, entry.insertion.fired_backward)
                 for entry in backward
@@ -484,7 +484,7 @@ class InsteadGate(Gate):
         return self.at.function
 
     def _through(self, values: tuple[Any, ...]) -> Any:
-        """Return what the outermost insertion gives."""
+        """Return the result of the outermost insertion."""
         args, kwargs = assemble(self.shape, list(values))
         call: Callable[..., Any] = self._node
         for entry in self._entries():
@@ -493,7 +493,7 @@ class InsteadGate(Gate):
         return call(*args, **kwargs)
 
     def _node(self, *args: Any, **kwargs: Any) -> Any:
-        """Call what stands there."""
+        """Call the original."""
         called: Any = self.at.module or self.at.function
         try:
             return called(*args, **kwargs)
@@ -512,11 +512,11 @@ class InsteadGate(Gate):
 
 
 class _Observed:
-    """A node that an insertion may call, or not, and what came of that.
+    """A node that an insertion may or may not call, and the outcome.
 
     Args:
         call: the node.
-        given: what it is to be called with where nothing is inserted.
+        given: its original arguments.
     """
 
     def __init__(self, call: Callable[..., Any], given: Inputs) -> None:
@@ -550,7 +550,7 @@ class _Observed:
 
 
 def _exchange_tensors(found: list[Any], change: Callable[[list[Tensor]], list[Tensor]]) -> None:
-    """Put others in the place of all tensors among some values."""
+    """Replace all tensors among some values."""
     numbers = [number for number, value in enumerate(found) if isinstance(value, Tensor)]
     for number, tensor in zip(numbers, change([found[n] for n in numbers]), strict=True):
         found[number] = tensor
@@ -646,7 +646,7 @@ def _versions(value: Any) -> list[int]:
 def _changed(
     entry: Entry, at: NodePass, before: list[Any], found: list[Any], versions: list[int]
 ) -> bool:
-    """Whether an insertion has given another value, or written into one."""
+    """Return whether an insertion has returned another value, or changed one in place."""
     written = any(_version(old) != version for old, version in zip(before, versions, strict=True))
     other = [(old, new) for old, new in zip(before, found, strict=True) if new is not old]
     if entry.what.observes and (written or other):
@@ -670,5 +670,5 @@ def _differ(old: Any, new: Any) -> bool:
             return False
         with torch.no_grad():
             return not bool(((old == new) | ((old != old) & (new != new))).all())
-    except (RuntimeError, NotImplementedError):  # of a layout that torch cannot compare
+    except (RuntimeError, NotImplementedError):  # with a layout that torch cannot compare
         return True

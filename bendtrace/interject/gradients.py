@@ -166,7 +166,7 @@ class CallGradients:
         return sum(storage(other.inside) == key for other in self._aliases) > 1
 
     def _is_used_otherwise(self, alias: Alias, outputs: list[Tensor]) -> bool:
-        """Whether an op of the call has used an input, not what it was exchanged for."""
+        """Return whether an op of the call has used an input itself, instead of its replacement."""
         tensors = [*outputs, *(one.inside for one in self._aliases)]
         seen = {tensor.grad_fn for tensor in tensors} - {None, self._entry}
         waiting: list[Node] = list(seen)
@@ -194,7 +194,7 @@ class CallGradients:
         distinct = _needing_gradients(outputs)
         self._exits = len(distinct)
         sharing = Counter(storage(tensor) for tensor, _ in distinct)
-        # A leaf must not be changed in place, nor, by whatever way, what has its storage.
+        # A leaf must not be changed in place, nor any tensor that shares its storage.
         sharing.update(storage(alias.inside) for alias in self._aliases if alias.is_leaf)
         for tensor, places in distinct:
             is_single = sharing[storage(tensor)] == 1 and not overlaps_itself(tensor)
@@ -278,7 +278,7 @@ class CallGradients:
         return tuple(self._agreed(places, before, after) for places in self._places)
 
     def _agreed(self, places: Sequence[int], before: Gradients, after: Gradients) -> Tensor | None:
-        """The new gradient of a tensor, which may have been given in several places."""
+        """Return the new gradient of a tensor, which may have been passed in several positions."""
         new = [after[place] for place in places if after[place] is not before[place]]
         if not new:
             return before[places[0]]
@@ -305,13 +305,13 @@ class CallGradients:
 
         Args:
             what: the interjection.
-            at: the execution of the node.
+            at: the node pass.
             result: what it returned.
             before: the gradients that it was given.
-            passing: the numbers of the inputs that pass a gradient on.
+            passing: the indices of the inputs that pass a gradient on.
 
         Raises:
-            InterjectionError: these are no gradients of the inputs.
+            InterjectionError: these are not valid gradients of the inputs.
         """
         if isinstance(what, ChecksGradients):
             return what.checked_gradients(result, before, passing, self._shapes)
@@ -349,7 +349,7 @@ class CallGradients:
 
 
 class _BackwardPass:
-    """What has come of one backward pass through one call."""
+    """The state of one backward pass through one call."""
 
     def __init__(self, gradients: list[Tensor | None]) -> None:
         self.gradients = gradients
@@ -358,7 +358,7 @@ class _BackwardPass:
 
 
 def _needing_gradients(tensors: Iterable[Tensor]) -> list[tuple[Tensor, list[int]]]:
-    """Return the different tensors that need a gradient, and in which places each is."""
+    """Return the distinct tensors that need a gradient, and the positions of each."""
     found: dict[int, tuple[Tensor, list[int]]] = {}
     for place, tensor in enumerate(tensors):
         if tensor.requires_grad:
@@ -419,7 +419,7 @@ class Watch:
 
     def __init__(self, alias: Alias, name: str) -> None:
         self._name = name
-        # It has the count of changes that the two share, and none of their memory.
+        # It shares the change counter with the original, but none of its memory.
         self._probe = alias.inside.detach()
         self._probe.data = self._probe.new_empty(0)
         self._version = self._probe._version
@@ -445,7 +445,7 @@ class Watch:
             self._through[torch._C._current_graph_task_id()] = gradient
 
     def _check(self, gradient: Tensor) -> None:
-        """See to it that a changed input gets no gradient but that through the call."""
+        """Make sure that a changed input gets no gradient other than that through the call."""
         if not self._is_written:
             return
         through = self._through.pop(torch._C._current_graph_task_id(), None)

@@ -260,20 +260,20 @@ class _Hook(Interjection):
 
     @property
     def label(self) -> str:
-        """The name of the hook; where nobody gave one, that of its function."""
+        """The name of the hook, or that of its function if the user did not name it."""
         hook, name = self.handle.hook_fn, getattr(self.handle.hook_fn.function, "__name__", "")
         return f"{hook.name if hook.is_given or not name else name}[{self.handle.module_name}]"
 
     def _call(
         self, at: NodePass, seen: tuple[Any, ...], given: tuple[Any, ...], what: str
     ) -> tuple[Any, ...]:
-        """Return what the hook makes of some tensors, if it is active.
+        """Return the result of the hook for some tensors, if it is active.
 
         Args:
             at: the call of the module.
-            seen: what the hook is given before these.
+            seen: the arguments of the hook before these.
             given: the tensors.
-            what: what they are called.
+            what: their name in messages.
         """
         handle = self.handle
         if not handle.active:
@@ -286,7 +286,7 @@ class _Hook(Interjection):
         return returned  # type: ignore[no-any-return]
 
     def _require(self, returned: Any, count: int, what: str, *kinds: type) -> None:
-        """Raise an error if something is not a tuple of as many tensors."""
+        """Raise an error if the result is not a tuple of the same number of tensors."""
         if (
             type(returned) is not tuple
             or len(returned) != count
@@ -299,7 +299,7 @@ class _Hook(Interjection):
             )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Hook:
-        return self  # as functions are: a copied module has the same hooks
+        return self  # like functions: a copied module has the same hooks
 
     def __reduce__(self) -> NoReturn:
         raise InputError(
@@ -462,7 +462,7 @@ def free_name(wish: str, taken: Iterable[str]) -> str:
 
 
 _lock = threading.Lock()
-# By id of the module: it, and the names that it is called by now, in any thread; the last shows.
+# By id of the module: it, and its current names, in any thread; the last one shows.
 _shown: dict[int, tuple[nn.Module, list[str]]] = {}
 
 

@@ -42,13 +42,13 @@ __all__ = ["LiveInserter", "Within", "is_meant_within"]
 
 Run = Callable[..., Any]
 
-# What gives no value that a node of the tree stands for.
+# Kinds without a value that a node of the tree represents.
 _UNNAMED = frozenset(
     {*CONTEXT, *METADATA, *SHAPES, *ESCAPES, *SETTERS, Tensor.tolist, Tensor.__setitem__}
 )
 
 
-# What is given to these has to be the very tensors of the graph.
+# The inputs of these have to be the very tensors of the graph.
 _GOING_BACK = frozenset({torch.autograd.grad, torch.autograd.backward, Tensor.backward})
 
 
@@ -97,9 +97,9 @@ class _Spot:
 
     def __init__(self, candidate: Candidate, plan: Plan, scope: ModuleCall | None) -> None:
         self.candidate = candidate
-        self.place: str | ModuleCall | None = scope  # before somebody asks: the call around it
+        self.place: str | ModuleCall | None = scope  # before anyone asks: the call around it
         self.number = 0  # passes that have begun
-        self.seen = False  # whether what it gives is known
+        self.seen = False  # whether its output is known
         self.slots = plan.slots_at("node", candidate)
         self.inputs = plan.slots_at("input", candidate) if candidate.function is None else ()
         told = () if candidate.function in _GOING_BACK else ("backward",)
@@ -108,7 +108,7 @@ class _Spot:
         self.after = _with(self.slots, "after", *told)
 
     def written(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
-        """Return the tensor that the node works on in place, if what is inserted has to know."""
+        """Return the tensor that the node works on in place, if the insertions need it."""
         if not self.before and not self.instead and all("observes" in s.forms for s in self.after):
             return None
         return written_by(self.candidate, args, kwargs)
@@ -236,7 +236,7 @@ class LiveInserter:
         scope, site = stage.scope, stage.site(frame)
         states = [] if names.knows(scope, site, function) else self._labels(given)
         path, base = names.op(scope, site, function, states)
-        if function in VALUES:  # Python takes what they give before anybody could exchange it
+        if function in VALUES:  # Python takes the result before it could be replaced
             return run(function, args, kwargs, frame)
         spot = self._spots.get(path)
         if spot is None:
@@ -250,7 +250,8 @@ class LiveInserter:
         number = spot.number
         spot.number += 1
         written = spot.written(args, kwargs)
-        # What only reshapes a tensor in place can be let do so: no op has saved what it changes.
+        # An op that only reshapes a tensor in place can be let through: no op has saved what it
+        # changes.
         copied = written
         if name_of(function) in RESHAPES_IN_PLACE or (
             written is not None and overlaps(written, (*args, *kwargs.values()))
@@ -264,7 +265,7 @@ class LiveInserter:
             else:
                 output = self._run(run, function, args, kwargs, frame)
         except Exception:
-            spot.number -= 1  # what raises is no pass of a node in trees and logs
+            spot.number -= 1  # a call that raises is not a pass of a node in trees and logs
             raise
         return self._after(spot, number, args, kwargs, output, frame, written)
 
@@ -272,7 +273,7 @@ class LiveInserter:
         self, run: Run, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any],
         frame: FrameType,
     ) -> Any:  # fmt: skip
-        """Run a function; say why if it may not write into what was given another name."""
+        """Run a function; explain the error if it may not write into a replaced input."""
         try:
             return run(function, args, kwargs, frame)
         except RuntimeError as error:
@@ -303,7 +304,7 @@ class LiveInserter:
         inside = frozenset(identifier(name) for name, _ in scope.module.named_modules() if name)
         if any(slot.place.is_below(below, inside) for slot in self.plan.slots):
             return True
-        # Who looks wherever a function says so is not there to change which way is taken.
+        # An observer of all places that match a function must not change the path.
         wanted = {
             slot
             for slot in self.plan.slots
@@ -395,7 +396,7 @@ class LiveInserter:
         frame: FrameType,
         written: Tensor | None = None,
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Exchange what a node is given."""
+        """Replace the inputs of a node."""
         places = self._input_places(spot, scope, args, kwargs)
         slots = (*spot.before, *places)
         if not slots and written is None:
@@ -425,7 +426,7 @@ class LiveInserter:
         frame: FrameType,
         written: Tensor | None = None,
     ) -> Any:
-        """Exchange what a node gave."""
+        """Replace the output of a node."""
         slots = spot.after
         if self._has_output_slots:
             if not spot.seen:
@@ -433,7 +434,7 @@ class LiveInserter:
                 self._see(spot, output)
             slots = spot.after
         if (not slots and written is None) or (output is None and spot.candidate.function):
-            return output  # Python code that assigns to an index gives nothing, and is no node
+            return output  # an assignment to an index returns nothing, and is not a node
         whole = any(not slot.place.dig for slot in slots if "after" in slot.forms)
         shape, values = take_apart(output, objects=whole)
         wanted, handed = None, list(values)
@@ -455,7 +456,7 @@ class LiveInserter:
         self, spot: _Spot, number: int, args: tuple[Any, ...], kwargs: dict[str, Any],
         frame: FrameType,
     ) -> Any:  # fmt: skip
-        """Call what is there instead of a function."""
+        """Call the insertion instead of a function."""
         shape, values = take_apart((args, kwargs))
         gate = InsteadGate(self._at(spot, number), spot.instead, shape, self.plan)
         return self.put(gate, values, frame)
@@ -463,7 +464,7 @@ class LiveInserter:
     def _through(
         self, gate: Any, shape: Any, values: list[Any], handed: list[Any], frame: FrameType
     ) -> tuple[Callable[..., Any], list[Any]] | None:
-        """Put a gate on the tape; return the values with what it gave, None if nothing is new."""
+        """Add a gate to the tape; return the values with its results, or None if nothing is new."""
         given = self.put(gate, handed, frame)
         numbers, put = gate.exchanged, refilled
         if gate.tells_in_place:
@@ -479,7 +480,7 @@ class LiveInserter:
         return put, changed
 
     def _see(self, spot: _Spot, output: Any) -> None:
-        """Look at what a node gave, for those that are placed by it."""
+        """Show the output of a node to the insertions that select by it."""
         with torch._C.DisableTorchFunction():
             _, values = take_apart(output, objects=False)
             tensor = next((value for value in values if isinstance(value, Tensor)), None)
@@ -492,7 +493,7 @@ class LiveInserter:
     def _input_places(
         self, spot: _Spot, scope: ModuleCall, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> dict[Slot, tuple[Any, ...]]:
-        """Return what leads to the inputs that insertions are for, in arguments and keywords."""
+        """Return the positions, in arguments and keywords, of the inputs with insertions."""
         if not spot.inputs:
             return {}
         owner = self._function if spot.candidate.module is None else spot.candidate.module
@@ -510,7 +511,7 @@ class LiveInserter:
         return found
 
     def _labels(self, value: Any) -> list[str]:
-        """What the environment call the parameters and buffers in arguments."""
+        """Return the labels of the parameters and buffers in arguments."""
         found = []
         for tensor in _tensors_in(value):
             part = self.stage.state(tensor)
@@ -520,7 +521,7 @@ class LiveInserter:
 
 
 def _place(site: Site | None, scope: ModuleCall | None) -> str:
-    """Say where a node is: each instruction that leads to it, the innermost first."""
+    """Return the place of a node: each instruction that leads to it, innermost first."""
     found: list[str] = []
     while True:
         for place in () if site is None else site.places:

@@ -98,7 +98,7 @@ def as_interjection(what: Any) -> Interjection:
     return Function(what)
 
 
-_MOST_RUNS = 16  # that are remembered, to tell why it was not called
+_MOST_RUNS = 16  # kept to explain why it was not called
 _FORMS = ("before", "instead", "after", "backward")
 
 
@@ -139,7 +139,7 @@ class Insertion:
         self.passes = passes
         self.wants = wants
         self.allow_none = allow_none
-        self.is_checked = True  # whether there are nodes that are meant
+        self.is_checked = True  # whether there are selected nodes
         self.runs: list[Recording] = []
         self._owner = owner
         self._tally = Tally()

@@ -132,7 +132,7 @@ class Interjection:
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        # What a class of ours promises need not hold for what others make of it.
+        # A promise of one of our classes need not hold for its subclasses elsewhere.
         if "self_contained" not in vars(cls) and not cls.__module__.startswith(_OURS):
             cls.self_contained = False
         if not cls.__module__.startswith(_PACKAGE):
@@ -186,7 +186,7 @@ class Interjection:
         return getattr(cls, name) is not getattr(Interjection, name)
 
     def _forms(self) -> frozenset[str]:
-        """Return the forms that are to be called; a wrapper has those of what it wraps."""
+        """Return the forms to call; a wrapper has those of the wrapped one."""
         forms = ("before", "instead", "after", "backward")
         return frozenset(form for form in forms if type(self)._overrides(form))
 

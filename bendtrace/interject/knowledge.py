@@ -98,7 +98,7 @@ def rehearse(
     return Rehearsal(run.candidates, run.tree, run.naming, inserter.passes)
 
 
-# Whoever watches what autograd saves, such as a checkpoint around, is not to see the rehearsal.
+# Observers of saved tensors, such as a surrounding checkpoint, must not see the rehearsal.
 _Unsaved = torch.autograd.graph.saved_tensors_hooks
 
 
@@ -141,7 +141,7 @@ def shared_state_kept(model: Callable[..., Any], twin: Callable[..., Any]) -> It
         yield
     finally:
         for tensor, before in tensors:
-            # Not going by versions: torch counts none for the statistics of a batch norm.
+            # Not by version: torch does not count writes to the statistics of a batch norm.
             if not torch.equal(tensor, before):
                 with torch.no_grad():
                     tensor.copy_(before)
@@ -161,7 +161,7 @@ def _reached(model: Callable[..., Any]) -> list[Any]:
 
 
 def _restore(container: Any, before: Any) -> None:
-    """Give a container the content that it had, unless it has it still."""
+    """Restore the content of a container, unless it is unchanged."""
     if isinstance(container, list):
         if len(container) != len(before) or any(map(operator.is_not, container, before)):
             container[:] = before

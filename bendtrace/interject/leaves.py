@@ -16,7 +16,7 @@ from bendtrace.paths.candidates import Candidate, CandidateGraph, NodeSelector
 
 __all__ = ["leaves_in", "outside"]
 
-# What fx's tracers take besides, and what a run on real inputs has no use for.
+# Other options of fx's tracers, which make no sense for a run on real inputs.
 _NOT_NEEDED = frozenset(
     {"autowrap_functions", "autowrap_modules", "param_shapes_constant", "suppress_diff_warning"}
 )

@@ -136,7 +136,7 @@ class Station:
         """Register the torch hooks that are needed, and remove the others."""
         if self.module is None:
             return
-        # A call that has begun has to be ended; one that was interrupted has not.
+        # The end of each call has to be recorded, except that of an interrupted one.
         self._forget_interrupted()
         ending = self.pairs_calls or bool(self._open)
         self._install(_enter, self.pairs_calls or any(one.before for one in self.entries))
@@ -186,7 +186,7 @@ class Station:
             if not self.pairs_calls:
                 self.update()
 
-    # A copied module has what is attached to it. Its station is its own.
+    # A copied module has the same attachments, with a station of its own.
 
     def __getstate__(self) -> dict[str, Any]:
         return {"entries": self.entries}
@@ -196,11 +196,11 @@ class Station:
 
 
 class _Stage:
-    """What torch calls.
+    """The object that torch calls.
 
     Attributes:
-        station: what has the entries.
-        runs_user_code: tells recorded runs that this is no part of the model.
+        station: the station with the entries.
+        runs_user_code: marks it for recorded runs as user code.
     """
 
     runs_user_code = True
@@ -210,7 +210,7 @@ class _Stage:
         self._stage = stage
 
     def __call__(self, module: nn.Module, *values: Any) -> Any:
-        if torch.compiler.is_compiling():  # as a whole it is beyond torch._dynamo
+        if torch.compiler.is_compiling():  # torch._dynamo cannot handle it as a whole
             stage = torch._dynamo.disable(self._stage)
             return stage(self.station, module, *values)
         return self._stage(self.station, module, *values)
@@ -220,11 +220,11 @@ class _Call:
     """A call of a module, until it ends.
 
     Attributes:
-        station: what has the entries.
-        module: the module that is called.
-        gradients: what sees to its gradients; None if nobody wants them.
-        exchange: what the module was given aliases by.
-        same: what `CallGradients.close` has returned.
+        station: the station with the entries.
+        module: the called module.
+        gradients: manages its gradients; None if they are not needed.
+        exchange: replaced the module's inputs by aliases.
+        same: the result of `CallGradients.close`.
     """
 
     def __init__(self, station: Station, module: nn.Module) -> None:
@@ -234,14 +234,14 @@ class _Call:
         self.gradients: CallGradients | None = None
         self.exchange = Exchange({})
         self.same: dict[int, Tensor] = {}
-        # To tell an ordinary end from that by an error, which torch reports in the same way.
+        # To distinguish a normal end from an error, which torch reports in the same way.
         self._handled = sys.exception()
         self._thread = threading.get_ident()
         frame = sys._getframe(3)  # in which torch calls the hooks, if it is not compiled
         self._frame = id(frame) if frame.f_code.co_name == "inner" else None
 
     def is_running(self) -> bool:
-        """Whether the call has not been ended by an interrupt, as far as can be told."""
+        """Return whether the call is still running, as far as can be determined."""
         if self._frame is None:
             return True
         is_own = self._thread == threading.get_ident()
@@ -252,15 +252,15 @@ class _Call:
 
     @property
     def has_failed(self) -> bool:
-        """Whether the call is being ended by an error."""
+        """Return whether the call is ending with an error."""
         return sys.exception() is not self._handled
 
     def at(self, one: Attached) -> NodePass:
-        """The call, as something that is attached sees it."""
+        """Return the call, as an attached interjection sees it."""
         return self._at.get(one.order) or one.at(self.module)
 
     def watch(self, given: tuple[Any, ...]) -> tuple[Any, ...]:
-        """See to the gradients of the call; return what the module is to be given."""
+        """Watch the gradients of the call; return the inputs for the module."""
         entries = self.station.entries
         told = [(one.what, self.at(one), None) for one in entries if one.backward]
         if not told or not torch.is_grad_enabled():
@@ -283,7 +283,7 @@ _local = _Local()
 
 
 def _unseen() -> AbstractContextManager[Any]:
-    """While a run is recorded, keep what is done here out of the record, as far as it goes."""
+    """Hide this code from a recorded run, as far as possible."""
     return nullcontext() if current_watcher() is None else torch._C.DisableTorchFunction()
 
 
@@ -353,7 +353,7 @@ def _left(gradients: CallGradients, value: Any) -> Any:
 
 
 def _checked(what: Interjection, at: NodePass, value: Any, result: Any) -> Any:
-    """Return what an interjection returned, if it can take the place of a module's value."""
+    """Return the result of an interjection, if it can replace a module's value."""
     if getattr(what, "checks_itself", False):
         return result
     shape, found = take_apart(value)

@@ -130,7 +130,7 @@ class Entry:
         self.place = place
         self.dig = place.dig
         forms = forms_of(what)
-        if insertion.allow_none:  # it may be at nodes that nothing can be inserted at
+        if insertion.allow_none:  # it may be at nodes without support for insertions
             forms |= {"permits"}
         self.slot = Slot(place, forms)
         self.before = "before" in forms
@@ -174,7 +174,7 @@ class Plan:
         self.totals = totals or {}
         self.slots = tuple(dict.fromkeys(entry.slot for entry in self.entries))
         self.key = frozenset(self.slots)
-        # By the identity of gates, with the gate itself so that no identity is used twice.
+        # By the id of gates, with the gate itself so that its id is not reused.
         self.called_at: dict[int, tuple[Any, tuple[Entry, ...]]] = {}
         self.compiled: object = None
         self._looked: dict[int, tuple[Recording, bool]] = {}
@@ -208,7 +208,7 @@ class Plan:
         known = self._entries_of.get(slots)
         if known is None:
             wanted = frozenset(slots)
-            # An insertion can be meant in two ways at one node; it is called once.
+            # An insertion can select one node in two ways; it is called once.
             once = {
                 (id(entry.insertion), entry.place.role, entry.place.argument, entry.dig): entry
                 for entry in reversed(self.entries)

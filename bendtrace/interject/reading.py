@@ -18,7 +18,7 @@ from bendtrace.recording.recorder import Recording
 
 __all__ = ["is_contained", "read_and_changed"]
 
-# With these, code can reach an attribute whose name it does not write out.
+# With these, code can read an attribute without writing out its name.
 _ANY = frozenset(
     {"getattr", "vars", "__dict__", "__getattribute__", "attrgetter", "eval", "exec", "globals"}
 )
@@ -54,7 +54,7 @@ def is_contained(function: Any, own: Container[int] | None = None) -> bool:
 
 
 class _Search:
-    """What has been looked at already, and the model's own modules."""
+    """What has been scanned already, and the model's own modules."""
 
     def __init__(self, own: Container[int] | None) -> None:
         self.seen: set[int] = set()
@@ -62,7 +62,7 @@ class _Search:
 
 
 def _is_plain(thing: Any, search: _Search) -> bool:
-    """Whether something can lead to nothing but tensors, numbers and torch's own functions."""
+    """Return whether an object leads only to tensors, numbers and torch's own functions."""
     if id(thing) in search.seen:
         return True
     search.seen.add(id(thing))
@@ -100,7 +100,7 @@ def _is_plain(thing: Any, search: _Search) -> bool:
 
 
 def _is_plain_module(module: nn.Module, search: _Search) -> bool:
-    """The same for a module by itself: its methods, and what it holds besides its parts."""
+    """Return the same for a module itself: its methods, and attributes other than its parts."""
     if module._forward_hooks or module._forward_pre_hooks:
         return False
     if type(module).__module__.startswith("torch.nn."):
@@ -123,7 +123,7 @@ def _is_plain_module(module: nn.Module, search: _Search) -> bool:
 
 
 _TABLES = frozenset(vars(nn.Module()))
-# What is not called by calling a module, and the attributes of every class.
+# Attributes that are not called by calling a module, and those of every class.
 _UNCALLED = frozenset(
     {
         "__annotations__", "__dict__", "__doc__", "__firstlineno__", "__init__", "__module__",

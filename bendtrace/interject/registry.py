@@ -276,13 +276,13 @@ class InsertionRegistry:
         return found or self._hints(insertion) or ("no run reached a selected node",)
 
     def _hints(self, insertion: Insertion) -> tuple[str, ...]:
-        """Say where modules may be called that no known run has reach."""
+        """Return hints on where modules may be called that no known run has reached."""
         meant = {id(self._module_of(want)) for want in insertion.wants}
         names = [node.module_path for node in self._model.modules() if id(node.module) in meant]
         return tuple(dict.fromkeys(filter(None, map(self._model.hint, names))))
 
     def _module_of(self, want: Want) -> nn.Module | None:
-        """Return the module whose calls are meant, or that has the parameter which is meant."""
+        """Return the module whose calls are selected, or that has the selected parameter."""
         matcher = None if want.place is None else want.place.matcher
         if isinstance(matcher, State):
             holder = matcher.name.rpartition(".")[0]
@@ -290,7 +290,7 @@ class InsertionRegistry:
         return matcher.module if isinstance(matcher, OfModule) else None
 
     def _paths_of(self, want: Want) -> Iterable[str]:
-        """Return the paths that are known of nodes that are meant."""
+        """Return the known paths of the selected nodes."""
         matcher = None if want.place is None else want.place.matcher
         if isinstance(matcher, AtPath):
             return (matcher.path,)
@@ -303,10 +303,10 @@ class InsertionRegistry:
         return [node.path for node in self._model.candidates() or () if matcher.matches(node)]
 
     def _note_on(self, insertion: Insertion, path: str) -> str:
-        """Say why an insertion was not called at a node."""
+        """Return why an insertion was not called at a node."""
 
         def counts(passes: int) -> bool:
-            if insertion.passes.is_asked:  # a function, which may count how often it is asked
+            if insertion.passes.is_asked:  # a user function, which may count its calls
                 return passes > 0
             return any(insertion.passes.admits(number, passes) for number in range(passes))
 
@@ -341,7 +341,7 @@ class InsertionRegistry:
         return Plan(entries, None if rehearsal is None else rehearsal.totals)
 
     def _found(self, insertion: Insertion, want: Want, rehearsal: Rehearsal) -> tuple[Want, ...]:
-        """Look a name up in the first run that could tell."""
+        """Look a name up in the first run that could show it."""
         if not want.is_open:
             return (want,)
         known = _Rehearsed(self._model, rehearsal)
@@ -359,11 +359,11 @@ class InsertionRegistry:
         return wants
 
     def _is_met(self, insertion: Insertion, nodes: Iterable[Candidate] | None) -> bool:
-        """Whether there are nodes for all that was said.
+        """Return whether everything requested matches a node.
 
         Args:
             insertion: the insertion.
-            nodes: what is known of the model's nodes; None if it was not run yet.
+            nodes: the known nodes of the model; None if it was not run yet.
 
         Raises:
             NodePathError: the model was run, and has no such node.
@@ -388,7 +388,7 @@ class InsertionRegistry:
 
 
 class _Rehearsed:
-    """What is known of a model, and a rehearsal."""
+    """The known runs of a model, and a rehearsal."""
 
     def __init__(self, model: Model, rehearsal: Rehearsal) -> None:
         self.model: Callable[..., Any] = model.model
@@ -409,7 +409,7 @@ _AROUND = frozenset({"before", "instead", "backward"})
 
 
 def _require_possible(place: Place, what: Interjection) -> None:
-    """Refuse what cannot be done at a place."""
+    """Raise for an interjection that is not possible at a location."""
     forms = forms_of(what)
     if place.role != "node" and forms & _AROUND:
         kind = "an input" if place.role == "input" else "a parameter or buffer"

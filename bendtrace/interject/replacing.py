@@ -50,7 +50,7 @@ def call_with(
     board.remove(*others)
     board.add(*made, *others)
     try:
-        board.plan(args, dict(kwargs))  # which finds out where names are that no run has reach
+        board.plan(args, dict(kwargs))  # which resolves names that no run has reached
         for text, insertion in zip(given, made, strict=True):
             _require_output(text, insertion)
         output = model(*args, **kwargs)
@@ -67,7 +67,7 @@ def call_with(
 
 
 def _require_there(text: str, node: Node, insertion: Insertion) -> None:
-    """Refuse a path that another node of another run answers to."""
+    """Raise for a path that is an alias of another node in another run."""
     for want in insertion.wants:
         place = want.place
         if place is not None and place.shown and not is_named(node._data, place.shown):
@@ -88,12 +88,12 @@ def _require_output(text: str, insertion: Insertion) -> None:
 
 
 class _Replacement(Interjection):
-    """Puts a given value in the place of what a node gives.
+    """Replaces the output of a node by a given value.
 
     Args:
-        text: how the node was named.
+        text: the requested name of the node.
         value: the value.
-        late: whether it comes after all else that is inserted there.
+        late: whether it runs after all other insertions there.
     """
 
     def __init__(self, text: str, value: Any, late: bool) -> None:
@@ -104,7 +104,6 @@ class _Replacement(Interjection):
 
     @property
     def label(self) -> str:
-        """What reports call it."""
         return "from_activations"
 
     def after(self, at: NodePass, inputs: Inputs, output: Any) -> Any:

@@ -119,7 +119,7 @@ def meant_by(text: str, known: Runs) -> Meant | None:
             raise _refusal(text, [(others[0][0], mine), others[0]], owned)
         return replace(owned, places=tuple(_places(found)))
     if any(meaning.is_exact for _, meaning in found):
-        # Another run may have a node that only answers to the path, as `fc_1` does to `fc`.
+        # Another run may have a node for which the path is an alias, as `fc` for `fc_1`.
         found = [row for row in found if not row[1].is_alias]
     by_paths: dict[Any, tuple[Names, Meaning]] = {}
     for names, meaning in found:
@@ -131,7 +131,7 @@ def meant_by(text: str, known: Runs) -> Meant | None:
 
 
 def _owned(text: str, known: Runs) -> Meant | None:
-    """Return the parameter, buffer or module of a name, which can have underscores for dots."""
+    """Return the parameter, buffer or module with a name, which can have underscores for dots."""
     if not text:
         return None
     if text in dict(states_of(known.model)):
@@ -142,7 +142,7 @@ def _owned(text: str, known: Runs) -> Meant | None:
 
 
 def _is_of(owned: Meant, names: Names, meaning: Meaning) -> bool:
-    """Whether what a string names in a run is the module or state that it is the name of."""
+    """Return whether the meaning of a string in a run is the module or state that it names."""
     if meaning.kind == owned.kind:
         return True
     if owned.kind == "state":
@@ -220,10 +220,10 @@ def by_path(model: Any, activations: Mapping[Any, Any]) -> dict[str, Any]:
 
 
 def _path_of(model: Any, where: Any) -> str:
-    """Return the path of the one node that is meant; a name as it is if no run has it yet.
+    """Return the path of the one selected node; a name is returned as it is if no run has it yet.
 
     Raises:
-        InputError: it is no value of one node.
+        InputError: it is not the value of one node.
     """
     known, said = model._known, describe_where(where)
     try:
@@ -242,7 +242,7 @@ def _path_of(model: Any, where: Any) -> str:
             raise InputError(_STATE.format(said))
         else:
             paths = meant.paths()
-            if text in paths:  # of the calls of a module, the one that the tree calls so
+            if text in paths:  # of the calls of a module, the one with this name in the tree
                 return NodePath(text)
     except NodePathError as error:
         raise InputError(str(error)) from None
@@ -271,14 +271,14 @@ def node_meant(model: Any, text: str) -> Node | None:
 
 
 class _Value(NamedTuple):
-    """What a node stands for: what something gave, or a part of that.
+    """The value of a node: a result, or a part of one.
 
     Attributes:
-        path: the node of the function, or of the call of a module.
-        keys: what leads to the part.
-        passes: which passes are meant; None for all.
-        scope: path of the call that it is in, "" for that of the model.
-        role: what the whole is there.
+        path: the node of the function, or of the module call.
+        keys: the keys that lead to the part.
+        passes: the selected passes; None for all.
+        scope: path of the enclosing call, "" for that of the model.
+        role: the role of the whole value there.
     """
 
     path: str
@@ -289,7 +289,7 @@ class _Value(NamedTuple):
 
     @classmethod
     def of(cls, node: Node) -> _Value:
-        """Return what a node stands for."""
+        """Return the value of a node."""
         data, inner = node._data, node._tree.data
         passes = None if node._chosen is None else frozenset(node._chosen)
         if data.kind == "graph":
@@ -305,7 +305,7 @@ class _Value(NamedTuple):
         return cls(path, tuple(keys[1:]), passes, graph.path, whole.role)
 
     def overlaps(self, other: _Value) -> bool:
-        """Whether the one is the other, or a part of it."""
+        """Return whether one contains the other."""
         common = min(len(self.keys), len(other.keys))
         return (
             self.path == other.path

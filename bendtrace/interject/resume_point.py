@@ -294,10 +294,10 @@ class _Run:
         self._bended = bended
         self._bound = model._signature.bind(args, kwargs)
         self._rests = Suffixes(model, given, bended)
-        self._is_whole = False  # whether the model can be called with what was given
+        self._is_whole = False  # whether the model can be called with these arguments
 
     def output(self) -> Any:
-        """Run the rest, and return what the model gives."""
+        """Run the rest, and return the output of the model."""
         plan = self._plan()
         tree: TraceTree = self._model._trees.of(plan)
         with nullcontext() if plan is None else running(plan):
@@ -334,7 +334,7 @@ class _Run:
         return plan
 
     def _chosen(self, tree: TraceTree) -> tuple[KnownRun, Prepared] | None:
-        """Return the run whose rest is wanted; None if the model's own Python has to tell."""
+        """Return the run with the required rest; None if the model's own Python has to decide."""
         runs = KnownRuns(self._model, tree, self._bound)
         self._is_whole = runs.is_whole
         error: Exception | None = None
@@ -381,7 +381,7 @@ class _Run:
         tree: TraceTree,
         plan: Plan | None,
     ) -> Any:
-        """Go along known paths as far as they go, and on from there."""
+        """Follow known paths as far as possible, and continue from there."""
         slots = self._rests.values_for(prepared)
         values = dict(slots)
         random = [] if prepared.rest.is_straight else random_states()
@@ -421,7 +421,7 @@ class _Run:
     def _following(
         self, run: KnownRun, start: int, done: frozenset[int], passed: frozenset[Any]
     ) -> Prepared | None:
-        """Return the rest of another known run, from where both part; None if it is too late."""
+        """Return the rest of another known run, from where both diverge; None if it is too late."""
         try:
             prepared = self._rests.of(run, start, done, passed)
             self._rests.values_for(prepared)
@@ -434,7 +434,7 @@ class _Run:
     # Where no recorded run goes
 
     def _gone_on(self, left: Left, why: Mismatch, tree: TraceTree, plan: Plan | None) -> Any:
-        """Go on where no recorded run went, or none that can be gone over to."""
+        """Continue where no recorded run went, or none that can be continued."""
         if left.run.missing:
             raise DivergenceError(
                 f"the rest of the model takes a path that no recorded run took: {why.reason}; "
@@ -464,7 +464,7 @@ class _Run:
         return self._live()
 
     def _resumed(self, left: Left, tree: TraceTree, plan: Plan | None) -> Any:
-        """Have the model's own Python go on, and keep the path that it takes."""
+        """Continue with the model's own Python, and keep the path that it takes."""
         model, divergence = self._model, left.divergence
         prefix = left.prefix()
         try:
@@ -486,7 +486,7 @@ class _Run:
         return output
 
     def _require_one_pass(self, recording: Recording) -> None:
-        """Refuse a path without a number if the rest has reach its node again."""
+        """Raise for a path without a number if the rest has reached its node again."""
         tree = self._rests.tree_of(recording)
         for text in self._given:
             node, chosen = find(tree.data, path_in(tree, text))
@@ -497,5 +497,5 @@ class _Run:
                 )
 
     def _live(self) -> Any:
-        """Call the model with the values in the place of its own."""
+        """Call the model with the given values instead of its own."""
         return call_with(self._model, self._given, self._args, self._kwargs, bended=self._bended)

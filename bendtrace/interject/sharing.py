@@ -88,7 +88,7 @@ def _inside_out(module: nn.Module, seen: set[int]) -> Iterator[nn.Module]:
 
 
 def _exchange(modules: Iterable[nn.Module], new: Mapping[int, nn.Module]) -> None:
-    """Exchange what modules refer to: their submodules, and modules in plain attributes."""
+    """Replace references to modules: submodules, and modules in plain attributes."""
     for module in list(modules) if new else ():
         seen: set[int] = set()
         for name, value in list(vars(module).items()):

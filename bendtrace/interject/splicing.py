@@ -71,7 +71,7 @@ class Spliced(Interjection):
                 at.path,
             )
         if made.shape == output.shape:
-            if torch.bool not in (made.dtype, output.dtype):  # of which there is no difference
+            if torch.bool not in (made.dtype, output.dtype):  # which cannot be subtracted
                 self.error = (output - made).detach()
         elif self._keep_error:
             shapes = f"{tuple(output.shape)} became {tuple(made.shape)}"
@@ -98,7 +98,7 @@ class Spliced(Interjection):
 
 
 class _Kept(torch.autograd.Function):
-    """Goes on with a value, and hands the gradient to what was made of it.
+    """Continues with a value, and passes the gradient to the module's result for it.
 
     The same as `made + (value - made).detach()`, but without the rounding.
     """

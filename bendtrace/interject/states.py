@@ -108,11 +108,11 @@ class States:
         return known
 
     def _slots_of(self, tensor: Tensor, scope: ModuleCall) -> tuple[Slot, ...]:
-        """Return the slots at a parameter or buffer, as the code of a call uses it."""
+        """Return the slots at a parameter or buffer used in the code of a call."""
         every = self._names.get(id(tensor), ())
         part = self._host.stage.state(tensor)
         label = "" if part is None else dotted(str(part.label).removeprefix("self."))
-        # Of several names, that is the one in a call by which the running module knows it.
+        # Of several names, that of the call in which the running module has it.
         here = self._host.qualified(scope)
         called = next((n for n in every if n.rpartition(".")[0] == here), *every[:1] or (label,))
         path = self._host.names.path(scope)
@@ -126,7 +126,7 @@ class States:
 
 
 def _is_held(holder: str | None, here: str) -> bool:
-    """Whether code uses a parameter as that of a call: the call's own, or that around it."""
+    """Return whether code uses a parameter as that of a call: the call's own, or that around it."""
     return holder is None or holder == here or not here or holder.startswith(f"{here}.")
 
 

@@ -95,7 +95,7 @@ def rebase(tensor: Tensor, other: Tensor) -> None:
 
 
 class _Made(threading.local):
-    """What the step is of that is being made: no argument, or a recorder would look into it."""
+    """Marks the step that is being created: as an argument, a recorder would record it."""
 
     def __init__(self) -> None:
         self.exits: list[tuple[Traffic, Sequence[int]]] = []
@@ -108,8 +108,8 @@ class _Entry(Function):
     @staticmethod
     def forward(ctx: Any, *tensors: Tensor) -> Any:
         ctx.set_materialize_grads(False)
-        # A detached tensor is no view to autograd, so that it can be changed in place, and shares
-        # the count of such changes, so that they are noticed. Seen in torch 2.13;
+        # A detached tensor is not a view to autograd, so that it can be changed in place, and
+        # shares the counter of such changes, so that they are noticed. Seen in torch 2.13;
         # test_hook_gradients.py would notice a change.
         return tuple(tensor.detach() for tensor in tensors)
 
@@ -167,13 +167,13 @@ class _Rebase(Function):
 def _in_place(step: type[Function], tensor: Tensor, *others: Tensor) -> None:
     """Enter a step into a tensor's history.
 
-    To autograd it is a change in place, which would spoil what ops have saved for their backward
-    pass. Nothing is changed, so they may go on to use it.
+    To autograd it is an in-place change, which would invalidate what ops have saved for their
+    backward pass. Nothing is changed, so they may continue to use it.
     """
     with _unsafe_preserve_version_counter(tensor):
         step.apply(tensor, *others)
-    # A view looks up its history again if the count of changes is another than when it did so
-    # last. It has to do that now: at the next change the count will be what it was in between.
+    # A view looks up its history again if the change counter differs from the last look-up. It has
+    # to do that now: at the next change the counter will be what it was in between.
     _: Node = tensor.grad_fn
 
 
@@ -199,7 +199,7 @@ def overlaps_itself(tensor: Tensor) -> bool:
     """Return whether elements of a tensor may share memory, as after `expand` and `unfold`."""
     if not tensor._is_view() or tensor.is_sparse or tensor.is_nested:
         return False
-    reach = 0  # how far apart the elements are that the dimensions so far lead to
+    reach = 0  # the distance between elements of the dimensions so far
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size > 1:
             if stride <= reach:

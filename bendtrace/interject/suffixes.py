@@ -151,7 +151,7 @@ class Suffixes:
         return prepared
 
     def _require_same(self, tree: Tree, text: str) -> None:
-        """Refuse a node that only answers to a path which is that of another one elsewhere."""
+        """Raise for a path that is an alias here but the path of another node elsewhere."""
         found, _ = find(tree.data, path_in(tree, text))
         if is_named(found, text):
             return
@@ -180,7 +180,7 @@ class Suffixes:
             dug = values_for(text, self._given[text], spots)
             for spot, value in zip(spots, dug, strict=True):
                 slot = self._slot(text, spot)
-                # Who knows what is done to it on another path.
+                # The other path may treat it in any way.
                 is_written = slot in rest.written or not rest.is_straight
                 values.setdefault(f"s{slot}", own(value) if is_written else value)
         return values
@@ -224,7 +224,7 @@ def _argument(part: Captured) -> Captured:
 
 
 def _told(tree: Tree, recording: Recording, index: int) -> str:
-    """Say which op is meant: the path of its node, and where in the source it is."""
+    """Return the path and the place of an op."""
     path, site = tree.path_of(index), recording.tape.ops[index].site
     where = ""
     if site is not None:
@@ -300,7 +300,7 @@ class KnownRuns:
         ]
 
     def _fitting(self) -> list[KnownRun]:
-        """Return the runs that fit as far as can be told from the arguments that are there."""
+        """Return the runs that fit, judging by the available arguments."""
         found: list[KnownRun] = []
         reasons: list[str] = []
         for program in self._wider:
@@ -313,7 +313,7 @@ class KnownRuns:
                     KnownRun(program, recording, arguments, missing)
                     for recording in self._latest_first(program)
                 ]
-            else:  # those that differ in what is asked last are nearest
+            else:  # those that differ in the last question are nearest
                 is_near = program.global_state.difference() is None
                 reasons.insert(0 if is_near else len(reasons), reason)
         if not found:
@@ -329,7 +329,7 @@ class KnownRuns:
 
     @property
     def _latest(self) -> Recording | None:
-        """The run of the latest call, as far as that is known."""
+        """The run of the latest call, if known."""
         dispatcher = self._model._dispatcher
         latest: Recording | None = dispatcher.latest_run
         trace = dispatcher.latest
@@ -338,7 +338,7 @@ class KnownRuns:
     def _misfit(
         self, program: Program, arguments: tuple[Any, ...], missing: frozenset[int]
     ) -> str | None:
-        """Say why a recorded run would not be repeated now, whatever is missing; None if it may."""
+        """Return why a recorded run would not be repeated now; None if it may."""
         if program.live_only:
             return str(NotReplayableError(program.recording.tape.blockers))
         different = program.global_state.difference()
@@ -354,7 +354,7 @@ class KnownRuns:
         _, code, checks = kept(self._model, ("check", id(program), missing), written)
         try:
             number = code.function(arguments)
-        except NameError:  # a fault of the check itself
+        except NameError:  # an error of the check itself
             raise
         except Exception as error:  # as in `Program.failing`
             return f"{type(error).__name__}: {error}"

@@ -61,7 +61,7 @@ class Exchange:
     def __init__(self, exchanged: dict[int, Tensor]) -> None:
         self._exchanged = exchanged
         self._touched: list[Any] = []
-        # By the id of what was put in: that (so that the id stays its own), and what was there.
+        # By the id of the replacement: it (so that the id is not reused), and the original.
         self._originals: dict[int, tuple[Any, Any]] = {}
 
     def into(self, value: Any) -> Any:
@@ -105,9 +105,9 @@ def _mapped(
 
     Args:
         value: the value.
-        new: returns what to put in the place of a tensor.
-        changeable: returns the list, dict or dataclass to change in the place of one.
-        note: called with each tuple that another takes the place of, and with that.
+        new: returns the replacement of a tensor.
+        changeable: returns the list, dict or dataclass to change instead of one.
+        note: called with each replaced tuple, and its replacement.
         around: the ids of the containers that the value is in.
     """
     if isinstance(value, Tensor):

@@ -222,10 +222,10 @@ def _wants(where: Any, known: Known) -> tuple[Want, ...]:
 
 
 def _require_own(node: Node, known: Known) -> None:
-    """Refuse a node of a tree if what has its path in this model is something else.
+    """Raise for a node of a tree if its path in this model belongs to something else.
 
     Raises:
-        InputError: it is.
+        InputError: it does.
     """
     data, model = node._data, module_of(known.model)
     if data.kind == "graph" and data.module and model is not None:
@@ -266,10 +266,10 @@ def _said(node: TreeNode) -> str:
 
 
 def _named(text: str, known: Known, said: Any) -> tuple[Want, ...]:
-    """Find what a string names.
+    """Resolve a string.
 
-    The qualified name of a module means all its calls, that of a parameter all its uses; other
-    names mean what happens at one place in the source, or at those that a layer has.
+    The qualified name of a module selects all its calls, that of a parameter all its uses; other
+    names select one place in the source, or the places of a layer.
     """
     meant = meant_by(text, known)
     if meant is not None and meant.is_whole_state:
@@ -296,7 +296,7 @@ def _named(text: str, known: Known, said: Any) -> tuple[Want, ...]:
             find(tree.data, text)
         except NodePathError as error:
             errors.append(error)
-    if not errors:  # the first run is looked at before it does anything
+    if not errors:  # the first run is checked before it does anything
         return (Want(said),)
     path = known.mirror_path(text)
     near = near_names(text, (name for names in known.names() for name in names.listed()))
@@ -311,7 +311,7 @@ def _named(text: str, known: Known, said: Any) -> tuple[Want, ...]:
 
 
 def _astray(errors: Sequence[NodePathError], hint: str) -> NodePathError:
-    """Make one error of those of all runs: where the path got furthest, and what else is there."""
+    """Merge the errors of all runs into one: where the path got furthest, and what exists."""
     furthest = max(errors, key=_nearness)
     level = {path.rpartition(".")[0] for path in furthest.completions}
     more = dict.fromkeys(
@@ -329,7 +329,7 @@ def _astray(errors: Sequence[NodePathError], hint: str) -> NodePathError:
 
 
 def _nearness(error: NodePathError) -> tuple[int, float]:
-    """Say how far a path got, and how much what is there looks like what was wanted."""
+    """Return how far a path got, and how similar the existing names are."""
     said = re.split(r"[.|:]", error.path)
     names = [path.split(".") for path in error.completions]
     alike = [
@@ -341,7 +341,7 @@ def _nearness(error: NodePathError) -> tuple[int, float]:
 
 
 def _place(root: TreeNode, node: TreeNode) -> Place:
-    """Return the place that a node of a tree is."""
+    """Return the location of a tree node."""
     shown = dug(root, node)
     if node.role == "call":
         return Place("node", AtPath(node.path), shown=shown)
@@ -374,7 +374,7 @@ _TAKEN = frozenset(
 
 
 def _is_taken(node: TreeNode) -> bool:
-    """Whether Python takes a number as soon as it is there."""
+    """Return whether Python takes a number as soon as it exists."""
     base = re.sub(r"(_\d+)+$", "", node.label or node.name)
     return base in _TAKEN
 

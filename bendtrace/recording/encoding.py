@@ -156,7 +156,7 @@ class Encoder:
         return self._remembered(value, memo, lambda: self._new(value, kind, what, memo))
 
     def _remembered(self, value: Any, memo: dict[int, Any], encode: Callable[[], Any]) -> Any:
-        """Encode a thing once, however often it is met."""
+        """Encode an object once, however often it occurs."""
         if id(value) in memo:
             known = memo[id(value)]
             if known is None:
@@ -210,7 +210,7 @@ class Encoder:
         if kind is functools.partial and not vars(value):
             return Made(make_partial, *map(inside, (value.func, value.args, value.keywords)))
         if is_array(value):
-            # What the run makes of guarded values in numpy is as constant as they are; content
+            # The run's numpy computations on guarded values are as constant as the values; content
             # of tensors and random numbers do not get here (see ESCAPES and `_finish`).
             return Array(value)
         if isinstance(value, nn.Module) or not can_build(kind):
@@ -295,11 +295,11 @@ def make_keys_plain(container: dict[Any, Any]) -> None:
 
 
 def _is_constant(value: Any) -> bool:
-    """Whether a thing without tensors in it means the same in every run."""
+    """Return whether an object without tensors is the same in every run."""
     if isinstance(value, (type, types.BuiltinFunctionType, types.MethodDescriptorType)):
         return True
     if isinstance(value, types.FunctionType):
-        # A function nested in another, and a lambda, can be made anew by each run.
+        # A nested function, and a lambda, can be created anew by each run.
         return value.__closure__ is None and "<" not in value.__qualname__
     numpy = sys.modules.get("numpy")
     if numpy is not None and isinstance(value, numpy.generic):
@@ -313,10 +313,8 @@ _TENSORS = frozenset({Tensor, nn.Parameter})
 _DEEPEST = 4  # records in each other; they can hold themselves
 
 
-# Traced scalars that a run has left outside of what it is known to change.
-#
-# In attributes of classes, items of counters, variables of closures: whoever looks there next must
-# find the numbers that eager would have left.
+# Traced scalars that a run has left outside its known changes.  In attributes of classes, items of
+# counters, variables of closures: later readers must find the numbers that eager would have left.
 
 
 def holds(scalars: list[TracedScalar]) -> list[int]:

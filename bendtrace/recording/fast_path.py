@@ -42,8 +42,8 @@ __all__ = ["NOT_TAKEN", "FastPath", "fast_path_for", "hooks_around"]
 
 FastPath = Callable[[Any, tuple[Any, ...], dict[str, Any], FrameType], Any]
 
-# Answers in one call whether grad mode, autocast, default dtype, deterministic algorithms, TF32,
-# reduced precision and threads are as they were when it was made. Seen in torch 2.13 to 2.15;
+# Checks in one call whether grad mode, autocast, default dtype, deterministic algorithms, TF32,
+# reduced precision and threads are unchanged since it was created. Seen in torch 2.13 to 2.15;
 # test_fast_path.py would notice a change.
 _GlobalState = torch._C._dynamo.guards.GlobalStateGuard
 _any_autocast = torch._C._is_any_autocast_enabled
@@ -54,12 +54,12 @@ _anomaly = torch._C.is_anomaly_enabled
 
 
 class _Kind(Enum):
-    """What the fast_path has to know about a function."""
+    """What the fast path has to know about a function."""
 
     SIMPLE = "simple"  # works element by element, and writes to nothing
     PURE = "pure"  # writes to nothing and calls no Python
     USUAL = "usual"  # anything else that is recorded as a call
-    SPECIAL = "special"  # not for the fast_path
+    SPECIAL = "special"  # not for the fast path
 
 
 def fast_path_for(
@@ -85,7 +85,7 @@ def fast_path_for(
     boundaries, find = writer.boundaries, writer.site
     sites: dict[tuple[int, ...], tuple[Site | None, bool]] = {}
     settings, precision, mkldnn = current_settings(), _precision(), _mkldnn()
-    on_cpu = not torch.cuda.is_available()  # where cuDNN and cuBLAS have no say
+    on_cpu = not torch.cuda.is_available()  # where cuDNN and cuBLAS have no influence
     context, unchanged = current_context(), _GlobalState().check
     grad = context.grad
     unheeded: set[Any] = set()
@@ -120,7 +120,7 @@ def fast_path_for(
                 return NOT_TAKEN
         elif kind is not _SIMPLE and current_settings() != settings:
             return NOT_TAKEN
-        # What it is given. (The tensors that it may write to have to be noted one by one.)
+        # The arguments. (Tensors that it may write to have to be recorded one by one.)
         latest = writes.latest_unseen if kind is not _USUAL else _LATER
         begun = False
         encoded: list[Any] = []
@@ -162,7 +162,7 @@ def fast_path_for(
             recorded, use = encoder.arguments(tuple(kwargs.values()))
             named = dict(zip(kwargs, recorded, strict=True))
             kwargs = dict(zip(kwargs, use, strict=True))
-        # Where it happens.
+        # The site.
         key: list[int] = []
         walked: FrameType | None = frame
         while walked is not None:
@@ -218,7 +218,7 @@ def fast_path_for(
         except Exception as error:
             op.raised = raised_by(op, error)
             raise
-        # What it gave.
+        # The result.
         if type(out) is Tensor and not compares:
             known = known_at(id(out))
             if known is None or known() is not out:
@@ -255,7 +255,7 @@ def hooks_around() -> bool:
 
 
 def _kind_of(func: Any) -> _Kind:
-    # (What may give None is guarded, which `Values.bind` does.)
+    # (Functions that may return None are guarded by `Values.bind`.)
     if func in SPECIAL or func in OPTIONAL or may_vary(func) or may_be_patched(func):
         kind = _SPECIAL
     elif is_pure(func):

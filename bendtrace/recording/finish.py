@@ -149,7 +149,7 @@ class Finish:
         if self.tape.calls and self.tape.calls[0].module is self._function:
             root = self.tape.calls[0]
         recording = Recording(self.tape, self.environment, root)
-        # Where the run is the first to import numpy, nobody knows what it has drawn.
+        # If the run is the first to import numpy, its draws are unknown.
         if _python_random_states() != self._random_states:
             self.block("the run draws from Python's or numpy's random generator", *_RANDOM)
         if self._seeds() != self._seeds_before and not any(
@@ -161,7 +161,7 @@ class Finish:
         changes = list(self.environment.changes())
         for reason in self.environment.blockers:
             self.tape.block(reason)
-        # It may have been made by its first use, and be as it is from then on.
+        # It may have been created by its first use, and stay the same from then on.
         recording.is_transient = self.environment.leaves_watched_objects
         if ran is not None:
             if not self.tape.blockers or recording.is_transient:  # else it is known to be live
@@ -176,11 +176,12 @@ class Finish:
                     "called in an unforeseeable way"
                 )
         for reason, cache in self.environment.misses():
-            # What a function computes in Python alone is the same when it comes from the cache.
+            # A result computed by a function in pure Python is the same when it comes from the
+            # cache.
             if self._has_ops_of(cache.__wrapped__) or not all(map(is_value, kept_in(cache))):
                 self.tape.block(reason)
                 recording.is_transient = True
-            # Nobody may meet a traced scalar after the run.
+            # No one may see a traced scalar after the run.
             if any(type(kept) in TRACED for kept in kept_in(cache)):
                 cache.cache_clear()
             inner = cache.__wrapped__
@@ -242,12 +243,12 @@ class Finish:
         return current_context(), torch.get_default_dtype(), current_settings()
 
     def _seeds(self) -> list[int]:
-        """The seeds of the generators that the run knows; reseeding one is not always seen."""
+        """The seeds of the generators that the run knows; reseeding one is not always visible."""
         known = (part.value for part in self.environment.generators)
         return [torch.initial_seed(), *(g.initial_seed() for g in known if g is not None)]
 
     def _has_ops_of(self, function: Any) -> bool:
-        """Whether torch functions were called from within a function of the model's."""
+        """Return whether torch functions were called from within a function of the model."""
         code = getattr(function, "__code__", None)
         for op in self.tape.ops:
             site, scope = op.site, op.scope
@@ -260,7 +261,7 @@ class Finish:
         return False
 
     def _check_opaque_ops(self, changes: list[Change]) -> None:
-        """Block if code that is called as one op might read what the run changes.
+        """Block if code that is called as one op might read the run's changes.
 
         A replay changes objects only at its end. Other ops read no objects.
         """
@@ -285,7 +286,7 @@ class Finish:
                     )
 
     def _names_read(self, op: Op) -> frozenset[str]:
-        """The names that the code of an opaque op uses, as far as it is known."""
+        """The names that the code of an opaque op uses, as far as known."""
         names: set[str] = set()
         waiting: list[Any] = [op.target, *op.args, *op.kwargs.values()]
         while waiting:
@@ -313,7 +314,7 @@ def _python_random_states() -> tuple[Any, ...]:
     numpy = sys.modules.get("numpy")
     if numpy is None:
         return (random.getstate(),)
-    # Asked for here, because numpy imports this part of it when it is first asked for.
+    # Queried here, because numpy imports this part of it on first use.
     return random.getstate(), tuple(
         part.tobytes() if hasattr(part, "tobytes") else part for part in numpy.random.get_state()
     )

@@ -63,7 +63,7 @@ def look_once() -> None:
     if "python" not in _looked:
         _looked.add("python")
         warn_of(probe_python())
-    # A mode that the user has entered would see the tiny models.
+    # A mode entered by the user would see the tiny models.
     if "torch" not in _looked and not _is_inside_a_mode():
         _looked.add("torch")
         warn_of(_apart(probe_torch))
@@ -77,7 +77,7 @@ def look_at_flow_once() -> None:
 
 
 def _apart(probe: Callable[[], list[str]]) -> list[str]:
-    """Run a probe in a thread of its own, where no mode of the user's is active."""
+    """Run a probe in its own thread, where no mode of the user's is active."""
     found: list[str] = []
     thread = threading.Thread(target=lambda: found.extend(probe()))
     thread.start()
@@ -125,7 +125,7 @@ def _probe_python(*probes: _PythonProbe) -> list[str]:
     for feature, reason, holds in probes:
         try:
             is_so = holds()
-        except Exception:  # a reader that fails knows nothing
+        except Exception:  # a reader that fails does not count
             is_so = False
         if not is_so:
             features.switch_off(feature, reason, frozenset({""} if feature == "names" else ()))
@@ -226,7 +226,7 @@ def _reads_places() -> bool:
     return {(9, 19), (22, 26), (9, 26)} <= spans
 
 
-# Models, their inputs, and the kind and iteration of each truth that they ask for.
+# Models, their inputs, and the kind and iteration of each truth value that they ask for.
 _ITERATIONS = {
     "shrinks": ([2.0, 2.0, 2.0, 2.0], [("while", (0,)), ("while", (1,)), ("while", (2,))]),
     "walks": ([1.0, 2.0, 3.0], [("if", (0,)), ("if", (1,)), ("if", (2,))]),
@@ -297,14 +297,14 @@ def _hold(model: str, probes: list[_TorchProbe]) -> bool:
     try:
         with _as_it_was():
             tape = _tape(model, torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
-    except Exception:  # whatever is raised, the tracer does not follow this part
+    except Exception:  # if anything is raised, the tracer cannot follow this part
         return False
     return all(probe.holds(tape) for probe in probes)
 
 
 @contextmanager
 def _as_it_was() -> Iterator[None]:
-    """Give a probe plain environment, and leave the generators as they were."""
+    """Give a probe a plain environment, and restore the generators."""
     kept, is_collecting = random.getstate(), gc.isenabled()
     gc.disable()  # it would go through all of torch's objects
     with (
@@ -339,7 +339,7 @@ _NAME = "<models that bendtrace tries itself on>"
 
 
 def _tape(name: str, x: Tensor) -> Tape:
-    """Record a probe: as any run, but for what processes tell each other."""
+    """Record a probe like any run, but without communication between processes."""
     model = _models()[name]
     function = model() if isinstance(model, type) else model
     environment = Environment(function, {"x": x})
@@ -352,14 +352,14 @@ def _tape(name: str, x: Tensor) -> Tape:
 
 
 class _TorchProbe(NamedTuple):
-    """A part of torch, a model that uses it, and what its tape must have in it.
+    """A part of torch, a model that uses it, and the expected content of its tape.
 
     Attributes:
-        part: in words.
+        part: its name in words.
         model: its name in `probed.py`.
         ops: names of ops, for what can be followed.
-        reason: how the reason begins why a call runs live, for what cannot.
-        names: code that uses one of these is not followed where it is not; "" stands for all.
+        reason: the start of the reason why a call runs live, for parts that cannot be followed.
+        names: code that uses one of these cannot be followed if the probe fails; "" covers all.
     """
 
     part: str
@@ -369,7 +369,7 @@ class _TorchProbe(NamedTuple):
     names: frozenset[str]
 
     def holds(self, tape: Tape) -> bool:
-        """Whether the tape is as it must be."""
+        """Return whether the tape is as expected."""
         if self.reason:
             return any(blocker.startswith(self.reason) for blocker in tape.blockers)
         names = {name_of(op.target) for op in tape.ops}

@@ -77,11 +77,10 @@ def settings() -> Settings:
     return _settings
 
 
-# What is known of models: groups that they act in together, however a call is served.
+# Known groups in which models communicate, however a call is served.
 _groups: weakref.WeakKeyDictionary[Any, tuple[Group, ...]] = weakref.WeakKeyDictionary()
 _asked: weakref.WeakKeyDictionary[Any, list[Group]] = weakref.WeakKeyDictionary()
-_is_any_known = False  # whether there has been anything in these
-# And how each is called in messages between ranks, with the number of its calls.
+_is_any_known = False  # whether these ever had an entry
 _calls: weakref.WeakKeyDictionary[Any, tuple[str, int]] = weakref.WeakKeyDictionary()
 _named: Counter[str] = Counter()
 
@@ -123,14 +122,14 @@ def is_one_of_several() -> bool:
 
 
 def _is_running() -> bool:
-    # Asked first, so that torch.compile, which goes through here, follows no further.
+    # Checked first, so that torch.compile, which passes here, follows no further.
     if torch.compiler.is_compiling():
         return False
     return _distributed and torch.distributed.is_initialized()
 
 
 def _look_at(model: Any, names: frozenset[str]) -> None:
-    """Note, when a run of a model begins, in which groups the ranks act together in it."""
+    """Record, when a run of a model begins, the groups in which it communicates."""
     found = groups_of(model) if isinstance(model, nn.Module) else []
     communicates = names_collectives(names)
     if communicates and len(torch.distributed.distributed_c10d._world.pg_map) == 1:
@@ -140,7 +139,7 @@ def _look_at(model: Any, names: frozenset[str]) -> None:
 
 
 def _note(model: Any, groups: Iterable[Group]) -> None:
-    """Note that a model communicates, and in which groups."""
+    """Record that a model communicates, and in which groups."""
     global _is_any_known
     if can_be_known(model):
         _is_any_known = True
@@ -174,7 +173,7 @@ def needs_agreement(model: Any, tape: Tape) -> bool:
 def _known_groups(model: Any) -> tuple[Group, ...]:
     if not can_be_known(model):
         return ()
-    size = torch.distributed.get_world_size()  # of now: it may have been initialised anew
+    size = torch.distributed.get_world_size()  # the current one: it may have been initialised again
     found = (*_groups.get(model, ()), *_asked.get(model, ()))
     return tuple(group for group in found if max(group.ranks) < size)
 
@@ -280,7 +279,7 @@ class JointCall:
             raise
 
     def _place(self, frame: FrameType | None) -> tuple[str | None, Op | None]:
-        """Say where the model is; None for the place if it is not the model that communicates."""
+        """Return the place of the model; None for the place if other code communicates."""
         found: str | None = None
         op: Op | None = None
         while frame is not None:
@@ -307,7 +306,7 @@ class JointCall:
         return found or "", op
 
     def _guards(self, op: Op | None) -> str:
-        """Say by which branches the run has come here, as far as they depend on values."""
+        """Return the branches that led the run here, as far as they depend on values."""
         tape = self.tape
         if tape is None:
             return " (it runs live)"
@@ -330,7 +329,7 @@ _OF_DDP = frozenset(
 
 
 def _place_of(op: Op, tape: Tape) -> str:
-    """Where an op that a replay carries out is: as it was seen when it was recorded, if it was."""
+    """Return the place of an op in a replay, as recorded."""
     known = tape.joint.get(op.index)
     if known is not None:
         return known
@@ -346,7 +345,7 @@ def ranks_of_process() -> Ranks:
 
 
 class _Overhearing(TorchDispatchMode):
-    """Sees collectives, and nothing else, before they begin."""
+    """Sees collectives before they begin, and nothing else."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -448,7 +447,7 @@ def joint_call(model: Any, goes_on: bool = False) -> Iterator[JointCall | None]:
 
 
 def _abandon(call: JointCall) -> None:
-    """A call was left, and nobody went on with it."""
+    """A call was suspended, and nothing continued it."""
     if call.is_left:
         if _local.call is call:
             _local.call = None
@@ -474,12 +473,12 @@ def recorded_call(
         if call is not None:
             call.tape = tape
         yield call
-        # What is inserted may communicate in one run, and not in another.
+        # Insertions may communicate in one run, and not in another.
         if call is not None and (call.counts or any(map(is_gate, tape.ops))):
             _note(model, call.counts)
         if call is not None and can_be_known(model) and model in _groups:
             tape.is_joint = True
 
 
-# Behind this code nobody looks for what called a collective.
+# The search for the caller of a collective stops at this code.
 ENDS: set[CodeType] = set()

@@ -135,15 +135,15 @@ class Recorder(TorchFunctionMode):
             self._writer.read_state = self._read_state
         places = stacks.layout()
         self._compares = places is not None and places.leaves
-        self._compared: frozenset[int] = frozenset()  # by identity: what was compared last
+        self._compared: frozenset[int] = frozenset()  # by identity: the values compared last
         self._calls_of: dict[int, int] = {}
         self._strangers: dict[int, tuple[str, nn.Module]] = {}
         self._ran = ran()
         self._within = False  # an op that the mode is not switched off for
         self._texts = Texts()
-        self._printing = False  # texts are being made for the screen alone
+        self._printing = False  # texts are being formatted for the screen only
         self._fast_path: FastPath | None = None
-        self._aside: FastPath | None = None  # the fast_path, while there are shared arrays
+        self._aside: FastPath | None = None  # the fast path, while there are shared arrays
         self._arrays = SharedArrays(self.tape, environment.find)
         if inserter is not None:
             inserter.begins(self)
@@ -193,7 +193,7 @@ class Recorder(TorchFunctionMode):
             self.active = False
             self._values.retire()
             self._fast_path = self._aside = None
-            # A cycle of recorder and encoder must not keep what the caller gave alive.
+            # A cycle of recorder and encoder must not keep the caller's objects alive.
             self._writer.close()
 
     def _outcome(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -239,7 +239,7 @@ class Recorder(TorchFunctionMode):
         finally:
             self.active = True
 
-    # What torch reports
+    # Calls that torch reports
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -332,7 +332,7 @@ class Recorder(TorchFunctionMode):
     def _shares(
         self, op: Op, func: Any, args: Any, kwargs: dict[str, Any], out: Any, frame: FrameType
     ) -> None:
-        """Watch the arrays that an op was given, if what it gave is in their memory."""
+        """Watch the arrays in the arguments of an op, if its result shares their memory."""
         prefix, again = self._writer.prefix, None
         if prefix is not None and op.index in prefix.values:
             again = functools.partial(unwatched, func, args, kwargs)
@@ -351,14 +351,14 @@ class Recorder(TorchFunctionMode):
     def _record(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType
     ) -> tuple[Op, Any]:
-        """Put a call on the tape and carry it out."""
+        """Record a call on the tape and run it."""
         op, args, kwargs = self._write(func, args, kwargs, frame)
         return op, self._carry_out(op, func, args, kwargs)
 
     def _write(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType
     ) -> tuple[Op, Any, dict[str, Any]]:
-        """Put a call on the tape; return it and what the function is to be called with."""
+        """Record a call on the tape; return it and the arguments to call the function with."""
         self._writer.begin()
         encoded, args = self._encoder.arguments(args)
         named: dict[str, Any] = {}
@@ -378,7 +378,7 @@ class Recorder(TorchFunctionMode):
         return op, args, kwargs
 
     def _carry_out(self, op: Op, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Do what an op says (or, resumed, take what it gave before)."""
+        """Run an op (or, resumed, take its earlier result)."""
         prefix = self._writer.prefix
         if prefix is not None and op.index in prefix.values:
             return prefix.values[op.index]
@@ -429,7 +429,7 @@ class Recorder(TorchFunctionMode):
         op, out = self._record(func, args, kwargs, frame)
         op.meta = out
         if args[0].numel() > _LONG_LIST:
-            # The model may change the list it is given; what is guarded must stay as it was.
+            # The model may change the list that it receives; the guarded one must not change.
             op.meta = copy.deepcopy(out)
             self._writer.guard(Test.VALUE, op.index, op.meta, "tolist", frame)
             return out
@@ -468,7 +468,7 @@ class Recorder(TorchFunctionMode):
             if current_watcher() is self:  # else within an op, which a replay does as a whole
                 traced = TRACED_AS.get(type(result))
         finally:
-            if traced is None:  # it raised, or gave something that cannot be traced
+            if traced is None:  # it raised, or returned a value that cannot be traced
                 for operand in operands:
                     if type(operand) in TRACED:
                         self.consume(operand, getattr(function, "__name__", "arithmetic"))
@@ -497,7 +497,7 @@ class Recorder(TorchFunctionMode):
         op.meta = text
         return self._texts.mark(op.index, text)
 
-    # What the boundaries report
+    # Calls that intercepts report
 
     def printed(
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any],
@@ -522,7 +522,7 @@ class Recorder(TorchFunctionMode):
         self._as_one(op, shows, tuple(given), {}, frame)
 
     def _printable(self, value: Any) -> str:
-        """Return the text that is printed of a value, with marks for what is not guarded."""
+        """Return the printed text of a value, with marks for unguarded parts."""
         if not is_plainly_printed(value):
             return str(value)
         outer, self._printing = self._printing, True
@@ -591,7 +591,7 @@ class Recorder(TorchFunctionMode):
         return output
 
     def _noted(self, value: Any) -> Any:
-        """Write down what a module is given, or gives."""
+        """Record the arguments or the output of a module."""
         kind = type(value)
         if kind is Tensor and (ref := self._values.at_hand(value)) is not None:
             return ref
@@ -603,7 +603,7 @@ class Recorder(TorchFunctionMode):
         return noted
 
     def _unregistered(self, module: nn.Module) -> str:
-        """Return what stands for the path of a module that belongs to no other."""
+        """Return a substitute for the path of a module that belongs to no other."""
         known = self._strangers.get(id(module))
         if known is None:
             name = type(module).__name__
@@ -725,8 +725,8 @@ class Recorder(TorchFunctionMode):
 
     def unseen(self, what: str) -> None:
         """Record something that a replay could not repeat (see `watcher.Watcher`)."""
-        self._fast_path = self._aside = None  # from now on, ops may call what is not their own
-        self._ran.leave()  # it is live in any case, and what is not watched may compile itself
+        self._fast_path = self._aside = None  # from now on, ops may call other code
+        self._ran.leave()  # it is live in any case, and unwatched code may compile itself
         self.tape.block(f"{what} at {user_place(sys._getframe(1))} cannot be watched")
 
 

@@ -77,7 +77,7 @@ class Signature:
         names = self.names(args, kwargs)
         positions = {name: position for position, name in enumerate(names)}
         last = len(self._order)
-        # Keyword arguments that the signature does not name keep the order they came in.
+        # Keyword arguments that the signature does not name keep their order.
         ordered = tuple(sorted(positions, key=lambda name: self._order.get(name, last)))
         if not kwargs or ordered == names:
             return names, None
@@ -87,7 +87,8 @@ class Signature:
         return ordered, operator.itemgetter(*picked)
 
 
-# Names of arguments, and what puts their values into the same order, unless they are in it.
+# Names of arguments, and a getter that puts their values into the same order, unless they are in
+# it.
 _Arrangement = tuple[tuple[str, ...], Callable[[tuple[Any, ...]], tuple[Any, ...]] | None]
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
@@ -155,7 +156,7 @@ def uninitialized_in(function: Callable[..., Any]) -> bool:
 
 
 class _Arguments:
-    """Records the argument parts and makes what the model is given: numbers become traced."""
+    """Records the arguments and creates what the model receives: numbers become traced."""
 
     def __init__(self, recorder: Recorder) -> None:
         parts = recorder.environment.arguments

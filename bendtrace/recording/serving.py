@@ -13,12 +13,12 @@ from bendtrace.recording.rank_sync import ENDS, is_joint, joint_call
 
 __all__ = ["call_itself", "served_by", "serving"]
 
-_KEY = "_compiled_call_impl"  # nn.Module.__call__ asks for it first, as in `boundaries`
+_KEY = "_compiled_call_impl"  # nn.Module.__call__ checks it first, as in `intercepts`
 _lock = threading.Lock()
 
 
 class _Server:
-    """What is called in place of a module."""
+    """What is called instead of a module."""
 
     def __init__(self, call: Callable[..., Any], before: Any) -> None:
         self.call = call
@@ -63,7 +63,7 @@ def served_by(module: Any) -> object | None:
 def call_itself(model: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
     """Call a model itself, without the redirection."""
     if not is_joint(model):
-        # Nothing more than the call, usually: this is all that a model costs which is run plainly.
+        # Usually only the call: this is the whole overhead for a model that runs plainly.
         server = vars(model).get(_KEY) if isinstance(model, nn.Module) else None
         if not isinstance(server, _Server):
             return model(*args, **kwargs)

@@ -129,7 +129,7 @@ def goes_to_screen(frame: FrameType) -> bool:
 
 @functools.cache
 def _uses(place: Any) -> frozenset[str] | None:
-    """Return what a text is given to that is made at a place; None if that is not known."""
+    """Return the function that receives a text formatted at a place; None if unknown."""
     file = source_file(place.file)
     node = file.expressions.get(place.span)
     if isinstance(node, ast.FormattedValue):  # which has a place of its own since Python 3.12
@@ -140,7 +140,7 @@ def _uses(place: Any) -> frozenset[str] | None:
 
 
 def _followed(file: SourceFile, node: ast.AST, seen: tuple[str, ...]) -> frozenset[str] | None:
-    """Follow a text outwards, to what it is given to."""
+    """Follow a text outwards, to the function that receives it."""
     for child, parent in file.ancestors(node):
         if isinstance(parent, ast.FormattedValue) and not parent.format_spec:
             continue
@@ -177,7 +177,7 @@ def _given_to(call: ast.Call, child: ast.AST) -> frozenset[str] | None:
 def _used_by_name(
     file: SourceFile, assigned: ast.Assign, name: str, seen: tuple[str, ...]
 ) -> frozenset[str] | None:
-    """Return what a text is given to by way of a local variable."""
+    """Return the function that receives a text through a local variable."""
     function = _function_around(file, assigned)
     if not isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef)):
         return None
@@ -207,7 +207,7 @@ def _function_around(file: SourceFile, node: ast.AST) -> ast.AST | None:
 
 
 def _puts_together(node: ast.AST) -> bool:
-    """Whether an expression puts the texts in it one after another, as they are."""
+    """Return whether an expression concatenates its texts unchanged."""
     return isinstance(node, ast.JoinedStr) or (
         isinstance(node, ast.BinOp)
         and isinstance(node.op, ast.Add)
@@ -216,7 +216,7 @@ def _puts_together(node: ast.AST) -> bool:
 
 
 def _is_text(node: ast.AST) -> bool:
-    """Whether an expression makes a text, and does nothing to the texts of the values in it."""
+    """Return whether an expression makes a text, and does nothing to the texts of its values."""
     if isinstance(node, ast.Constant):
         return type(node.value) is str
     if isinstance(node, ast.JoinedStr):
@@ -245,7 +245,7 @@ _PERCENTS = re.compile("%[^a-zA-Z%]*.")
 
 
 def _is_plainly_formatted(value: ast.AST) -> bool:
-    """Whether a part of an f-string does nothing with a text that a value gave."""
+    """Return whether a part of an f-string does nothing with a value's text."""
     if not isinstance(value, ast.FormattedValue):
         return True
     specification = value.format_spec

@@ -113,8 +113,8 @@ class Values:
                     before.index, before.index
                 )
                 if not works_in_place(op):
-                    # It gave back a tensor that has another name already. A replay in which
-                    # it does not (because a copy was needed) must not mix the two up.
+                    # It returned a tensor that already has another name. A replay in which it does
+                    # not (because a copy was needed) must not confuse the two.
                     self._writer.guard(Test.SAME, op.index, before.index, "", frame)
             elif compares_identity(users_code(frame)) and not works_in_place(op):
                 for ref in refs_in((op.args, op.kwargs)):
@@ -170,7 +170,7 @@ class Values:
         return out
 
     def _guard_structure(self, out: Any, op: Op, frame: FrameType) -> None:
-        """Guard what a function that is not torch's gives besides tensors and numbers."""
+        """Guard everything but tensors and numbers in the result of a function not of torch."""
         try:
             structure = structure_of(out)
         except TypeError as error:
@@ -205,7 +205,7 @@ class Values:
             if tensor is None or version_of(tensor) != version:
                 return True
             if in_place and (tensor.is_inference() or storage_of(tensor) == 0):
-                return True  # torch does not count what is written to it
+                return True  # torch does not count writes to it
         return False
 
     def traced(self, kind: Any, value: Any, source: Any, frame: FrameType, depth: int = 0) -> Any:
@@ -313,7 +313,7 @@ class Values:
     def _bind_elements(
         self, out: Any, ref: Ref, path: tuple[Any, ...], frame: FrameType
     ) -> tuple[Any, Any]:
-        """Bind what a result contains; its elements get ops only once they are used."""
+        """Bind the content of a result; its elements get ops only once they are used."""
         bound, metas, changed = [], [], False
         kind = type(out)
         for i, item in out.items() if kind is dict else enumerate(out):
@@ -350,9 +350,9 @@ class Values:
         return (kind(bound) if kind in (tuple, list) else tuple(bound)), tuple(metas)
 
     def _was_taken(self, ref: Ref, path: tuple[Any, ...]) -> bool:
-        """Whether a resumed run takes an element out next, going by what was done before.
+        """Return whether a resumed run takes out an element next, as it did before.
 
-        It was another tensor then, which had a name already, and was compared with that one.
+        It was a different tensor then, which already had a name, and was compared with that one.
         """
         for key in path:
             known = self._elements.get((ref.index, key))
@@ -378,9 +378,9 @@ class Values:
         return ref
 
     def _block_unseen_graph(self, known: Known) -> None:
-        """An op under no_grad gave this tensor, and yet it requires grad by now."""
+        """Block a tensor that an op under no_grad returned, but that requires grad by now."""
         known.graphless = False
-        if self.tape.blockers:  # the one that is known says more than this
+        if self.tape.blockers:  # the known reason is more specific
             return
         place = user_place(sys._getframe(1))
         self.tape.block(

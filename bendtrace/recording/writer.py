@@ -206,7 +206,7 @@ class Writer:
                 self.tape.states[number] = state
 
     def _renew_versions(self) -> None:
-        """Tell names that the prefix itself has made stale from those that still hold."""
+        """Separate names that the prefix has made stale from those that are still valid."""
         named = [
             (known.ref, tensor)
             for known in self.known.values()
@@ -216,7 +216,7 @@ class Writer:
             self.known[id(tensor)].version = -1
 
     def _name_again(self, kind: OpKind, target: Any) -> None:
-        """Keep in step with a run that knew as two tensors what is one by now.
+        """Keep in step with a run for which two tensors have become one.
 
         Its prefix names the tensor a second time, from another place of the model's state.
         """
@@ -244,10 +244,10 @@ class Writer:
             ops.append(again)
 
     def _means_the_same(self, before: Op, op: Op) -> bool:
-        """Whether two ops differ only in which of its names they call a tensor by.
+        """Return whether two ops differ only in the name that they use for a tensor.
 
-        In the replay that diverged an op can have given back its input, where it had given a
-        copy when it was recorded: now that input has two names.
+        In the replay that diverged an op may have returned its input, although it returned a copy
+        when it was recorded: now that input has two names.
         """
 
         def first_name(ref: Ref) -> Ref:

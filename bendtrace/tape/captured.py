@@ -45,7 +45,7 @@ PLAIN_TYPES: frozenset[type] = frozenset(
 )  # fmt: skip
 
 
-UNSET = object()  # what a context variable gives that has no value
+UNSET = object()  # a context variable without a value
 
 
 class Access(Enum):
@@ -69,13 +69,13 @@ class CaptureKind(Enum):
     LIST = "list"
     TUPLE = "tuple"
     DICT = "dict"
-    OBJECT = "object"  # guarded by type; its attributes are parts
+    OBJECT = "object"  # guarded by type; its attributes are captured, too
     SET = "set"  # guarded by equality
     LARGE = "large"  # a big container of plain values: guarded by equality
     ARRAY = "array"  # a numpy array: guarded by its bytes
     MODULE = "module"  # guarded by identity
     IDENTITY = "identity"  # functions, classes, foreign objects: guarded by identity
-    ALIAS = "alias"  # the very object that another part is
+    ALIAS = "alias"  # the very object that is captured elsewhere, too
 
 
 class Array:
@@ -128,7 +128,7 @@ class TensorFacts(NamedTuple):
     rank: int
     requires_grad: bool
     layout: torch.layout
-    attributes: int  # how many it has of its own, set by Python
+    attributes: int  # the number of its own attributes, set by Python
 
 
 @dataclass(slots=True, eq=False)
@@ -378,7 +378,7 @@ def content_of(part: Captured, names: Iterable[str] = ()) -> dict[Any, Any]:
     if isinstance(value, (list, tuple)):
         content.update(enumerate(value))
     elif isinstance(value, dict):
-        # Past methods of its own, but in the order it is iterated in.
+        # Bypassing its own methods, but in iteration order.
         base: Any = collections.OrderedDict if isinstance(value, collections.OrderedDict) else dict
         content.update(base.items(value))
         for key in part.hidden:

@@ -32,7 +32,7 @@ class Origin(Protocol):
     """The interface that a traced scalar reports to: the recorder of its run."""
 
     active: bool
-    turns: int  # how often code has asked something of it
+    turns: int  # how often code has asked it for something
 
     def consume(self, scalar: TracedScalar, how: str) -> Any:
         """Record that Python needed the value of `scalar`, and return it."""
@@ -45,9 +45,9 @@ class Origin(Protocol):
 
 
 class _Node:
-    """Answers torch's C++ code where a call slips past the tracer: with the plain value.
+    """Answers torch's C++ code with the plain value if a call bypasses the tracer.
 
-    Every question about the value is a consumption, and so puts a guard.
+    Every question about the value consumes it, and so adds a guard.
     """
 
     __slots__ = ("scalar",)
@@ -187,7 +187,7 @@ def plain(value: Any) -> Any:
     return value._value if isinstance(value, TracedScalar) else value
 
 
-_NUMBERS = (int, float, complex)  # isinstance holds for bools and for traced scalars too
+_NUMBERS = (int, float, complex)  # isinstance works for bools and for traced scalars too
 
 
 def _arithmetic(function: Callable[..., Any], operands: tuple[Any, ...]) -> Any:
@@ -207,8 +207,8 @@ def _unary(function: Callable[[Any], Any]) -> Callable[..., Any]:
 def _binary(function: Callable[[Any, Any], Any], reflected: bool) -> Callable[..., Any]:
     def method(self: TracedScalar, other: Any) -> Any:
         if not isinstance(other, _NUMBERS):
-            # Tensors, arrays and other number types know how to take a traced value; of one
-            # whose run is over they only know the plain value.
+            # Tensors, arrays and other number types accept traced values; for one whose run is over
+            # they only know the plain value.
             if type(self) in TRACED:
                 return NotImplemented
             return function(other, self._value) if reflected else function(self._value, other)
@@ -261,7 +261,7 @@ def _attribute(name: str) -> property:
 
 
 class _NotSymbolic:
-    """Takes the place of torch's class, with the same layout, once the run is over."""
+    """Replaces torch's class, with the same layout, once the run is over."""
 
 
 def _kind(base: type, plain_kind: type) -> Any:
@@ -286,7 +286,7 @@ def _kind(base: type, plain_kind: type) -> Any:
         __doc__=f"A {plain_kind.__name__} that knows the op it came from.",
         __module__=__name__,
     )
-    # By the name of the plain type, which Python's error messages and `type(n).__name__` give.
+    # By the name of the plain type, as in Python's error messages and `type(n).__name__`.
     return type(plain_kind.__name__, (TracedScalar, base), body)
 
 

@@ -33,7 +33,7 @@ __all__ = [
 ]
 
 
-# Making objects from their content, past their constructors.
+# Creating objects from their content, bypassing their constructors.
 
 
 _BASES = frozenset({object, tuple, list, dict, OrderedDict, set, frozenset})
@@ -175,10 +175,9 @@ def tagged(tensor: torch.Tensor, attributes: dict[str, Any]) -> torch.Tensor:
     return tensor
 
 
-# Values with structure, written down: what a replay has to build again.
-#
-# In recorded arguments and outputs, exact tuples, lists, dicts and slices stand for themselves
-# with `Ref`s inside. The classes here stand for everything else.
+# Values with structure, encoded: what a replay has to build again.  In recorded arguments and
+# outputs, exact tuples, lists, dicts and slices represent themselves with `Ref`s inside. The
+# classes here represent everything else.
 
 
 class Existing:

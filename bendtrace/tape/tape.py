@@ -40,7 +40,6 @@ __all__ = [
 ]
 
 
-#
 # Nothing else is written during a run. The graph, the flow steps, the guards and the replay
 # function are all derived from the tape afterwards.
 
@@ -82,7 +81,7 @@ class OpKind(Enum):
     STATE = "state"  # a tensor read from a module, a closure or a global
     CALL = "call"  # a torch function, method, property or opaque function
     SCALAR = "scalar"  # Python arithmetic on traced scalars, or an element of a result
-    UNKNOWN = "unknown"  # a tensor that came from nowhere; the tape has a blocker for it
+    UNKNOWN = "unknown"  # a tensor of unknown origin; the tape has a blocker for it
 
 
 class TensorMeta(NamedTuple):
@@ -99,7 +98,7 @@ def meta_of(tensor: torch.Tensor) -> TensorMeta:
         shape: tuple[int, ...] = (tensor.size(0), *[-1] * (tensor.dim() - 1))
     else:
         shape = tuple(tensor.shape)
-    # What the named tuple's own constructor does, for each op of each run.
+    # The work of the named tuple's own constructor, for each op of each run.
     return tuple.__new__(TensorMeta, (shape, tensor.dtype, tensor.device))
 
 
@@ -276,11 +275,11 @@ class Test(Enum):
 
     TRUTH = "truth"  # bool(value) is as recorded
     VALUE = "value"  # the value is identical
-    LENGTH = "length"  # the op gave as many things
+    LENGTH = "length"  # the op returned as many values
     RANK = "rank"  # the tensor has as many dimensions
-    SAME = "same"  # the op gave back the very tensor that another op gave (expected: its index)
-    OTHER = "other"  # it gave another tensor than that
-    KIND = "kind"  # the op gave something of that type (expected: its name)
+    SAME = "same"  # the op returned the very tensor that another op returned (expected: its index)
+    OTHER = "other"  # it returned another tensor than that
+    KIND = "kind"  # the op returned a value of that type (expected: its name)
 
 
 def kind_of(value: Any) -> str:
@@ -441,7 +440,7 @@ def map_refs(value: Any, change: Callable[[Ref], Any]) -> Any:
     return map_leaves(value, lambda leaf: change(leaf) if type(leaf) is Ref else leaf)
 
 
-# What the model does about an error that an op raises.
+# How the model handles an error that an op raises.
 
 
 def is_handled(op: Op) -> bool:
@@ -460,7 +459,7 @@ def _covered(op: Op) -> Iterator[Place]:
     site: Site | None = op.site
     scope: ModuleCall | None = op.scope
     while site is not None:
-        # Most code has no exception table at all, which saves looking any further.
+        # Most code has no exception table at all, which allows an early exit.
         if any(code.co_exceptiontable for code, _ in site.chain):
             yield from site.guarded
         site, scope = (scope.site, scope.parent) if scope is not None else (None, None)

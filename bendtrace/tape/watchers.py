@@ -28,7 +28,7 @@ __all__ = [
 ]
 
 
-# Who is told what the calling thread reaches: its recorder, while it is recording.
+# Receives what the calling thread reaches: its recorder, while it is recording.
 
 
 class Watcher(Protocol):
@@ -112,7 +112,7 @@ def note_call(module: nn.Module) -> None:
         _local.around.called_inside(module)
 
 
-# Who is shown the values of a run while they are there: what keeps activations, for one.
+# Sees the values of a run while they exist: keeps activations, for example.
 
 
 class StopRun(BaseException):
@@ -159,7 +159,7 @@ class Observer(Protocol):
         """Called with a value that is passed to code that may keep a pointer to its memory."""
 
 
-# Who may put ops of its own into a run: what interjects, for one.
+# May add its own ops to a run: interjections, for example.
 
 
 class Stage(Protocol):

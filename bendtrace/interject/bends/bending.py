@@ -177,7 +177,7 @@ class Bending:
         return self._catalogue.keys(source.spec, source.without)
 
     def _dropped(self, item: Any) -> list[tuple[Source, frozenset[str]]]:
-        """Return what is to be bent no more."""
+        """Return the bends to stop."""
         if not isinstance(item, (str, re.Pattern, Bend)):
             raise InputError(f"reset() takes callbacks, names and patterns, not {item!r}")
         names = {found.name: found.names for found in self._catalogue.activations()}

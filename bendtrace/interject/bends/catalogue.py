@@ -48,9 +48,9 @@ __all__ = [
 
 
 Level = Literal["whole", "around", "inside"]
-# What no pattern means by name.
+# What patterns never select by name.
 _NAMELESS = "\0"
-# They are of torch.nn, and yet what is inside is what one wants to bend.
+# They belong to torch.nn, but users want to bend what is inside.
 _OPEN = (
     nn.ModuleList, nn.ModuleDict, nn.Transformer, nn.TransformerEncoder, nn.TransformerDecoder,
     nn.TransformerEncoderLayer, nn.TransformerDecoderLayer,
@@ -208,7 +208,7 @@ _METHODS = frozenset(
     member
     for cls in Tensor.__mro__
     for name, member in vars(cls).items()
-    if isinstance(member, _KINDS) and not name.startswith("__")  # not what others put there
+    if isinstance(member, _KINDS) and not name.startswith("__")  # not what others inserted
 )
 
 

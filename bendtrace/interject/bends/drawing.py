@@ -26,9 +26,9 @@ class _Drawn:
     """The numbers of one node.
 
     Attributes:
-        shape: of the tensor for which they were drawn.
-        sizes: those sizes of it that they depend on.
-        numbers: the numbers, of these sizes.
+        shape: shape of the tensor that they were drawn for.
+        sizes: the sizes in it that they depend on.
+        numbers: the numbers, with these sizes.
     """
 
     shape: tuple[int, ...]
@@ -167,7 +167,7 @@ def along(numbers: Tensor, tensor: Tensor, dim: int | tuple[int, ...] | None) ->
 
 
 def _in_common(old: tuple[int, ...], new: tuple[int, ...]) -> tuple[int, ...]:
-    """The dimensions, counted from the end, that have the same size in both shapes."""
+    """Return the dimensions, counted from the end, with the same size in both shapes."""
     count = min(len(old), len(new))
     return tuple(dim for dim in range(-count, 0) if old[dim] == new[dim])
 

@@ -26,7 +26,7 @@ __all__ = [
 Value: TypeAlias = int | float | complex | Tensor
 T = TypeVar("T")
 
-# What arithmetic is called in the module `operator`, its sign and the function itself.
+# The names of the operations in the module `operator`, their signs and functions.
 OPERATORS: dict[str, tuple[str, Callable[..., Any]]] = {
     "add": ("+", operator.add),
     "sub": ("-", operator.sub),
@@ -35,7 +35,7 @@ OPERATORS: dict[str, tuple[str, Callable[..., Any]]] = {
     "pow": ("**", operator.pow),
     "neg": ("-", operator.neg),
 }
-# What tensors call the arithmetic that they have an expression on the right of.
+# The names of tensor methods for an expression on the right.
 _OF_TENSORS = {"add": "add", "sub": "sub", "mul": "mul", "div": "truediv", "pow": "pow"}
 
 
@@ -56,7 +56,7 @@ class Expression:
         11.0
     """
 
-    __array_ufunc__ = None  # an array on the left is not to work through its items
+    __array_ufunc__ = None  # an array on the left must not iterate over its items
 
     def get_value(self) -> Value:
         """Return the current value."""
@@ -78,8 +78,8 @@ class Expression:
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        # `tensor * parameter` comes here: the tensor's operator has the first word. What is no
-        # arithmetic gets the values of now, so that functions on tensors take parameters.
+        # `tensor * parameter` ends up here: the tensor's operator is called first. Other functions
+        # receive the current values, so that functions on tensors accept parameters.
         name = _OF_TENSORS.get(function.__name__)
         if name is not None and len(args) == 2 and not kwargs:
             return Operation(name, args)
@@ -168,7 +168,7 @@ class Operation(Expression):
             rank = _RANKS[operand.name]
         elif text.startswith("-"):
             rank = _RANKS["neg"]
-        # All but the power bind from the left: a - (b - c), but (a ** b) ** c.
+        # All but the power are left-associative: a - (b - c), but (a ** b) ** c.
         outer = place == (1 if self.name != "pow" else 0)
         return f"({text})" if rank < own or (rank == own and outer) else text
 

@@ -134,6 +134,6 @@ class Sources:
         if others:
             made = owner.interject(others, spec.callback, allow_none=source.allow_none)
             insertions.append(made)
-        if named:  # it is known that they mean something, or may
+        if named:  # it is known that they match something, or may
             insertions.append(owner.interject(named, spec.callback, allow_none=True))
         source.insertions = tuple(insertions)

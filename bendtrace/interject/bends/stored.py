@@ -139,7 +139,7 @@ def _pattern(where: str | re.Pattern[str]) -> str:
 
 
 class _Reader:
-    """Makes callbacks and parameters of what a writer wrote."""
+    """Creates callbacks and parameters from a writer's output."""
 
     def __init__(self, data: Any, parameters: Mapping[str, BendingParameter]) -> None:
         self._data = data
@@ -196,14 +196,14 @@ class _Reader:
 
 
 def _class_name(cls: type[Bend]) -> str:
-    """Return what a class is known by: its name, and for those of others where it is from."""
+    """Return the stored name of a class: its name, with the module for user classes."""
     own = cls.__module__.startswith(_PACKAGE)
     return cls.__qualname__ if own else f"{cls.__module__}:{cls.__qualname__}"
 
 
 def _class_named(name: str) -> type[Bend]:
-    # Only classes that are there already: no file makes anything be imported.
-    found = {_class_name(cls): cls for cls in _subclasses(Bend)}  # the latest of each name
+    # Only existing classes are used: no file can cause an import.
+    found = {_class_name(cls): cls for cls in _subclasses(Bend)}  # the latest for each name
     if name not in found:
         raise InputError(
             f"there is no class of callbacks {name!r}; known classes: "

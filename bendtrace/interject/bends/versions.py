@@ -168,7 +168,7 @@ class Versions(Interjection):
 
 
 def _shares(mixture: Mapping[str, Any]) -> dict[str, Any]:
-    """Return how much of each version counts; all together one."""
+    """Return the weight of each version; the sum is one."""
     values: dict[str, Any] = {name: value_of(weight) for name, weight in mixture.items()}
     total = sum(values.values())
     if not total:

@@ -40,7 +40,7 @@ class Patch(Interjection, Generic[Target]):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        # An `op` of its own does not keep what its parent class promised of another one.
+        # A subclass that overrides `op` does not inherit the promise of its parent.
         if "op" in vars(cls):
             for promise in ("requires_clone", "observes", "self_contained", "deferrable", "effect"):
                 if promise not in vars(cls):
@@ -90,7 +90,7 @@ class Patch(Interjection, Generic[Target]):
 
 
 def _named(at: NodePass) -> str:
-    """Return the path of a node as one writes it, with the pass from the second one on."""
+    """Return the path of a node as users write it, with the pass from the second one on."""
     if not at.number:
         return repr(at.path)
     node, bar, part = at.path.partition("|")

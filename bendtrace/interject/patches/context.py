@@ -145,7 +145,7 @@ def _items(patches: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def _listed(where: Any, given: Any) -> Iterator[Patch[Any]]:
-    """Yield the patches for a path, and refuse what is none."""
+    """Yield the patches for a path; raise for anything else."""
     for patch in given if isinstance(given, (list, tuple)) else (given,):
         if isinstance(patch, type) and issubclass(patch, Patch):
             raise InputError(
@@ -160,7 +160,7 @@ def _listed(where: Any, given: Any) -> Iterator[Patch[Any]]:
 
 
 def _parameter(known: Any, where: Where) -> Where:
-    """Return the node that a path of a parameter names: here it means one call, not all uses."""
+    """Return the node for a path of a parameter: here it selects one call, not all uses."""
     if isinstance(where, str) and (meant := meant_by(where, known)) is not None:
         for tree in known.trees() if meant.is_whole_state else ():
             try:
@@ -171,7 +171,7 @@ def _parameter(known: Any, where: Where) -> Where:
 
 
 def _check(board: Placing, known: Known, places: list[Where]) -> None:
-    """Refuse, all at once, the paths that lead to nothing, or to no single value."""
+    """Raise, once for all, for paths that lead to nothing, or not to a single value."""
     errors: list[NodePathError] = []
     for where in places:
         try:
@@ -189,7 +189,7 @@ def _check(board: Placing, known: Known, places: list[Where]) -> None:
 
 
 def _check_value(board: Placing, known: Known, where: Where) -> None:
-    """Refuse what leads to nothing, or to no single value."""
+    """Raise if a path leads to nothing, or not to a single value."""
     text = name_of(where, known)
     places = _places(known, where, text)
     for root, node, chosen in places:
@@ -203,7 +203,7 @@ def _check_value(board: Placing, known: Known, where: Where) -> None:
 def _places(
     known: Known, where: Where, text: str | None
 ) -> Sequence[tuple[TreeNode, TreeNode, Chosen]]:
-    """Return the nodes that are meant: the root of a tree, the node, and its passes."""
+    """Return the selected nodes: the root of a tree, the node, and its passes."""
     if text is None:
         trees = list(known.trees())
         if not trees or (isinstance(where, NodeSelector) and where.looks_ahead):

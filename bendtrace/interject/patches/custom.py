@@ -54,7 +54,7 @@ class CustomPatch(Patch[Any]):
         return edited(original_output, self.slice, self._part)
 
     def _part(self, part: Tensor) -> Tensor:
-        """Return what the function makes of a part, which it may have changed in place."""
+        """Return the result of the function for a part, which it may have changed in place."""
         given = part.clone()
         version = version_of(given)
         made = self.custom_op(given)

@@ -27,8 +27,8 @@ __all__ = [
 
 Number = bool | int | float | complex
 IndexItem = int | slice | EllipsisType | Tensor | list[Any] | tuple[Any, ...] | None
-# What may stand in brackets behind a tensor. A list counts as a tuple if it holds more than
-# numbers, and None as all of the tensor.
+# Valid indices of a tensor. A list counts as a tuple if it contains more than numbers, and None as
+# the whole tensor.
 Index = IndexItem | tuple[IndexItem, ...] | list[IndexItem]
 
 
@@ -86,10 +86,10 @@ def check_value(value: Any) -> None:
 
 
 def _check_number(original: Any, value: Any) -> None:
-    """Refuse what is neither a tensor nor a number, and tensors for numbers.
+    """Raise for values that are neither tensors nor numbers, and for tensors that replace numbers.
 
     Raises:
-        PatchError: the node holds, or is to hold, another kind of thing.
+        PatchError: the node holds, or is to hold, an unsupported type.
     """
     if not isinstance(original, (bool, int, float, complex)):
         raise PatchError(
@@ -171,8 +171,8 @@ def replaced(original: Any, index: Index, value: Any) -> Any:
         fits = _holds(part.dtype, value)
     if not fits:
         raise _unfit_type(part, value)
-    # Not a new tensor, also where nothing of the old one is left: as with graphpatch, what led
-    # to it gets gradients of zero, not none.
+    # Not a new tensor, even if nothing of the old one is left: as in graphpatch, earlier nodes get
+    # zero gradients, not none.
     made = original.clone()
     made[... if index is None else _key(index)] = value
     return made
@@ -182,7 +182,7 @@ def _part_of(original: Any, index: Index) -> Tensor:
     """Return a part of a tensor.
 
     Raises:
-        PatchError: there is no such part.
+        PatchError: the part does not exist.
     """
     if not isinstance(original, Tensor):
         raise PatchError(
@@ -199,7 +199,7 @@ def _part_of(original: Any, index: Index) -> Tensor:
 
 
 def _key(index: Index) -> Any:
-    """Return what goes in the brackets.
+    """Return the index for the brackets.
 
     torch once took lists of more than numbers for tuples, and graphpatch's documents say so.
     """
@@ -216,7 +216,7 @@ def _is_plain(item: Any) -> bool:
 
 
 def _check_shape(part: Tensor, value: Tensor) -> None:
-    """Refuse a value that does not broadcast to the shape of what it is for."""
+    """Raise if a value does not broadcast to the shape of its target."""
     sizes = list(value.shape)
     while len(sizes) > part.dim() and sizes[0] == 1:
         del sizes[0]  # as in `part[...] = value`
@@ -239,7 +239,7 @@ def _unfit_type(part: Tensor, value: Any) -> PatchError:
 
 
 def _holds(dtype: torch.dtype, number: Number) -> bool:
-    """Return whether tensors of a dtype can hold a number, but for rounding."""
+    """Return whether tensors of a dtype can hold a number, apart from rounding."""
     if isinstance(number, complex):
         return dtype.is_complex
     if dtype.is_complex or dtype.is_floating_point:
@@ -251,7 +251,7 @@ def _holds(dtype: torch.dtype, number: Number) -> bool:
 
 
 def _as_number(original: Number, made: Number, value: Number) -> Number:
-    """Return a number as one of the type of another, if it is one."""
+    """Return a number converted to the type of another, if possible."""
     kind = next(kind for kind in (bool, int, float, complex) if isinstance(original, kind))
     fits = {
         bool: made in (0, 1),
@@ -272,7 +272,7 @@ def _of_shape(shape: torch.Size) -> str:
 
 
 def _shown(index: Index) -> str:
-    """Return an index as one writes it in brackets."""
+    """Return an index as users write it in brackets."""
     items = index if isinstance(index, tuple) else (index,)
     return ", ".join(_shown_item(item) for item in items)
 

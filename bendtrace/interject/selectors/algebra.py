@@ -238,12 +238,12 @@ class Not(Selector):
 
 
 class _Ahead(Selector):
-    """Nodes that one node alone does not tell: the graph of a run has to be known."""
+    """Selectors that need the graph of a run."""
 
     looks_ahead = True
 
     def matches(self, node: Candidate) -> bool:
-        """Refuse, since the other nodes have to be known.
+        """Raise, since the other nodes have to be known.
 
         Raises:
             InputError: always.
@@ -255,7 +255,7 @@ class _Ahead(Selector):
 
 
 class _Ordered(_Ahead):
-    """Some of the nodes that a selector means, by their order."""
+    """Some of the nodes that a selector selects, by their order."""
 
     selector: NodeSelector
 
@@ -321,7 +321,7 @@ def _inherit(made: Selector, *parts: NodeSelector) -> None:
 
 
 def _inside(part: NodeSelector, sign: str) -> str:
-    """Return a part as text, in brackets where it would be read otherwise."""
+    """Return a part as text, in brackets if necessary."""
     weaker = isinstance(part, Combined) and _STRENGTH[part.sign] <= _STRENGTH[sign]
     return f"({part!r})" if weaker else repr(part)
 
@@ -440,7 +440,7 @@ class Between(_Ahead):
 
 
 def _belongs(path: str, nodes: set[str]) -> bool:
-    """Whether a node is one of some nodes, or in a call that is."""
+    """Return whether a node is one of some nodes, or in a call that is."""
     while path:
         if path in nodes:
             return True
@@ -454,10 +454,10 @@ def _reached(
     edges: Callable[[str], Iterable[str]],
     within: int | None = None,
 ) -> set[str]:
-    """Return the nodes that a way leads to.
+    """Return the nodes that a path leads to.
 
-    Ways lead from op to op. Where a call of a module is passed, it is the ops in it: its node would
-    join all that goes in with all that comes out.
+    Paths lead from op to op. A path through a module call uses the ops in it: the node of the call
+    would connect all its inputs with all its outputs.
     """
     found: set[str] = set()
     edge, steps = ends, 0

@@ -70,7 +70,7 @@ _MEMBERS: dict[str, str] = {
     "Utility": "Flatten Unflatten",
 }
 
-# The functions that do the same as a layer, where these are not the layer's name in snake case.
+# The functions equivalent to a layer, if they do not have the layer's name in snake case.
 _FUNCTIONS: dict[str, str] = {
     **{
         f"{kind}Pad{dims}d": "pad"
@@ -131,8 +131,7 @@ ALIASES: dict[str, str] = {
     "NLLLoss2d": "NLLLoss",
 }
 
-# What TorchWatcher calls them, beyond `is_` and the name of the function. A family is in its own
-# group.
+# TorchWatcher's names, other than `is_` and the name of the function. A family is in its own group.
 GROUPS: dict[str, dict[str, str]] = {
     "Activations": {
         "is_softmax2d": "Softmax2d",
@@ -180,7 +179,7 @@ GROUPS: dict[str, dict[str, str]] = {
 # Methods and operators that share the name of a function and do something else.
 NOT_THE_SAME = frozenset({"Tensor.unfold", "aten::unfold"})
 
-# Functions that layers consist of, besides those that do the same as the layer.
+# Functions that layers consist of, in addition to the layer's equivalents.
 PARTS: dict[str, str] = {
     "Softmax2d": "softmax",
     "AdaptiveLogSoftmaxWithLoss": "log_softmax",
@@ -294,7 +293,7 @@ class Family(Layers):
 
 @functools.cache
 def _groups(family: str) -> dict[str, tuple[str, ...]]:
-    """Return the members of a family that have a common name in TorchWatcher."""
+    """Return the members of a family with a common name in TorchWatcher."""
     groups: dict[str, list[str]] = {}
     for member, functions in FAMILIES[family].items():
         for function in functions.split():
@@ -307,7 +306,7 @@ def _groups(family: str) -> dict[str, tuple[str, ...]]:
 
 @functools.cache
 def _classes(family: str, members: tuple[str, ...]) -> tuple[type[nn.Module], ...]:
-    # Some are newer than the oldest torch that will do, some have no class.
+    # Some are newer than the oldest supported torch, some have no class.
     return tuple(cls for cls in (getattr(nn, name, None) for name in members) if cls is not None)
 
 
@@ -318,7 +317,7 @@ def _names(family: str, members: tuple[str, ...]) -> frozenset[str]:
 
 @functools.cache
 def _consisting_of(names: frozenset[str]) -> tuple[type[nn.Module], ...]:
-    """Return the classes whose modules consist in calls of some functions."""
+    """Return the classes whose modules consist of calls of some functions."""
     return tuple(
         cls
         for family, members in FAMILIES.items()

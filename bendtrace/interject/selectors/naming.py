@@ -330,7 +330,7 @@ class Predicate(Selector):
 
 @dataclass(frozen=True, repr=False)
 class _Kind(Selector):
-    """Nodes of one kind. The model as a whole is not called by itself, and of none."""
+    """Nodes of one kind. The model as a whole has no kind."""
 
     name: str
     test: Callable[[Candidate], bool]
@@ -352,7 +352,7 @@ def _has_parametrizations(node: Candidate) -> bool:
 
 
 def _has_parameters(node: Candidate) -> bool:
-    """Whether a module has parameters of its own, or a function is given one.
+    """Return whether a module has parameters of its own, or a function receives one.
 
     Parameters of submodules are not counted; those that parametrizations compute are.
     """

@@ -98,7 +98,7 @@ def _is_file(file: str, asked: str) -> bool:
 
 @functools.cache
 def _plain(text: str) -> str:
-    """Return an expression as it is spelled without regard to blanks, quotes and brackets."""
+    """Return an expression normalised without regard to blanks, quotes and brackets."""
     try:
         return ast.unparse(ast.parse(text.strip(), mode="eval"))
     except (SyntaxError, ValueError):
@@ -300,13 +300,13 @@ def _node_at(file: SourceFile, place: Place) -> ast.AST | None:
     ]
     if around:
         return file.expressions[max(around)]
-    # Some code stands for a whole statement, such as the setting of `x += 1`.
+    # Some code covers a whole statement, such as the assignment in `x += 1`.
     return file.statements.get(place.span) or file.statement_at(place.span)
 
 
 @functools.cache
 def _loops_around(place: Place) -> tuple[tuple[str, range], ...]:
-    """Return what is walked by the loops around a place, and on which lines they begin."""
+    """Return the iterables of the loops around a place, and the lines on which they begin."""
     file = source_file(place.file)
     node = _node_at(file, place)
     found = []
@@ -353,7 +353,7 @@ def _branches(file: SourceFile, node: ast.AST) -> Iterator[Branch]:
 
 
 def _left_before(file: SourceFile, child: ast.stmt, parent: ast.AST) -> Iterator[Branch]:
-    """Yield the conditions under which what comes before a statement has not left its block."""
+    """Yield the conditions under which the code before a statement has not left its block."""
     for name in ("body", "orelse", "finalbody"):
         block = getattr(parent, name, None)
         if isinstance(block, list) and child in block:

@@ -142,7 +142,7 @@ class Comparison:
         for name in ("shape", "dtype", "device"):
             if getattr(a, name) != getattr(b, name):
                 yield name, (getattr(a, name), getattr(b, name))
-        # Where nothing was captured, that there is no gradient function says nothing.
+        # If nothing was captured, a missing gradient function means nothing.
         known = None not in (a.grad_fn, b.grad_fn) or None not in (a.time, b.time)
         if a.grad_fn != b.grad_fn and known:
             yield "grad_fn", (a.grad_fn, b.grad_fn)
@@ -165,12 +165,12 @@ class Comparison:
             self.coverage.unsaved_b += theirs is None
             self.coverage.unsaved += 1
             return None
-        if a.function in UNINITIALIZED:  # memory as it was found: no two runs agree on it
+        if a.function in UNINITIALIZED:  # uninitialised memory: no two runs agree on it
             return None
         self.coverage.compared += 1
         if not (isinstance(mine, Tensor) and isinstance(theirs, Tensor)):
             return None if same_bits(mine, theirs) else ValueDifference(0, 0)
-        if mine.shape != theirs.shape:  # what a function given to save= made of it
+        if mine.shape != theirs.shape:  # the result of a function passed as save=
             return ValueDifference(0, 0)
         return compare_tensors(mine, theirs, **self._tolerances)
 
@@ -196,8 +196,8 @@ class Comparison:
     def _is_rewired(self, a: LayerEntry, b: LayerEntry) -> bool:
         """Whether an entry is computed from others, not counting what came or went in between.
 
-        Another pass of the same place does not count either: it is what follows from a loop
-        that ran more often.
+        Another pass of the same place is ignored as well: it follows from a loop that ran more
+        often.
         """
         pairs = self.matching.entries
         direct_a = {self.a.position[label] for label in a.parents if label in self.a.position}
@@ -245,7 +245,7 @@ def _flow_difference(a: FlowStep, b: FlowStep) -> str:
 def _other_arguments(
     a: LayerEntry, run_a: RunIndex, b: LayerEntry, run_b: RunIndex
 ) -> tuple[str, str] | None:
-    """Return the arguments that are not the same, however the values are called."""
+    """Return the arguments that differ, ignoring the names of values."""
     if _blanked(a.arguments, run_a) == _blanked(b.arguments, run_b):
         return None
     mine, theirs = _arguments(a.arguments), _arguments(b.arguments)
@@ -257,7 +257,7 @@ def _other_arguments(
 
 
 def _arguments(text: str) -> list[str]:
-    """Take a call's arguments apart, as far as their text lets one."""
+    """Split the arguments of a call, as far as their text allows."""
     parts, depth = [""], 0
     for letter in text[1:-1]:
         depth += (letter in "([{") - (letter in ")]}")
@@ -269,7 +269,7 @@ def _arguments(text: str) -> list[str]:
 
 
 def _blanked(text: str, run: RunIndex) -> str:
-    """Return how an op was called, without the names of the values that it was given."""
+    """Return the call of an op as text, without the names of its inputs."""
     return _LABEL.sub(lambda m: "_" if m[0] in run.position else m[0], text)
 
 
@@ -335,7 +335,7 @@ def guard_changes(matching: Matching) -> list[GuardChange]:
 
 
 def _keyed(run: RunIndex, matching: Matching) -> dict[Hashable, dict[str, Any]]:
-    """Return guards by what they are about: the value, the test and the expression."""
+    """Return guards by key: the value, the test and the expression."""
     is_a = run is matching.a
     about: dict[str, Hashable] = {}
     for position, entry in enumerate(run.entries):

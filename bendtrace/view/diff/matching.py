@@ -146,12 +146,12 @@ def _unique_pairs(a: Sequence[Hashable], b: Sequence[Hashable]) -> list[Pair]:
 
 
 def _by_company(a: Sequence[Hashable], b: Sequence[Hashable]) -> list[Pair]:
-    """Return anchors of two long stretches in which no key is unique on both sides."""
+    """Return anchors of two long sections in which no key is unique on both sides."""
     for length in _COMPANY:
         anchors = increasing(_unique_pairs(_runs(a, length), _runs(b, length)))
         if anchors:
             return anchors
-    # All much the same: what comes the n-th time is what comes the n-th time over there.
+    # All are similar: match by count.
     return increasing(_unique_pairs(_numbered(a), _numbered(b)))
 
 
@@ -251,7 +251,7 @@ class RunIndex:
 
 @dataclass
 class _Site:
-    """What happened at one place of the source, in one module: its passes."""
+    """The events at one place of the source, in one module: its passes."""
 
     keys: tuple[Hashable, ...]
     contexts: dict[tuple[Hashable, Hashable], list[int]] = field(default_factory=dict)
@@ -304,7 +304,7 @@ class Matching:
         return _match_sites(a, b, rounds=4)
 
     def _module_ids(self, run: RunIndex) -> dict[str, Hashable]:
-        """Return what stands for a module in the keys of both runs."""
+        """Return identifiers of modules for the keys of both runs."""
         if run is self.a:
             return {name: self.modules.get(name, ("only in a", name)) for name in run.classes}
         known = set(self.modules.values())
@@ -319,7 +319,7 @@ def _module_keys(name: str, class_name: str, shifted: set[str]) -> tuple[Hashabl
         exact = None
     if f"{owner}." in shifted and leaf.isdecimal():
         exact = alike = None
-    # The root has no name of its own: two roots are the same by their class, or by being roots.
+    # The root has no name of its own: two roots match by class, or because both are roots.
     return exact, alike, class_name, leaf or None
 
 
@@ -332,10 +332,10 @@ def _prefixes(name: str) -> Iterator[str]:
 
 
 def _shifted(a: dict[str, str], b: dict[str, str]) -> set[str]:
-    """Return where modules were put in or left out, so that the numbers of others are off.
+    """Return where modules were inserted or removed, so that the numbers of others have shifted.
 
     Returns:
-        The names of what the modules are numbered in, with a dot behind.
+        The names of the numbered modules' parents, with a trailing dot.
     """
     return {
         f"{name.rpartition('.')[0]}."
@@ -347,8 +347,8 @@ def _shifted(a: dict[str, str], b: dict[str, str]) -> set[str]:
 class _SameSource:
     """Whether both runs ran the same source of a function, or two versions of it.
 
-    In the same source, a different expression is a different place, however alike; in another
-    version it may be the one that was edited.
+    In the same source, another expression is another place, however similar; in another version it
+    may be the edited one.
 
     Attributes:
         conditions: the conditions that were decided in both runs.
@@ -367,11 +367,11 @@ class _SameSource:
         }
 
     def line(self, classes: tuple[str, ...], file: str, function: str, line: int) -> int | None:
-        """Return the line if it means something in both runs."""
+        """Return the line if it is comparable between the runs."""
         return line if (classes, file, function) in self._same else None
 
     def line_of_step(self, run: RunIndex, step: FlowStep) -> int | None:
-        """Return the line of a flow step if it means something in both runs."""
+        """Return the line of a flow step if it is comparable between the runs."""
         function = (run.classes.get(step.module_path, ""), step.place.file, step.place.function)
         return step.line if function in self._same_innermost else None
 
@@ -396,7 +396,7 @@ def _lines(run: RunIndex) -> dict[_Function, dict[int, set[str]]]:
 
 
 def _agree(a: dict[int, set[str]], b: dict[int, set[str]]) -> bool:
-    """Whether the lines seen in both runs read the same, and none that reads so has moved."""
+    """Return whether the lines seen in both runs have equal text, and none has moved."""
     both = a.keys() & b.keys()
     if not both or any(a[line].isdisjoint(b[line]) for line in both):
         return False
@@ -461,7 +461,7 @@ def _entry_keys(
         (what, module, side, line),
         (what, function, text, side, line),
         (what, side, line),
-        # Another kind of op at the place of the only one that is left over there.
+        # Another kind of op may match the only op left over there.
         (kind, element, module, side, line),
     )
 
@@ -512,7 +512,7 @@ def _match_passes(a: _Site, b: _Site) -> dict[int, int]:
             if site is a:
                 pairs.update(zip(passes[:both], other.contexts.get(context, ()), strict=False))
             left[context[0]] += passes[both:]
-    # The call of a module reads otherwise now, or is made from somewhere else.
+    # The call of the module has another text now, or is made elsewhere.
     for iteration, passes in left_a.items():
         pairs.update(zip(sorted(passes), sorted(left_b.get(iteration, ())), strict=False))
     if not pairs:  # another loop

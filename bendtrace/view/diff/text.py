@@ -62,7 +62,7 @@ def roll(entries: Sequence[LayerEntry], run: RunIndex, known_modules: Iterable[s
         parts.setdefault(key, []).append(entry)
     sites: dict[tuple[str, ...], list[list[LayerEntry]]] = {}
     for key, same in parts.items():
-        if key[0] == "passes":  # what ran equally often in one loop shares a line
+        if key[0] == "passes":  # entries with equal counts in one loop share a line
             loop = _loop_around(same[0], run)
             place = _loop_place(loop) if loop is not None else same[0].module
             key = ("passes", numbers_text(entry.pass_number for entry in same), place)
@@ -100,13 +100,13 @@ _NAMED = 3
 
 
 def _common(texts: Iterable[str]) -> str:
-    """Return what all texts are, "" where they differ."""
+    """Return the common value of all texts, or ""."""
     found = set(texts)
     return found.pop() if len(found) == 1 else ""
 
 
 def _alike(groups: list[Row]) -> list[Row]:
-    """Put in one line what is alike in modules whose names differ only in numbers."""
+    """Merge lines that are equal in modules whose names differ only in numbers."""
     first: dict[tuple[object, ...], Row] = {}
     often: Counter[tuple[object, ...]] = Counter()
     for group in groups:
@@ -139,7 +139,7 @@ def roll_flow(changes: Sequence[FlowChange]) -> list[tuple[str, ...]]:
     line.
     """
     rows: dict[tuple[str, ...], list[FlowChange]] = {}
-    # Steps of one run only follow from the others.
+    # Steps of only one run follow from the others.
     for change in sorted(changes, key=lambda change: change.kind in ("removed", "added")):
         step = change.step
         values = [change.value_in(side) for side in (change.a, change.b)]
@@ -225,7 +225,7 @@ def roll_modules(changes: Sequence[ModuleChange]) -> list[str]:
 
 
 def _head(change: ModuleChange, heads: dict[tuple[str, str], int]) -> int | None:
-    """Return the line that tells of a change already."""
+    """Return the line that already reports a change."""
     if change.kind in ("added", "removed"):
         parts = change.name.split(".")[:-1]
         above = (".".join(parts[:length]) for length in range(1, len(parts) + 1))
@@ -266,7 +266,7 @@ def numbers_text(numbers: Iterable[int]) -> str:
 
 
 def _whole_module(entry: LayerEntry, run: RunIndex, known: set[str]) -> str | None:
-    """Return the outermost module around an entry that the other run has not."""
+    """Return the outermost module around an entry that the other run does not have."""
     for scope in entry.scopes:
         name = run.calls[scope].name if scope in run.calls else scope.rpartition(":")[0]
         if name not in known:

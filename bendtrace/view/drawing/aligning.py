@@ -73,9 +73,9 @@ def align(level: Level, gap: Callable[[Vertex, Vertex], float]) -> None:
 
 
 def _straighten(level: Level) -> None:
-    """Choose which links run straight down: of each vertex at most one up and one down.
+    """Choose the links that run straight down: for each vertex at most one up and one down.
 
-    Chosen links do not cross each other, so that columns stand side by side.
+    Chosen links do not cross each other, so that columns are side by side.
     """
     links = [link for vertex in level.vertices() for link in vertex.downs]
     above = _heights(level, up=True)
@@ -113,7 +113,7 @@ def _straighten(level: Level) -> None:
 
 
 def _heights(level: Level, *, up: bool) -> dict[Vertex, float]:
-    """Return for each vertex how much stands above it, or below it, on the longest way."""
+    """Return for each vertex the height above it, or below it, on the longest path."""
     heights: dict[Vertex, float] = {}
     for rank in level.ranks if up else reversed(level.ranks):
         for vertex in rank:
@@ -196,7 +196,7 @@ def _in_order(columns: Sequence[Column]) -> list[Column]:
 
 
 def _settle(columns: Sequence[Column]) -> None:
-    """Let columns go where they are pulled to, as far as their neighbours let them."""
+    """Move columns towards their targets, as far as their neighbours let them."""
     inside = set(columns)
     lefts = {c: [(o, d) for o, d in c.lefts.items() if o in inside] for c in columns}
     rights = {c: [(o, d) for o, d in c.rights.items() if o in inside] for c in columns}

@@ -33,7 +33,7 @@ __all__ = [
 
 Numbers = Literal["deciding", "all", "none"]
 
-# Numbers that tell of a tensor's metadata, not of what is in it.
+# Numbers about a tensor's metadata, not its content.
 _METADATA = {"dim", "len", "ndim", "nelement", "numel", "shape", "size", "stride"}
 _CONVERSIONS = {"__bool__", "bool"}
 
@@ -386,7 +386,7 @@ def _collapse(box: Box, tokens: _Tokens, units: Units) -> None:
 
 
 def _bundle(root: Box) -> None:
-    """Put inputs and outputs together that go to, or come from, the same nodes."""
+    """Merge inputs and outputs with the same nodes as targets or sources."""
     leaf_of = {entry.label: leaf for leaf in root.leaves() for entry in leaf.entries}
     groups: dict[object, list[Leaf]] = {}
     for item in root.items:
@@ -444,7 +444,7 @@ def _has_box(items: Sequence[Item]) -> bool:
 
 
 def _count(keys: Sequence[Token], place: int, period: int) -> int:
-    """Count how often a series of items comes, from a place on."""
+    """Return how often a series of items repeats from a position on."""
     unit = keys[place : place + period]
     count = 1
     while keys[place + count * period : place + (count + 1) * period] == unit:
@@ -455,7 +455,7 @@ def _count(keys: Sequence[Token], place: int, period: int) -> int:
 def _alike(
     items: Sequence[Item], place: int, period: int, count: int, by_name: bool, tokens: _Tokens
 ) -> int:
-    """Count how many repetitions are also connected alike."""
+    """Return how many repetitions have the same connections."""
     first = _wiring(items[place : place + period])
     for number in range(1, count):
         start = place + number * period
@@ -465,7 +465,7 @@ def _alike(
 
 
 def _wiring(items: Sequence[Item]) -> list[tuple[int, ...]]:
-    """Return for each value which of the values before it, in the same items, it came from."""
+    """Return for each value the earlier values, in the same items, that it came from."""
     numbers: dict[str, int] = {}
     wiring: list[tuple[int, ...]] = []
     for number, leaf in enumerate(chain(*(item.leaves() for item in items))):
@@ -476,7 +476,7 @@ def _wiring(items: Sequence[Item]) -> list[tuple[int, ...]]:
 
 
 def _together(items: Sequence[Item], period: int, units: Units) -> Item:
-    """Put repetitions into the first of them."""
+    """Merge repetitions into the first of them."""
     count = len(items) // period
     first = list(items[:period])
     if period == 1 and isinstance(first[0], Leaf):
@@ -582,7 +582,7 @@ def fold(root: Box, depth: int | None, most: int) -> bool:
 
 
 def _in_parts(root: Box, most: int) -> None:
-    """Put neighbours together, but for what goes into the model and what comes out of it."""
+    """Group neighbours, except the model's inputs and outputs."""
     inner = [i for i in root.items if isinstance(i, Box) or i.kind not in ("input", "output")]
     size = -(-len(inner) // max(min(most, _PARTS), 1))
     parts: dict[Item, Box] = {}

@@ -24,7 +24,7 @@ from bendtrace.view.outline.walks import Walk, walks_of
 
 __all__ = ["BranchCoverage", "Coverage", "Taken", "coverage", "sides_seen"]
 
-# Code that is Python's own, and nobody's model.
+# Python's own code, which belongs to no model.
 _STANDARD = sysconfig.get_path("stdlib") + os.sep
 _INSTALLED = tuple(sysconfig.get_path(name) + os.sep for name in ("purelib", "platlib"))
 
@@ -199,8 +199,8 @@ def sides_seen(
 class _Survey:
     """Counts what was seen of each choice.
 
-    A condition that depended on an input left a guard: it is known exactly. Of others, only the
-    operations under them tell.
+    A condition that depended on an input left a guard: its counts are exact. For others, only the
+    operations under them count.
     """
 
     def __init__(self, tree: TraceTree) -> None:
@@ -252,13 +252,13 @@ class _Survey:
         )  # fmt: skip
 
     def _under(self, choice: Choice, spans: tuple[Span, ...]) -> int:
-        """Return in how many calls something was recorded in some stretches of source."""
+        """Return in how many calls something was recorded in some source spans."""
         places = self.by_place.get(choice.file, Counter())
         found = [hits for place, hits in places.items() if any(s.holds(place) for s in spans)]
         return max(found, default=0) + self._raised_in(choice.file, spans)
 
     def _raised_in(self, file: str, spans: tuple[Span, ...], only: str = "") -> int:
-        # Of a line that raised, not even the column is known.
+        # For a line that raised, not even the column is known.
         return sum(
             hits
             for (name, path, line), hits in self.raised.items()

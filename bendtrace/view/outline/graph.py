@@ -194,7 +194,7 @@ def state_graph(tree: TraceTree, trace_of: Callable[[Recording, Program], Trace]
 
 @dataclass(eq=False)
 class _Segment:
-    """An edge: an answer, and what is known to follow it."""
+    """An edge: an answer, and the known operations after it."""
 
     answer: Any
     outcome: str
@@ -215,7 +215,7 @@ class _Place:
     out: dict[Hashable, _Segment] = field(default_factory=dict)
 
     def sorted(self) -> list[_Segment]:
-        """Return what leads on from it: of a condition True first, else what was taken most."""
+        """Return its outgoing edges: for a condition True first, else by frequency."""
         if self.event is not None and self.event.is_condition:
             return sorted(self.out.values(), key=lambda segment: not segment.answer)
         return sorted(self.out.values(), key=lambda segment: -segment.hits)
@@ -224,8 +224,8 @@ class _Place:
 class _Known:
     """The states of one program, and the segments between them.
 
-    A state is known by its key. Where a run has not read it, it is known by the state before, and
-    the answer that led on; or else it is no more than a position on a path.
+    A state is identified by its key. If a run has not read it, it is identified by the previous
+    state and the answer that led on; otherwise it is only a position on a path.
     """
 
     def __init__(self, program: Program) -> None:
@@ -242,13 +242,13 @@ class _Known:
             self._follow(walk)
 
     def recordings(self) -> Iterator[Recording]:
-        """Yield the runs that the segments are known from."""
+        """Yield the runs that contain the segments."""
         for place in self._places_in_order():
             for segment in place.sorted():
                 yield segment.recording
 
     def _places_in_order(self) -> list[_Place]:
-        """Return the places such that each comes after all that lead to it, but for loops."""
+        """Return the places such that each comes after all its predecessors, loops aside."""
         flow: nx.DiGraph[_Place] = nx.DiGraph()
         flow.add_nodes_from((self.start, *self._places.values()))
         for place in list(flow):
@@ -258,10 +258,10 @@ class _Known:
         return list(dict.fromkeys([*done[::-1], *others]))
 
     def _follow(self, walk: Walk) -> None:
-        """Add what a walk tells of."""
+        """Add the content of a walk."""
         recording, events, ends = walk.path.recording, walk.events, walk.leads_to_end
         if walk.end is not None and walk.end.kind == "live":
-            # Of what follows, there is one run, and others may have done something else.
+            # There is one run for the rest, and others may have done something else.
             events = [] if walk.end_under is None else events[: walk.end_under + 1]
         first, stop = walk.first, min(walk.stop, len(events))
         if 0 < first <= len(events):
@@ -269,7 +269,7 @@ class _Known:
         stop = _question(events, stop)
         place, before, answer, position = self.start, None, None, 0
         for number, event in enumerate(events[: stop + 1]):
-            if event.number is None:  # a `while` as a whole, which asks nothing itself
+            if event.number is None:  # a whole `while`, which asks nothing itself
                 continue
             after = self._place_of(recording, event, place, before, answer)
             here = event.position + (event.number < 0)
@@ -298,7 +298,7 @@ class _Known:
     def _place_of(
         self, recording: Recording, event: Event, place: _Place, before: Event | None, answer: Any
     ) -> _Place:
-        """Return where a run was when it asked a question."""
+        """Return the place of a run when it asked a question."""
         key = self._key_of(recording, event, place, before)
         known: Hashable = key
         if key is None:
@@ -311,7 +311,7 @@ class _Known:
     def _key_of(
         self, recording: Recording, event: Event, place: _Place, before: Event | None
     ) -> bytes | None:
-        """Return the key of the state in which a run was, also where the run has not read it."""
+        """Return the key of the state of a run, even if the run has not read it."""
         tape, number, graph = recording.tape, event.number, self._program.graph
         if graph is None or number is None or number < 0:
             return None
@@ -402,7 +402,7 @@ def _question(events: list[Event], number: int) -> int:
 
 
 def _answer_of(tape: Tape, event: Event) -> Any:
-    """Return the answer that an event stands for; of a loop over things, how many there were."""
+    """Return the answer of an event; for a loop over an iterable, the number of iterations."""
     if event.is_loop and event.number is not None:
         return tape.guards[event.number].answer
     return event.outcome

@@ -81,9 +81,9 @@ def _add(flow: Flow, walk: Walk, steps: Counter[Step]) -> None:
 
 
 def _count_rounds(branch: Branch, walk: Walk, number: int) -> None:
-    """Count how often a loop was entered, and its body begun."""
+    """Count how often a loop was entered, and how often its body began."""
     event, hits = walk.events[number], walk.hits
-    # Calls that come to one state are in the same round of a `for`: the last part of the way tells.
+    # Calls that reach one state are in the same iteration of a `for`, as the last segment shows.
     tells = walk.begin <= walk.path.last_under(number) < walk.stop
     if event.iterations is not None and (not walk.is_part or (event.is_loop and tells)):
         branch.entered += hits
@@ -99,7 +99,7 @@ def _count_rounds(branch: Branch, walk: Walk, number: int) -> None:
 
 
 def _branch(flow: Flow, event: Event) -> Branch:
-    """Return the branch of an event; in code that calls itself, that of the outermost call."""
+    """Return the branch of an event; in recursive code, that of the outermost call."""
     owner = flow.owner
     while owner is not None:
         if owner.key == event.key:

@@ -68,7 +68,7 @@ _ASPECTS = {
 
 
 def _distinct(facts: Sequence[Facts]) -> dict[str, int]:
-    """Return the labels that are not the same everywhere, with the number of their values."""
+    """Return the labels that differ somewhere, with the number of their values."""
     labels = dict.fromkeys(label for own in facts for label in own)
     # A program that does not ask for something differs for other reasons.
     values = {label: {own[label] for own in facts if label in own} for label in labels}
@@ -76,7 +76,7 @@ def _distinct(facts: Sequence[Facts]) -> dict[str, int]:
 
 
 def _grouped(facts: Facts) -> Iterator[str]:
-    """Say the same of many modules' attributes once: `self.training = True (and 12 more)`."""
+    """Merge equal facts about many modules' attributes: `self.training = True (and 12 more)`."""
     alike: Counter[tuple[str, str]] = Counter()
     for label, text in facts.items():
         alike[_attribute(label), text] += 1
@@ -168,7 +168,7 @@ def _fact(part: Captured) -> str | None:
 
 
 def _conditions(program: Program) -> Facts:
-    """The input guards that the model's source put, by their text."""
+    """The input guards from the model's source, by their text."""
     tape = program.recording.tape
     texts = {
         step.guard: step.text for step in steps_of(program.recording)

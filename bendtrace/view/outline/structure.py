@@ -32,7 +32,7 @@ __all__ = [
 ]
 
 
-# Which module's forward it was, in which iteration of the loops around, and how often each side.
+# The module, the iteration of the loops around, and how often each side was taken.
 Turns = dict[tuple[str, tuple[int, ...]], Counter[bool]]
 
 
@@ -336,7 +336,7 @@ def _colon(branch: Branch) -> str:
 
 
 def _sides(branch: Branch, depth: int) -> Iterator[Line]:
-    """Yield a loop over things and its body, or a value and what follows each outcome of it."""
+    """Yield a loop over an iterable and its body, or a value and the code after each outcome."""
     yield _INDENT * depth + branch.text + _colon(branch), summary(branch), _where(branch)
     for taken in branch.sides():
         if branch.is_loop:

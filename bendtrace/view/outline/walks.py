@@ -260,7 +260,7 @@ class PathEvents:
 
 
 def _is_counted(place: Place) -> bool:
-    """Whether all loops around a place go over things."""
+    """Return whether all loops around a place are loops over iterables."""
     return all(loop.kind != "while" for loop in role_of(place).loops)
 
 
@@ -436,14 +436,14 @@ def _elsewhere(
         runs = [run for run in runs if number < len(run.tape.guards)]
         walks += _failed(PathEvents(runs[0], asked), number, side) if runs else ()
     if graph is not None and not _is_only_way(graph, stretch, number):
-        for walk in walks:  # how they came to the guard is not known
+        for walk in walks:  # how they reached the guard is unknown
             under = len(walk.events) if walk.end_under is None else walk.end_under
             walk.begin, walk.first, walk.is_part = under, min(under + 1, walk.stop), True
     yield from walks
 
 
 def _twin(stretch: Stretch, number: int, side: Side) -> int:
-    """Return the guard at which a run that was made anew left the replay, by its own numbers."""
+    """Return the guard at which a re-recorded run left the replay, by its own numbers."""
     state = stretch.recording.tape.states.get(number)
     if state is not None and side.live is not None:
         tape = side.live.recording.tape
@@ -454,7 +454,7 @@ def _twin(stretch: Stretch, number: int, side: Side) -> int:
 
 
 def _is_only_way(graph: Graph, stretch: Stretch, number: int) -> bool:
-    """Whether there is but one way from the start to a guard of some code."""
+    """Return whether there is only one path from the start to a guard of some code."""
     pieces = graph.pieces()
     met = Counter(id(node) for piece in pieces for node in piece.nodes.values())
     piece = next((piece for piece in pieces if piece.owner is stretch), None)
@@ -474,7 +474,7 @@ def _is_only_way(graph: Graph, stretch: Stretch, number: int) -> bool:
 
 
 def _trips(piece: Piece, path: PathEvents) -> Iterator[Walk]:
-    """Yield the parts of ways that calls have gone along a piece of the graph."""
+    """Yield the parts of calls' walks along a part of the graph."""
     tape, whole = piece.recording.tape, _whole(path, piece.owner)
     for (entered, left), hits in list(piece.trips.items()):
         since = tape.guards[entered].position if entered >= 0 else 0
@@ -516,7 +516,7 @@ def _whole(path: PathEvents, taken: Path) -> Walk:
 
 
 def _live(path: PathEvents, taken: Path, number: int | None) -> Walk:
-    """A run that can only be run live, from a guard on or (None) from the start."""
+    """Runs that can only run live, from a guard on or (None) from the start."""
     end = End("live", path.recording.tape.blockers[0])
     numbers = [event.number for event in path.events]
     under = numbers.index(number) if number is not None and number in numbers else None
@@ -524,7 +524,7 @@ def _live(path: PathEvents, taken: Path, number: int | None) -> Walk:
 
 
 def _return_of(path: PathEvents) -> tuple[int | None, ast.Return | None, str]:
-    """Find the `return` that a run ended with, as far as the branches tell."""
+    """Find the `return` that a run ended with, as far as the branches show."""
     events = path.events
     outermost = [number for number, event in enumerate(events) if event.outermost]
     number = outermost[-1] if outermost else None
@@ -552,7 +552,7 @@ def _last_root_place(recording: Recording) -> Place | None:
 
 
 def _raised(path: PathEvents, index: int, name: str, times: int) -> Walk:
-    """A replay in which an op raised what the model has no handler for."""
+    """A replay in which an op raised an error that the model does not handle."""
     op = path.recording.tape.ops[index]
     before = sum(event.position <= index for event in path.events)
     place = None if op.site is None else user_code(op.scope, op.site)[0]
