@@ -276,7 +276,6 @@ def _is_default(value: Any, default: Any) -> bool:
 
 
 def _is_sound(text: str) -> bool:
-    """Whether UTF-8 can express a text."""
     return text.isascii() or not any("\ud800" <= char <= "\udfff" for char in text)
 
 

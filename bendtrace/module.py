@@ -468,7 +468,6 @@ class BendedModule(BaseModule):
         }
 
     def _take_over(self, carried: dict[str, Any]) -> None:
-        """Have what `_carried` returned."""
         self._known.registry.__setstate__(carried["registry"])
         self._board.restore(*carried["insertions"])
         self._bending.restore(carried["bends"])

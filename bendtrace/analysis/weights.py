@@ -270,7 +270,6 @@ class _History(Statistic):
         self.found = dict(sorted({**other.found, **self.found}.items()))
 
     def result(self) -> dict[int, dict[str, Any]]:
-        """Return them."""
         return {step: dict(found) for step, found in sorted(self.found.items())}
 
 

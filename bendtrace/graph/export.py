@@ -265,7 +265,6 @@ class _Box:
         return box
 
     def lines(self, indent: str) -> Iterator[str]:
-        """Yield the text for it, inner boxes first."""
         for part, box in self.inside.items():
             yield f"{indent}subgraph {_id(f'cluster_{box.path}')} {{"
             yield f"{indent}  label={_label(part)};"

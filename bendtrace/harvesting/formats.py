@@ -242,7 +242,6 @@ class _Group:
         return torch.from_numpy(self._group[key][...].reshape(-1)).view(dtype)
 
     def verify(self) -> None:
-        """Read everything, and compare it with the checksums."""
         for key, checksum in self._checksums.items():
             try:
                 found = zlib.crc32(self._group[key][...].tobytes())

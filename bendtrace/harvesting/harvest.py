@@ -266,7 +266,6 @@ class _Site:
                 os.remove(f"{path}.tmp")
 
     def _compare(self, there: dict[str, Any]) -> None:
-        """Refuse another harvest."""
         if not self._resume:
             raise InputError(
                 f"{self.directory!r} contains a harvest, and resume=False does not allow "

@@ -170,7 +170,6 @@ class _Words:
         self._kept: list[Any] = []  # so that no identity is used twice
 
     def digest(self, value: Any) -> str:
-        """Return a checksum of the parts."""
         text = "\n".join(self._of(value, 0))
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 

@@ -135,7 +135,6 @@ class _Observer(Interjection):
         return "get_activations"
 
     def after(self, at: NodePass, inputs: Inputs, output: Any) -> None:
-        """Keep it."""
         if threading.get_ident() != self._thread:  # of a call that other code makes
             return
         path = at.path or "output"
@@ -144,7 +143,6 @@ class _Observer(Interjection):
             self.kept[path, at.number] = _snapshot(output) if self._detach else output
 
     def rows(self, names_passes: bool) -> dict[str, Any]:
-        """Return what was kept, by path."""
         found: dict[str, Any] = {}
         for (path, number), value in self.kept.items():
             total = self.counts[path]

@@ -111,7 +111,6 @@ class _Spots:
         self._bended = bended
 
     def of(self, node: TreeNode, number: int, text: str) -> Iterator[Spot]:
-        """Yield the spots of a pass of a node."""
         if node.role == "state":
             raise InputError(
                 f"{text!r} is a parameter or buffer, not an activation: bend or patch it"

@@ -493,7 +493,6 @@ class InsteadGate(Gate):
         return call(*args, **kwargs)
 
     def _node(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the original."""
         called: Any = self.at.module or self.at.function
         try:
             return called(*args, **kwargs)
@@ -527,7 +526,6 @@ class _Observed:
         self._gave: tuple[Any, list[int]] | None = None  # in a call with just what was given
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the node."""
         self._calls += 1
         mine, theirs = self.given.kwargs, (*args, *kwargs.values())
         is_as_given = (

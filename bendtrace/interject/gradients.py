@@ -215,7 +215,6 @@ class CallGradients:
         return given
 
     def _is_new(self, tensor: Tensor) -> bool:
-        """Whether a tensor was computed in the call."""
         node: Node = root(tensor).grad_fn
         return node is not None and node._sequence_nr() >= self._start
 
@@ -349,8 +348,6 @@ class CallGradients:
 
 
 class _BackwardPass:
-    """The state of one backward pass through one call."""
-
     def __init__(self, gradients: list[Tensor | None]) -> None:
         self.gradients = gradients
         self.arrived = 0

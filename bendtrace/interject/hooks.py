@@ -309,7 +309,6 @@ class _Hook(Interjection):
 
 class _PreHook(_Hook):
     def before(self, at: NodePass, inputs: Inputs) -> Inputs | None:
-        """Call the hook with the inputs."""
         value = tuple(inputs), inputs.kwargs
         tensors = tuple(tensors_of(value))
         new = self._call(at, (), tensors, "inputs")
@@ -320,7 +319,6 @@ class _ForwardHook(_Hook):
     wants_inputs = True
 
     def after(self, at: NodePass, inputs: Inputs, output: Any) -> Any:
-        """Call the hook with the inputs and the outputs."""
         seen, tensors = tuple(tensors_of((inputs, inputs.kwargs))), tuple(tensors_of(output))
         new = self._call(at, (seen,), tensors, "outputs")
         return None if new is tensors else with_tensors(output, new)
@@ -328,7 +326,6 @@ class _ForwardHook(_Hook):
 
 class _BackwardHook(_Hook, ChecksGradients):
     def backward(self, at: NodePass, grad_input: Gradients, grad_output: Gradients) -> Any:
-        """Call the hook with the gradients."""
         handle = self.handle
         if not handle.active:
             return None
@@ -350,7 +347,6 @@ class _BackwardHook(_Hook, ChecksGradients):
         passing: frozenset[int],
         shapes: Sequence[Sequence[int]],
     ) -> Gradients:
-        """Return the gradients to pass on."""
         self._require(result, len(before), "gradients of the inputs", Tensor, type(None))
         for place, (old, new, shape) in enumerate(zip(before, result, shapes, strict=True)):
             if new is not None and new.shape != shape:

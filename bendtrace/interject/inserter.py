@@ -318,7 +318,6 @@ class LiveInserter:
         )
 
     def _slots_at(self, module: nn.Module, path: str) -> list[Slot]:
-        """Return the slots at the calls of a module."""
         parts = [identifier(part) for part in path.split(".")] if path else []
         node = Candidate(
             ".".join(parts), parts[-1] if parts else "", module, path, None, None,
@@ -396,7 +395,6 @@ class LiveInserter:
         frame: FrameType,
         written: Tensor | None = None,
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Replace the inputs of a node."""
         places = self._input_places(spot, scope, args, kwargs)
         slots = (*spot.before, *places)
         if not slots and written is None:
@@ -426,7 +424,6 @@ class LiveInserter:
         frame: FrameType,
         written: Tensor | None = None,
     ) -> Any:
-        """Replace the output of a node."""
         slots = spot.after
         if self._has_output_slots:
             if not spot.seen:

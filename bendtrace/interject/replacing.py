@@ -107,7 +107,6 @@ class _Replacement(Interjection):
         return "from_activations"
 
     def after(self, at: NodePass, inputs: Inputs, output: Any) -> Any:
-        """Return the value."""
         if self._path not in (None, at.path):
             raise InputError(
                 f"{self._text!r} matches both {self._path!r} and {at.path!r}: name one"

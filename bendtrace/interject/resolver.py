@@ -289,7 +289,6 @@ class _Value(NamedTuple):
 
     @classmethod
     def of(cls, node: Node) -> _Value:
-        """Return the value of a node."""
         data, inner = node._data, node._tree.data
         passes = None if node._chosen is None else frozenset(node._chosen)
         if data.kind == "graph":

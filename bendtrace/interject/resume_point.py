@@ -277,8 +277,6 @@ def told(
 
 
 class _Run:
-    """One call of `from_activations`."""
-
     def __init__(
         self,
         model: Bended,

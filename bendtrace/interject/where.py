@@ -341,7 +341,6 @@ def _nearness(error: NodePathError) -> tuple[int, float]:
 
 
 def _place(root: TreeNode, node: TreeNode) -> Place:
-    """Return the location of a tree node."""
     shown = dug(root, node)
     if node.role == "call":
         return Place("node", AtPath(node.path), shown=shown)

@@ -157,7 +157,6 @@ class _Body:
             self.header = f"for {self._variable} in range({first}{stop}):"
 
     def text(self, offset: int) -> str:
-        """Return one of the lines."""
         form, deltas = self._forms[offset], iter(self._deltas[offset])
         numbers = iter(form.numbers)
 

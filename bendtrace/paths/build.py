@@ -343,7 +343,6 @@ class Visit:
         metas: Any,
         labels: list[tuple[Any, str]],
     ) -> None:
-        """Add the parts of a result."""
         number = len(holder.passes) - 1
         for (key, label), meta in zip(labels, metas, strict=False):
             element = (*keys, key)

@@ -295,7 +295,6 @@ def items_of(value: Any, events: Events) -> list[Item] | None:
 
 
 def _item_of_part(whole: Captured, part: Captured) -> Item:
-    """Return an item of an argument."""
     value = Existing(part)
     if isinstance(part.key, AttributeKey):
         return _attribute(part.key.name, value)

@@ -137,7 +137,6 @@ class _Picture:
     def lines(
         self, node: TreeNode, chosen: Chosen, indent: str, depth: int | None
     ) -> Iterator[str]:
-        """Yield the lines below a node."""
         if depth == 0:
             return
         rows = self._rows(node, chosen)

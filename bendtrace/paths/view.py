@@ -183,7 +183,6 @@ class _Search:
             self._depth, self._failure = depth, (node, chosen, "", reason)
 
     def error(self) -> NodePathError:
-        """Say where the path went astray."""
         assert self._failure is not None
         node, chosen, wrong, reason = self._failure
         names = [child.name for child, _ in children_of(node, chosen)]

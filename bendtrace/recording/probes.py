@@ -369,7 +369,6 @@ class _TorchProbe(NamedTuple):
     names: frozenset[str]
 
     def holds(self, tape: Tape) -> bool:
-        """Return whether the tape is as expected."""
         if self.reason:
             return any(blocker.startswith(self.reason) for blocker in tape.blockers)
         names = {name_of(op.target) for op in tape.ops}

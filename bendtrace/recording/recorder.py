@@ -351,7 +351,6 @@ class Recorder(TorchFunctionMode):
     def _record(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType
     ) -> tuple[Op, Any]:
-        """Record a call on the tape and run it."""
         op, args, kwargs = self._write(func, args, kwargs, frame)
         return op, self._carry_out(op, func, args, kwargs)
 

@@ -92,7 +92,6 @@ class _Space:
         self._inherited = functions.keys() - table.keys()
 
     def patches(self) -> Monkeypatches:
-        """Return what stands in for functions."""
         get = self.table.get
         if list(map(get, self._own)) == self._originals and self._inherited.isdisjoint(self.table):
             return ()

@@ -140,8 +140,6 @@ def ablate(
 
 
 class _Ablation(Interjection):
-    """Replaces parts of a value."""
-
     def __init__(self, substitute: _Substitute, parts: list[Part], said: str) -> None:
         self._substitute = substitute
         self._parts = parts
@@ -179,8 +177,6 @@ class _Ablation(Interjection):
 
 
 class _InputAblation(_Ablation):
-    """Replaces parts of the first input of a node."""
-
     after = Interjection.after
 
     def before(self, at: NodePass, inputs: Inputs) -> Inputs | None:

@@ -256,7 +256,6 @@ class _Scores:
         self._target: Seen = {}
 
     def run(self, steps: int | None, every_op: bool) -> None:
-        """Make the runs."""
         there, patched = self._there, self._calls[self._patched]
         output, self.source = there.seen(self._calls[self._first], with_gradients=True)
         start = as_number(scalar_of(self._metric, output))
@@ -304,11 +303,9 @@ class _Scores:
             ]
 
     def total(self, name: str) -> float:
-        """Return the sum over all elements of a site."""
         return math.fsum(map(_sum, self.found[name])) if name in self.found else math.nan
 
     def cell(self, number: int, part: Part) -> float:
-        """Return the sum over a part of a site."""
         name = self.rows[number].name
         if name not in self.found:
             return math.nan

@@ -78,8 +78,6 @@ class LatentEdit:
 
 
 class _Reconstructs(Interjection):
-    """Replaces a value by its reconstruction."""
-
     def __init__(
         self,
         encode: Callable[[Any], Any] | None,

@@ -256,8 +256,6 @@ class _Keeper(Interjection):
 
 
 class _InputKeeper(_Keeper):
-    """Keeps the first inputs of calls of modules."""
-
     late = False
     is_input = True
     after = Interjection.after
@@ -417,7 +415,6 @@ class _Wanted:
         self.group.put_around(first, last)
 
     def close(self) -> None:
-        """Keep nothing more."""
         self.group.remove()
         for keeper in self._keepers.values():
             keeper.thread = None
@@ -432,7 +429,6 @@ class _Wanted:
         return error
 
     def cache(self) -> ActivationCache:
-        """Return the kept values."""
         everything = any(source.where is _anything for source in self._sources)
         values: dict[str, Any] = {}
         names: dict[str, dict[str, None]] = {}

@@ -278,8 +278,6 @@ class _Steps(Interjection):
 
 @dataclass(eq=False, repr=False)
 class _Adds(Interjection):
-    """Adds a vector."""
-
     vector: Tensor | Expression
     scale: Any
     positions: Any

@@ -457,7 +457,6 @@ def _around(shape: Rectangle | Polygon) -> Rectangle:
 
 
 def _add_legend(canvas: Canvas, tones: list[str], has_first: bool) -> None:
-    """Add the legend below the picture."""
     x, y = _MARGIN, canvas.height
     squares = [(words, fill, stroke, 1.0) for words, fill, stroke in map(_TONES.__getitem__, tones)]
     if has_first:

@@ -331,7 +331,6 @@ class _Tokens:
         return self._known[item, by_name]
 
     def forget(self, item: Item) -> None:
-        """Forget the tokens of an item that has changed."""
         for by_name in (True, False):
             self._known.pop((item, by_name), None)
 

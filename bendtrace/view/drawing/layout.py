@@ -370,7 +370,6 @@ def _place(
     hints: dict[Shape, dict[Net, float]],
     done: dict[Shape, _Placed],
 ) -> None:
-    """Lay out a box, after the boxes in it."""
     for child in box.children or ():
         if child.children is not None:
             _place(child, nets, hints, done)

@@ -336,7 +336,6 @@ class _Known:
     def add_to(
         self, graph: StateGraph, number: int, facts: list[str], traces: dict[Recording, int]
     ) -> None:
-        """Add the nodes and edges to a graph."""
         places = self._places_in_order()
         names = {place: f"{number}.{i}" for i, place in enumerate(places)}
         names[self.start] = f"program {number}"

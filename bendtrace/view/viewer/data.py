@@ -257,7 +257,6 @@ def _source(source: Source, files: _Table[str]) -> dict[str, Any]:
 
 
 def _told(source: dict[str, Any]) -> str:
-    """The recorded text of a line."""
     text: str = source.get("statement") or source.get("text", "")
     return text
 
