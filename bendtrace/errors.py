@@ -116,7 +116,7 @@ class NotReplayableError(BendtraceError, RuntimeError):
         ... except bt.errors.NotReplayableError as error:
         ...     print(error)  # doctest: +ELLIPSIS
         ...     print(len(error.reasons))
-        this trace cannot be replayed: numpy at ...:1 hands the content of a tensor to code that
+        this trace cannot be replayed: numpy at ...:1 passes the content of a tensor to code that
         cannot be watched
         1
     """
@@ -287,7 +287,7 @@ class HookNameError(_NothingThereError):
         ... except bt.errors.HookNameError as error:
         ...     print(error)
         ...     print(error.near)
-        no hook function is registered as 'shwo'; there is 'show'
+        no hook function is registered as 'shwo'; registered: 'show'
         ('show',)
     """
 
@@ -330,8 +330,8 @@ class InterjectionError(BendtraceError, TypeError):
         ... except bt.errors.InterjectionError as error:
         ...     print(error)
         ...     print(error.path)
-        function at relu gave what cannot take the place of the node's value: expected a tensor, got
-        a list of 2
+        function at relu returned a value that cannot replace the node's value: expected a tensor,
+        got a list of 2
         relu
     """
 
@@ -384,7 +384,7 @@ class BendError(InputError):
         ... except bt.errors.BendError as error:
         ...     print(error)
         ...     print(error.path)
-        Permute(dim=2) has dim=2, which the tensor of shape (2, 3) at 'sub_0' has not
+        Permute(dim=2) has dim=2, but the tensor at 'sub_0' has shape (2, 3)
         sub_0
     """
 
