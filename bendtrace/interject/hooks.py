@@ -426,7 +426,7 @@ class NameTable(dict[str, _T]):
         >>> NameTable("module", {"layer1": 1})["layer2"]
         Traceback (most recent call last):
         bendtrace.errors.HookNameError: no module is registered as 'layer2'; \
-there is 'layer1'
+registered: 'layer1'
     """
 
     def __init__(self, what: str, things: Mapping[str, _T]) -> None:
