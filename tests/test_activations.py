@@ -461,7 +461,7 @@ def test_an_argument_that_is_needed_and_missing_is_named() -> None:
         from_activations(bended, {"relu": normal(2, 4)})
     assert str(error.value) == (
         f"the argument mask is needed as well: 'mul' (test_activations.py:{line} "
-        "`self.fc2(h) * mask`) uses it. Give it, or an activation between"
+        "`self.fc2(h) * mask`) uses it. Pass it, or an activation between"
     )
     with pytest.raises(InputError) as error:
         from_activations(bended, {"fc2": normal(2, 4)}, (), {"mask": torch.ones(2, 1)})
@@ -673,7 +673,7 @@ def test_what_is_inserted_applies_to_the_rest() -> None:
     assert (handle.report().fired, called) == (5, ["fc1"])
     handle.remove()
     with pytest.raises(
-        bt.errors.InputError, match="nothing has been traced yet with what is inserted"
+        bt.errors.InputError, match="nothing has been traced yet with the current insertions"
     ):
         from_activations(bended, {"relu": v})
     for with_own in (True, False):
@@ -1364,7 +1364,7 @@ def test_a_value_is_not_given_by_two_names() -> None:
         (at(bended, "sub_0"), "sub_0", normal(3, 2)),
         ("sub_1", "sub_1.output", whole),
     ]:
-        with pytest.raises(InputError, match=r"given twice|mean the same value"):
+        with pytest.raises(InputError, match=r"given twice|select the same value"):
             from_activations(bended, {first: v, second: v})
     with pytest.raises(InputError, match="select the same value, or overlapping parts of it"):
         from_activations(bended, {"sub_1": whole, "sub_1.output|sub_0": whole[0]})

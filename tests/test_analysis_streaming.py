@@ -406,7 +406,7 @@ def test_quantiles_of_a_unit_with_nan_are_nan_and_infinities_are_values() -> Non
 
 @pytest.mark.parametrize("ranks", [[-0.1], [1.1], [math.nan], 0.5])
 def test_ranks_that_are_none_are_refused(ranks: Any) -> None:
-    with pytest.raises(InputError, match="ranks are"):
+    with pytest.raises(InputError, match="ranks have to be"):
         fed(Quantiles(), [torch.ones(3)]).at(ranks)
 
 

@@ -1402,7 +1402,7 @@ def test_configurations_are_saved_and_loaded(tmp_path: Path) -> None:
 def test_functions_and_places_that_only_python_can_say_are_not_saved(tmp_path: Path) -> None:
     path = tmp_path / "bends.json"
     for config, message in [
-        (BendingConfig((Lambda(torch.relu), "x")), r"fn of Lambda is .* cannot be kept in a file"),
+        (BendingConfig((Lambda(torch.relu), "x")), r"fn of Lambda is .* cannot be saved to a file"),
         (BendingConfig((Bias(1.0), nn.Linear)), "only bends with patterns can be saved to a file"),
         (
             BendingConfig(

@@ -1092,7 +1092,7 @@ def test_what_is_not_there_raises_with_what_is_near(option: str, key: Any, near:
         ({"save": ["a", None]}, "names, positions, modules or functions, not by None"),
         ({"stop_after": True}, "names, positions, modules or functions, not by True"),
         ({"save_dtype": torch.int8}, "floating point dtype, not torch.int8"),
-        ({"save_device": "nowhere"}, "'nowhere' is no device"),
+        ({"save_device": "nowhere"}, "'nowhere' is not a device"),
         ({"save_device": "xpu:7"}, "xpu:7"),
         ({"save": "none", "save_gradients": True}, "gradients are kept for saved values"),
         ({"keep_graph": True, "save_to": "stream"}, "cannot keep their graph"),

@@ -813,7 +813,7 @@ def test_damage_is_noticed(tmp_path: Path) -> None:
     with pytest.raises(LoadError, match="checksum"):
         Harvest.open(tmp_path)
     index.unlink()
-    with pytest.raises(LoadError, match="gone"):
+    with pytest.raises(LoadError, match="is missing"):
         Harvest.open(tmp_path)
     files[2].with_suffix(".json").unlink()
     with pytest.raises(LoadError, match=r"not those in index.json"):
@@ -835,10 +835,10 @@ def stopped(
     def stopping() -> Iterator[Any]:
         for number, part in enumerate(data):
             if number == batches:
-                raise OSError("gone")
+                raise OSError("is missing")
             yield part
 
-    with pytest.raises(OSError, match="gone"):
+    with pytest.raises(OSError, match="is missing"):
         go(model, stopping(), where, out, **options)
 
 

@@ -226,7 +226,7 @@ def test_a_name_of_a_layer_and_of_another_module_finds_neither() -> None:
 
     log = bt.trace(Crossed(), torch.ones(1, 3))
     message = (
-        r"'linear_1' is ambiguous: it names the module linear_1 \('.linear_1'\) and the layer "
+        r"'linear_1' is ambiguous: it matches the module linear_1 \('.linear_1'\) and the layer "
         r"linear_1_1 of the log \('linear_2.linear'\). Write '.linear_1' or 'linear_2.linear'"
     )
     with pytest.raises(LayerKeyError, match=message) as caught:

@@ -698,7 +698,7 @@ WRONG: dict[str, tuple[Callable[..., Any], str]] = {
         lambda i: (i[0], i[0]),
         "another gradient for input 1, but that input passes no",
     ),
-    "in place": (lambda i: i[0].mul_(2), "has changed a gradient in place"),
+    "in place": (lambda i: i[0].mul_(2), "changed a gradient in place"),
 }
 
 

@@ -772,7 +772,7 @@ def test_a_loop_that_ended_earlier_is_named() -> None:
     handle = bended.interject("cell", torch.zeros_like)
     bended(torch.tensor([1.0, 1.0]), torch.tensor(0))
     (note,) = handle.report().notes
-    assert re.search(r"`(range\()?rounds.item\(\)\)?` came to 0 for this input$", note)
+    assert re.search(r"`(range\()?rounds.item\(\)\)?` was 0 for this input$", note)
 
 
 def test_of_a_module_that_no_run_came_by_it_is_said_where_it_may_be() -> None:

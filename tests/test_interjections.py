@@ -528,7 +528,7 @@ def test_gradients_of_another_kind_are_refused() -> None:
             lambda grads: "text",
             "has to return 1 gradients, one for each input, but it returned 'text'",
         ),
-        (lambda grads: (grads, grads), "one for each input; it returned a tuple of 2"),
+        (lambda grads: (grads, grads), "one for each input, but it returned a tuple of 2"),
     ]
     for function, message in bad:
 

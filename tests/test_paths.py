@@ -945,8 +945,8 @@ def test_a_wrong_attribute_or_key_names_what_there_is() -> None:
          "'|' leads only into tuples, lists, dicts and other containers"),
         ("x.sub_0", "no node 'x.sub_0': 'x' is a Tensor(2) with nothing below it"),
         ("low.linear:2", "no node 'low.linear:2': 'low.linear' has 1 pass, so there is no :2"),
-        ("x:", "no node 'x:': ':' after 'x' means nothing"),
-        ("low.", "no node 'low.': '.' after 'low' means nothing"),
+        ("x:", "no node 'x:': ':' after 'x' has no meaning"),
+        ("low.", "no node 'low.': '.' after 'low' has no meaning"),
         ("low.linear.0", "no node 'low.linear.0': 'low.linear' is a Tensor(2) with nothing below "
          "it"),
         ("hihg.linear", "no node 'hihg.linear': the root has no 'hihg'; it has 'x', 'sum', 'gt', "

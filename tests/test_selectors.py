@@ -564,7 +564,7 @@ def test_a_node_of_the_tree_can_stand_beside_a_selector_if_it_is_one_as_a_whole(
 
 @pytest.mark.parametrize("other", [None, 3, 2.5, int, {"gelu"}])
 def test_what_says_not_which_nodes_are_meant_is_refused(other: Any) -> None:
-    with pytest.raises(InputError, match=r"does not name nodes|subclasses of nn.Module"):
+    with pytest.raises(InputError, match=r"does not select nodes|subclasses of nn.Module"):
         _ = ns.Activations & other
 
 

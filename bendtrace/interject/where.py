@@ -382,5 +382,5 @@ def near_misses(text: str, paths: Sequence[str]) -> str:
     """Return a text that suggests names similar to one."""
     near = near_names(text, paths, 3)
     listed = near or list(paths[:8])
-    word = "did you mean" if near else "known names:"
+    word = "did you mean" if near else "there are"
     return f"{word} {', '.join(map(repr, listed))}" if listed else "there are no nodes at all"
