@@ -380,8 +380,8 @@ def test_batches_can_be_anything_if_it_is_said_what_is_in_them() -> None:
         (lambda: AnalyserEvaluation("a", RunningMean(), loader=[]).evaluate(), "no model"),
         (lambda: AnalyserEvaluation("a", RunningMean()).begin_step(), "attached"),
         (lambda: AnalyserEvaluation("tanh", RunningMean()).begin(net()), "no module 'tanh'"),
-        (lambda: AnalyserEvaluation("a", GradientAccumulation()).begin(net()), "or gradients"),
-        (lambda: AnalyserEvaluation("a", RunningMean()).begin(torch.relu), "is no module"),
+        (lambda: AnalyserEvaluation("a", GradientAccumulation()).begin(net()), "uses gradients"),
+        (lambda: AnalyserEvaluation("a", RunningMean()).begin(torch.relu), "is not a module"),
     ],
 )
 def test_what_makes_no_sense_is_refused(make: Callable[[], Any], message: str) -> None:

@@ -726,7 +726,7 @@ def test_probes_that_are_not_the_same_are_not_merged() -> None:
     other.update("x", x, y)
     other.train_step()
     before = one.to_dict()
-    with pytest.raises(InputError, match="at 'x': the probes are not the same map"):
+    with pytest.raises(InputError, match="at 'x': the probes have different maps"):
         one.merge(other)
     assert one.to_dict() == before
     with pytest.raises(InputError, match="seed"):

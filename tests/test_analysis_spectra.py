@@ -340,7 +340,7 @@ def test_only_the_modes_that_keep_samples_are_bounded() -> None:
         rank = Rank(mode, max_samples=10)
         rank.update("x", torch.randn(8, 3))
         with pytest.raises(
-            bt.errors.InputError, match=r"at 'x': 11 samples by now.*max_samples=10"
+            bt.errors.InputError, match=r"at 'x': there are 11 samples so far.*max_samples=10"
         ):
             rank.update("x", torch.randn(3, 3))
         assert rank.to_dict()["x"]["samples"] == 8
