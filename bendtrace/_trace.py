@@ -391,7 +391,7 @@ class Trace(ModelHistory):
             >>> import torch, bendtrace as bt
             >>> trace = bt.trace(lambda x: x.relu() + 1, torch.randn(3), save="all")
             >>> print(trace.validate())
-            2 ops carried out again: bitwise the same
+            2 ops recomputed: bitwise equal
             2 edges tried
         """
         return validate.validate(self, self._capture, seed)

@@ -180,7 +180,7 @@ class RankDivergenceError(BendtraceError, RuntimeError):
         >>> import bendtrace as bt
         >>> told = {0: "collective 1 in this call, all_reduce(8 float32)", 1: "the end of the call"}
         >>> print(bt.errors.RankDivergenceError("0", told))  # raised where there are two processes
-        the ranks of process group 0 do not agree:
+        the ranks of process group 0 disagree:
           rank 0: collective 1 in this call, all_reduce(8 float32)
           rank 1: the end of the call
     """

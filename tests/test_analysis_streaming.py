@@ -501,7 +501,7 @@ def test_what_was_given_is_not_held_on_to_nor_changed(name: str) -> None:
 def test_rows_of_another_shape_are_refused_before_anything_changes(name: str) -> None:
     made = fed(MAKERS[name](), [rows_of(0, 5, 2)])
     before = copy.deepcopy(vars(made))
-    with pytest.raises(InputError, match="but (now|these)"):
+    with pytest.raises(InputError, match=r"but (now|these)"):
         made.update(rows_of(0, 5, 3))
     with pytest.raises(InputError):
         made.update(torch.tensor(1.0))

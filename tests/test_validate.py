@@ -429,7 +429,7 @@ def test_a_changed_activation_is_found(log: bt.Trace) -> None:
     found = log.validate()
     assert not found
     assert found.wrong == ["mul_1_3", "dropout_1_4"] or found.wrong == ["mul_1_3"]
-    assert str(found).startswith("6 ops carried out again: wrong are mul_1_3")
+    assert str(found).startswith("6 ops recomputed: wrong: mul_1_3")
 
 
 def test_the_least_bit_of_an_activation_counts(log: bt.Trace) -> None:
@@ -549,9 +549,9 @@ def test_an_edge_that_is_none_is_told() -> None:
 
 
 def test_what_was_found_is_printed(log: bt.Trace) -> None:
-    assert str(log.validate()) == "6 ops carried out again: bitwise the same\n7 edges tried"
+    assert str(log.validate()) == "6 ops recomputed: bitwise equal\n7 edges tried"
     log["add_1"].tensor_contents.zero_()
-    assert str(log.validate()) == "6 ops carried out again: wrong are add_1_6\n5 edges tried"
+    assert str(log.validate()) == "6 ops recomputed: wrong: add_1_6\n5 edges tried"
 
 
 def test_idle_edges_and_what_was_left_out_are_printed() -> None:
@@ -560,7 +560,7 @@ def test_idle_edges_and_what_was_left_out_are_printed() -> None:
         return torch.zeros_like(x) + torch.rand(2, generator=generator)
 
     assert str(logged(model, torch.ones(2)).validate()) == (
-        "2 ops carried out again: bitwise the same\n"
+        "2 ops recomputed: bitwise equal\n"
         "3 edges tried, 1 without effect: input_1_0 -> zeroslike_1_1\n"
         "not recomputed: rand_1_2 (it received an object)"
     )
@@ -568,7 +568,7 @@ def test_idle_edges_and_what_was_left_out_are_printed() -> None:
 
 def test_one_op_is_not_called_ops() -> None:
     assert str(logged(lambda x: x * 2, torch.ones(2)).validate()) == (
-        "1 op carried out again: bitwise the same\n1 edge tried"
+        "1 op recomputed: bitwise equal\n1 edge tried"
     )
 
 
